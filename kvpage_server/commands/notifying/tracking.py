@@ -26,7 +26,7 @@ import asyncio
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Generic, TypeVar
 
 from kvpage_server.commands.notifying.channels import Mode, Recipient
@@ -170,6 +170,7 @@ _OPENING = {
 }
 _INDEX = b":index"
 _MANY = 1000  # changed keys with a message each; above, one message invalidates all keys
+_MOST_NOTED = 20_000  # pairs of a changed key and a prefix for one block; above, one message invalidates all keys
 _STEP = 1000  # notes that are freed before other clients have their turn
 _NOTE = 512  # bytes of a note, without the key
 _PREFIX = 1024  # bytes of a prefix, without its name
@@ -402,14 +403,15 @@ class Tracking:
         one message to a client invalidates all of its keys.
         """
         request, noted = keys.prefix, self._of_blocks.get((keys.req_id, keys.page), {})
-        if self._prefixes and len(keys) > _MANY:
-            about = chain(self._prefixes.of(request), self._prefixes.longer_than(request))
-            self._flush(chain.from_iterable(prefix.clients for prefix in about), request, by)
-        elif self._prefixes:
-            self._note_in(self._prefixes.of(request), keys, by)
-            if any(True for _ in self._prefixes.longer_than(request)):
-                for key in keys:
-                    self._note_in(self._prefixes.of(key, longer_than=len(request)), (key,), by)
+        if self._prefixes:
+            about = list(self._prefixes.of(request))
+            if len(keys) > _MANY or len(keys) * len(about) > _MOST_NOTED:
+                self._flush(self._broadcast_clients(request), request, by)
+            else:
+                self._note_in(iter(about), keys, by)
+                if any(True for _ in self._prefixes.longer_than(request)):
+                    for key in keys:
+                        self._note_in(self._prefixes.of(key, longer_than=len(request)), (key,), by)
         if len(noted) > _MANY:  # the notes stay, because deleting them takes too long, as does a look at their readers
             readers = (reader for reader in self.clients.values() if reader.keys)
             self._flush(self._recipients_of(readers, by), request, by)
@@ -425,6 +427,18 @@ class Tracking:
                 prefix.note(key, by)
             self._changed_prefixes[prefix] = None
             self._schedule_send()
+
+    def _broadcast_clients(self, request: bytes) -> Iterable[Recipient]:
+        """Return the clients with a prefix of `request`, or with one that begins with it.
+
+        If there are more than `_MANY` pairs of such a client and prefix, return all clients in broadcasting mode,
+        because a visit to each pair takes too long.
+        """
+        about = chain(self._prefixes.of(request), self._prefixes.longer_than(request))
+        clients = list(islice(chain.from_iterable(prefix.clients for prefix in about), _MANY + 1))
+        if len(clients) <= _MANY:
+            return clients
+        return [client for client in self.clients if client.tracking is not None and client.tracking.broadcast]
 
     def _request_changed(self, request: bytes, by: Recipient | None) -> None:
         for name in list(self._of_requests.get(request, ())):

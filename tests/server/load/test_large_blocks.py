@@ -48,6 +48,13 @@ def test_keys_of_a_large_block_are_listed_in_steps(turns: Turns, user: list[list
 
 
 TRACK = [b"CLIENT", b"TRACKING", b"ON"]
+TRACK_PREFIXES = [  # 1,000 prefixes in two commands of 30 clients each
+    [
+        [*TRACK, b"BCAST", *(w for at in range(first, first + 500) for w in (b"PREFIX", b"kv:mine.big:%d:" % at))]
+        for first in (client * 1000, client * 1000 + 500)
+    ]
+    for client in range(30)
+]
 PAGE_NAMES = [word for at in range(2000) for word in (b"mine.big", b"%d" % (at // 2), b"%d" % (at % 2), b"0", b"0")]
 
 
@@ -57,11 +64,20 @@ PAGE_NAMES = [word for at in range(2000) for word in (b"mine.big", b"%d" % (at /
         [[[b"HELLO", b"3"], OWNER, [*TRACK, b"BCAST"]]],
         [[[b"HELLO", b"3"], OWNER, [*TRACK, b"BCAST", b"PREFIX", b"kv:mine.big:7"]]],
         [[[b"HELLO", b"3"], OTHER, [*TRACK, b"BCAST"]]] * 8,
+        [[[b"HELLO", b"3"], OWNER, *commands] for commands in TRACK_PREFIXES],
         [[[b"HELLO", b"3"], OWNER, TRACK, [b"KVBLOCKGET", b"mine.big", b"0"]]],
         [[[b"HELLO", b"3"], OWNER, TRACK, [b"KVPAGEMGET", b"2000", *PAGE_NAMES]]],
         [[OWNER, [b"WATCH", b"kv:mine.big:7:0:0:0", b"other"]]],
     ],
-    ids=["broadcast", "broadcast to a longer prefix", "other tenants", "reader of the block", "of pages", "watcher"],
+    ids=[
+        "broadcast",
+        "broadcast to a longer prefix",
+        "other tenants",
+        "to many prefixes",
+        "reader of the block",
+        "of pages",
+        "watcher",
+    ],
 )
 @pytest.mark.parametrize("words", [STORE, [b"KVPAGEDEL", b"mine.big"]], ids=["stored", "deleted"])
 def test_changes_of_a_large_block_are_reported_in_short_turns(
