@@ -66,9 +66,12 @@ def _say_more(args: argparse.Namespace, counts: Mapping[str, int]) -> None:
 
 
 def raise_if_blind(store: QueriedStore, holdings: Holdings) -> None:
-    """Raise the store's ResponseError if nothing was found because it refuses to list its keys, as a gateway does."""
-    if holdings.cut and not (holdings.agents or holdings.requests or holdings.unreadable):
+    """Raise ResponseError or LookError if nothing was found because the store refuses to list its keys, as a gateway
+    does, or to list them with MAXLEN, as another Redis does.
+    """
+    if holdings.refused and not (holdings.agents or holdings.requests or holdings.unreadable):
         store.execute_command(b"SCAN", b"0")
+        raise LookError(f"this is no kvpage-server, or an older one: it refuses SCAN with MAXLEN ({holdings.refused})")
 
 
 def tables_of(holdings: Holdings, rows: int | None = None) -> Iterator[RenderableType]:

@@ -406,6 +406,12 @@ def test_inspect_ignores_the_url_in_the_environment(url: str, tmp_path: Path) ->
     assert (code, "holds no dump" in errors) == (2, True), errors
 
 
+def test_another_redis_has_no_list_of_requests(redis_server: RunningServer) -> None:
+    for words in (["ls"], ["stat", "alice"]):
+        code, shown, errors = kvpage(*words, url=redis_server.url)
+        assert (code, shown, "no kvpage-server" in errors) == (1, "", True)
+
+
 def test_json_of_an_unreachable_server_is_an_object() -> None:
     url = f"redis://127.0.0.1:{free_port()}"
     code, text, _ = kvpage("status", "--json", url=url)
