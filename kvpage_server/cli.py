@@ -21,17 +21,18 @@ from rich.markup import escape
 from kvpage_server import __version__
 from kvpage_server.address import DEFAULT_URL, URL, shown, urls_of, with_credentials
 from kvpage_server.client.cluster.side_by_side import servers_of
+from kvpage_server.client.cluster.topology import Address
 from kvpage_server.client.wire.connection import plain_client
 from kvpage_server.configuration.kinds import integer, memory
 from kvpage_server.look.cluster_stats import cluster_as_one, is_cluster, status_of_several, top_of_several
 from kvpage_server.look.ls import ROWS, ls
 from kvpage_server.look.multi_store import NO_ANSWER, MultiStore, SlotsMoved, Unavailable, by_segment
-from kvpage_server.look.output import LookError, leave_no_trace
+from kvpage_server.look.output import WRONG_ARGUMENTS, LookError, UsageError, leave_no_trace
 from kvpage_server.look.pages_on_strings import PagesOnStrings
 from kvpage_server.look.status import status
 from kvpage_server.look.top import top
 from kvpage_server.look.why import stat, verify, why
-from kvpage_server.system.program import ends_quietly, missing_extra, say
+from kvpage_server.system.program import ends_quietly, missing_extra, reason_of, say
 from kvpage_server.system.terminal import out, print_json
 
 _OF_ONE = {  # commands that take one server, and the alternative for several
@@ -44,12 +45,14 @@ _OF_NO_CLUSTER = {  # commands that take no cluster, and the alternative
     "bench": "--url takes one kvpage-server, and --against one Valkey or Redis",
 }
 
+_FAILURES = LookError, redis.RedisError, ValueError, OSError  # exceptions of a command
+
 _OF_A_GATEWAY = "; look into the cluster by its own URL, as valkey-cluster://HOST:PORT"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command, and exit: with status 1 if data is missing or damaged, with 2 if the store cannot be reached or
-    refuses a command.
+    """Run a command, and exit: with status 2 if a server does not answer or the arguments are wrong, with 1 for every
+    other failure, and if data is missing or damaged.
     """
     with ends_quietly("kvpage"):
         args = _parser().parse_args(arguments)
@@ -66,19 +69,12 @@ def _run(args: argparse.Namespace) -> int:
         if len(urls) == 1:
             return _ask(args)
         return _ask_as_one(args) if args.show in (ls, stat, top, verify, why) else _ask_all(args, urls)
-    except LookError as failure:
-        return say("kvpage", str(failure), 1)
-    except Unavailable:  # `MultiStore` has reported the server
-        return 2
-    except redis.AuthenticationError:
-        return say("kvpage", _access_error(args.url), 2)
-    except NO_ANSWER as error:
-        return _failed(args, args.url, error)
+    except WRONG_ARGUMENTS as error:
+        return say("kvpage", str(error), 2)
     except BrokenPipeError:
         raise
-    except (redis.RedisError, ValueError, OSError) as error:
-        refused = str(error).startswith("a gateway does not support")
-        return say("kvpage", f"{error}{_OF_A_GATEWAY if refused else ''}", 2)
+    except _FAILURES as failure:
+        return _failed(args, args.url, failure)
 
 
 def _ask(args: argparse.Namespace) -> int:
@@ -90,7 +86,7 @@ def _ask(args: argparse.Namespace) -> int:
 
 def _ask_cluster(args: argparse.Namespace) -> int:
     if instead := _OF_NO_CLUSTER.get(args.show.__name__):
-        raise LookError(f"kvpage {args.show.__name__} takes no cluster: {instead}")
+        raise UsageError(f"kvpage {args.show.__name__} takes no cluster: {instead}")
     while True:
         with suppress(SlotsMoved), cluster_as_one(args) as masters:
             if args.show is status:
@@ -116,12 +112,13 @@ def _shown(
 
     It is 2 if `store` consists of the servers `several`, and one of these did not answer.
     """
-    if args.show is top and several:
-        return 0 if top_of_several(several, store, args) else 1
     try:
-        code = 0 if args.show(store, args) else 1
-    except LookError as failure:
-        code = say("kvpage", str(failure), 1)
+        as_one = args.show is top and several
+        code = 0 if (top_of_several(as_one, store, args) if as_one else args.show(store, args)) else 1
+    except Unavailable:  # `MultiStore` has reported the server
+        return 2
+    except (LookError, redis.ResponseError) as failure:
+        code = _failed(args, args.url, failure)
     return 2 if several and several.unreachable else code
 
 
@@ -132,7 +129,7 @@ def _connected(url: str) -> redis.Redis:
 def _ask_all(args: argparse.Namespace, urls: list[str]) -> int:
     """Run the command for each server, one after another. Return the highest exit code."""
     if instead := _OF_ONE.get(args.show.__name__):
-        raise LookError(f"kvpage {args.show.__name__} takes one server, and --url names several: {instead}")
+        raise UsageError(f"kvpage {args.show.__name__} takes one server, and --url names several: {instead}")
     every = getattr(args, "watch", None)
     while True:
         if every is not None and out.is_terminal and not args.json:
@@ -155,23 +152,34 @@ def _ask_each(args: argparse.Namespace, urls: list[str]) -> Iterator[int]:
             out.print(f"[bold]{escape(shown(url))}[/]")
         try:
             yield _ask(of_one)
-        except (LookError, *NO_ANSWER) as failure:
+        except (*WRONG_ARGUMENTS, BrokenPipeError):
+            raise
+        except _FAILURES as failure:
             yield _failed(args, url, failure)
 
 
 def _failed(args: argparse.Namespace, url: str, failure: Exception) -> int:
-    """Report the failure of one server on stderr, and with --json also as an object. Return the exit code."""
-    gone = isinstance(failure, NO_ANSWER)
-    why = f"cannot reach {shown(url)}: {failure}" if gone else str(failure)
-    if getattr(args, "json", False) is True:  # of `bench` and `replay` it is a file
+    """Report the failure of a command, with --json also as an object if the server does not answer. Return the exit
+    code.
+    """
+    silent, why = False, str(failure)
+    if isinstance(failure, redis.AuthenticationError):
+        why = _access_error(url)
+    elif isinstance(failure, NO_ANSWER):
+        silent, why = True, f"cannot reach {shown(url)}: {failure}"
+    elif isinstance(failure, OSError):
+        why = reason_of(failure)
+    elif why.startswith("a gateway does not support"):
+        why += _OF_A_GATEWAY
+    if getattr(args, "json", False) is True and silent:  # of `bench` and `replay` it is a file
         print_json({"url": shown(url), "error": why})
-    return say("kvpage", why, 2 if gone else 1)
+    return say("kvpage", why, 2 if silent else 1)
 
 
 def _url(args: argparse.Namespace) -> str:
     """Return the store's URL from the options and the environment, with user and password.
 
-    Raises ValueError for an invalid URL, LookError if no password can be asked for.
+    Raises UsageError for an invalid URL, LookError if no password can be asked for.
     """
     url = args.url or os.environ.get(URL) or DEFAULT_URL
     password = ""
@@ -182,7 +190,24 @@ def _url(args: argparse.Namespace) -> str:
             password = getpass(f"Password for {args.user or 'the default user'} at {shown(url)}: ")
         except EOFError:
             raise LookError("no password was given") from None
-    return with_credentials(url, args.user, password)
+    try:
+        url = with_credentials(url, args.user, password)
+        _check_url(url)
+        if against := getattr(args, "against", None):
+            _check_url(against)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return url
+
+
+def _check_url(url: str) -> None:
+    """Raise ValueError for a URL that no client takes."""
+    if is_cluster(url):
+        Address(url)
+        return
+    urls = urls_of(url)
+    for server in [each.url for each in servers_of(url)] if len(urls) > 1 else urls:
+        plain_client(server)
 
 
 def _access_error(url: str) -> str:
@@ -324,7 +349,7 @@ def replay(store: redis.Redis, args: argparse.Namespace) -> bool:
             policy, *more = args.policy or ["allkeys-lru"]
             capacity, *others = args.capacity or [10_000]
             if more or others or policy not in ON_NODES:
-                raise LookError(f"--nodes takes one --policy, of {', '.join(ON_NODES)}, and one --capacity")
+                raise UsageError(f"--nodes takes one --policy, of {', '.join(ON_NODES)}, and one --capacity")
             run_nodes(args.trace, policy=policy, capacity=capacity, nodes=args.nodes, to=to)
         else:
             run(

@@ -70,7 +70,7 @@ LAYOUT = header_fields()
 assert LAYOUT.size == HEADER_SIZE
 
 _REQ_ID = re.compile(rb"[^\x00-\x20\x7f:]{1,256}\Z")
-_KEY = re.compile(rb"kv:([^\x00-\x20\x7f:]{1,256}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,9}):([0-5])\Z")
+_KEY = re.compile(rb"kv:([^\x00-\x20\x7f:]{1,256})" + 4 * rb":(0|[1-9]\d{0,9})" + rb"\Z")
 
 
 class PageError(ValueError):

@@ -24,7 +24,7 @@ from kvpage_server.observe.memory_by_agent import (
     SharedPrefix,
     holdings_of_store,
 )
-from kvpage_server.page import KVType
+from kvpage_server.page import KVType, check_req_id
 from kvpage_server.system.terminal import for_people, out, print_json, readable, table_of
 from kvpage_server.system.text import as_size, how_many
 
@@ -192,7 +192,7 @@ def as_json(holdings: Holdings, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _ls_blocks(store: QueriedStore, args: argparse.Namespace) -> bool:
-    req = os.fsencode(args.req)
+    req = check_req_id(os.fsencode(args.req))
     answer = store.execute_command("KVPAGEINDEX", req, "WITHSIZES")
     blocks = [named(block) for block in answer]
     if not blocks:

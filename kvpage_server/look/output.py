@@ -13,11 +13,19 @@ from rich.console import RenderableType
 from rich.live import Live
 from rich.table import Table
 
+from kvpage_server.page import PageError
 from kvpage_server.system.terminal import Terminal, out, print_json
 
 
 class LookError(Exception):
     """The failure of a command that has nothing to show. The message has the reason."""
+
+
+class UsageError(Exception):
+    """Error: the arguments of a command are wrong, for every content of the store. The message has the reason."""
+
+
+WRONG_ARGUMENTS = UsageError, PageError  # PageError: an argument is no name or number of a page
 
 
 def watch(

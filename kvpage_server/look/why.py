@@ -14,7 +14,7 @@ from rich.text import Text
 from kvpage_server.address import shown
 from kvpage_server.look.ls import agent_as_json, ago, raise_if_blind
 from kvpage_server.look.multi_store import MultiStore
-from kvpage_server.look.output import LookError, titled
+from kvpage_server.look.output import LookError, UsageError, titled
 from kvpage_server.look.pages_on_strings import ABSENT, PagesOnStrings, may_say_why, typed
 from kvpage_server.observe.asking import QueriedStore, Reading, ask, named, refused, text
 from kvpage_server.observe.context import BlockPlace, context_of
@@ -26,7 +26,7 @@ from kvpage_server.observe.memory_by_agent import (
     holdings_of_store,
     literally,
 )
-from kvpage_server.page import DType, KVType, PageError, PageKey, check_req_id
+from kvpage_server.page import MAX_PAGE, DType, KVType, PageError, PageKey, check_range, check_req_id
 from kvpage_server.system.terminal import for_people, out, print_json, readable, table_of, when
 from kvpage_server.system.text import as_size, how_many
 
@@ -37,10 +37,9 @@ def stat(store: QueriedStore, args: argparse.Namespace) -> bool:
     """Show the metadata of a page, or an agent's contexts, block by block."""
     if not args.key.startswith("kv:"):
         return _stat_agent(store, args)
-    try:
-        key = PageKey.parse(os.fsencode(args.key))
-    except PageError as error:
-        raise LookError(str(error)) from None
+    if args.key.endswith(":index") and (word := typed(args.key[len("kv:") : -len(":index")])):
+        raise UsageError(f"{args.key} is the index of a request: kvpage ls {word} lists its blocks")
+    key = PageKey.parse(os.fsencode(args.key))
     name = (key.req_id, key.layer, key.head, key.page, key.kv_type)
     found = store.execute_command("KVPAGESTAT", *name)
     if found is None:
@@ -77,7 +76,7 @@ def _stat_agent(store: QueriedStore, args: argparse.Namespace) -> bool:
     found = [agent for agent in holdings.agents if agent.agent_id == text(os.fsencode(args.key))]
     if not found:
         raise_if_blind(store, holdings)
-        raise LookError(_no_agent(store, args.key))
+        raise LookError(_unseen(args.key, args) or _no_agent(store, args.key))
     contexts = [(agent, ask(store, context_of(agent, holdings))) for agent in found]
     if args.json:
         described = [context_as_json(agent, places, args) for agent, places in contexts]
@@ -101,6 +100,11 @@ def _no_agent(store: QueriedStore, name: str) -> str:
         return f"{name} is a request, and no agent"
     of_a_page = f"kvpage stat kv:{word}:LAYER:HEAD:{page}:TYPE tells of a page"
     return f"{name} is a request: kvpage ls {word} lists its blocks, {of_a_page}"
+
+
+def _unseen(name: str, args: argparse.Namespace) -> str:
+    """Return the message for an agent that may be on an unreachable server; empty if all servers have answered."""
+    return f"{name} is not on the servers that answered" if args.unreachable() else ""
 
 
 def _show_context(agent: Agent, places: list[BlockPlace]) -> None:
@@ -147,7 +151,9 @@ def context_as_json(agent: Agent, places: list[BlockPlace], args: argparse.Names
 
 def verify(store: QueriedStore, args: argparse.Namespace) -> bool:
     """Check the pages of a request, or of an agent's contexts. Return whether all are stored and intact."""
-    name = os.fsencode(args.req)
+    name = check_req_id(os.fsencode(args.req))
+    for page in args.pages:
+        check_range("page_id", page, 0, MAX_PAGE)
     with out.status("hashing"):
         found = _verified(store, name, args.pages)
         agents = () if any(found.values()) or args.pages else ask(store, holdings_of_agent(name)).agents
@@ -157,7 +163,8 @@ def verify(store: QueriedStore, args: argparse.Namespace) -> bool:
             found = {count: found[count] + more for count, more in _verified(store, block, ()).items()}
     checked, unchecked, corrupt = found["checked"], found["unchecked"], found["corrupt"]
     if not (checked or corrupt or unchecked or agents):
-        raise LookError(f"request {args.req} has no such page{may_say_why(store, args.req)}")
+        no_page = f"request {args.req} has no such page{may_say_why(store, args.req)}"
+        raise LookError((not args.pages and _unseen(args.req, args)) or no_page)
     if args.json:
         of_agent = {"url": shown(args.url), "agent": text(name), "missing_blocks": missing}
         print_json((of_agent if agents else {"url": args.home(name), "request": name}) | found)
@@ -195,9 +202,11 @@ def why(store: QueriedStore, args: argparse.Namespace) -> bool:
     `args.name` has layer, head, page id and type of a page. Return whether the read would hit.
     """
     if args.name and len(args.name) != 4:
-        raise LookError(f"a page is named by LAYER HEAD PAGE TYPE, got {len(args.name)} of the four")
+        raise UsageError(f"a page is named by LAYER HEAD PAGE TYPE, got {len(args.name)} of the four")
     name = os.fsencode(args.req)
-    if not args.name and (key := _page_key(name)) is not None:
+    if args.name:
+        PageKey(name, *args.name)  # raises PageError for a name or number that no page has
+    elif (key := _page_key(name)) is not None:
         name, args.name = key.req_id, [key.layer, key.head, key.page, key.kv_type]
     try:
         answer = _of_pages(store, name, args.name)
@@ -205,26 +214,29 @@ def why(store: QueriedStore, args: argparse.Namespace) -> bool:
         found = _of_string(store, os.fsencode(args.req)) if str(error).startswith("WRONGTYPE") else None
         if found is None:
             raise
-        return _show(args, {"url": args.home(name), "string": args.req} | found, found)
+        return _show(args, {"url": args.home(name), "string": args.req}, found)
     if answer["reason"] in _UNKNOWN and not args.name:  # no request has this name
         holdings = ask(store, holdings_of_agent(name))
         losses, since = _lost(store, b"%b%b:*" % (PREFIX, literally(name)))
         if holdings.agents or holdings.unreadable or losses:
             return _show_agent(store, args, holdings, losses)
         if (of_string := _of_string(store, name)) is not None:
-            return _show(args, {"url": args.home(name), "string": text(name)} | of_string, of_string)
+            return _show(args, {"url": args.home(name), "string": text(name)}, of_string)
+        if args.unreachable():
+            return _show(args, {"url": shown(args.url), "request": name, "page": []}, {"reason": "gone"})
         answer |= {"since": max(answer.get("since", 0), since)} if since else {}
     if answer["reason"] == "hole":
         blocks = [named(block) for block in store.execute_command("KVPAGEINDEX", name)]
         whole = sum(block["complete"] for block in blocks)
         answer |= {"pages": sum(block["pages"] for block in blocks), "whole_blocks": whole}
         answer |= {"page_ids": [block["page"] for block in blocks]}
-    return _show(args, {"url": args.home(name), "request": name, "page": args.name} | answer, answer)
+    return _show(args, {"url": args.home(name), "request": name, "page": args.name}, answer)
 
 
-def _show(args: argparse.Namespace, found: Answer, answer: Answer) -> bool:
-    """Print an answer. Return whether a read would hit."""
+def _show(args: argparse.Namespace, about: Answer, answer: Answer) -> bool:
+    """Print the answer about a request, a page or a string. Return whether a read would hit."""
     if args.json:
+        found = about | {"unreachable": args.unreachable()} | answer
         print_json({key: value for key, value in found.items() if key != "page_ids"})
     else:
         for line in _said(args.req, answer):
@@ -325,7 +337,8 @@ def _explained(reason: str, answer: Answer) -> str:
         return f"{reason}, as far as is known since {when(answer['since'])}"
     if reason == ABSENT:
         return f"{reason}; a Valkey or Redis Cluster does not tell why"
-    return f"{reason}: a read would not miss" if reason == "stored" else reason
+    of_others = {"stored": ": a read would not miss", "gone": ": it is not on the servers that answered"}
+    return reason + of_others.get(reason, "")
 
 
 # -- agents ------------------------------------------------------------------------------------------------------------

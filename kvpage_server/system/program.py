@@ -83,6 +83,13 @@ def say(program: str, message: str, code: int) -> int:
     return code
 
 
+def reason_of(error: OSError) -> str:
+    """Return the file of an error, if it has one, and the reason: "trace.jsonl: No such file or directory"."""
+    if error.filename is None or error.strerror is None:
+        return error.strerror or str(error)
+    return f"{os.fsdecode(error.filename)}: {error.strerror}"
+
+
 def missing_extra(error: ModuleNotFoundError, extra: str) -> str:
     """Return the message for a missing package of an extra of pip. Raise `error` again if the missing module is
     ours.

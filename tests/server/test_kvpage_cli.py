@@ -121,9 +121,13 @@ def test_stat_shows_a_page(server: RunningServer, client: redis.Redis) -> None:
 def test_stat_of_a_missing_page(server: RunningServer, client: redis.Redis) -> None:
     code, _, errors = kvpage("stat", "kv:r:1:2:0:1", url=server.url)
     assert (code, errors) == (1, "kvpage: kv:r:1:2:0:1 is not there; kvpage why r 1 2 0 1 may say why\n")
-    code, _, errors = kvpage("stat", "kv:r:1:2:0", url=server.url)
-    assert code == 1
-    assert "a page key is kv:{req_id}:{layer}:{head}:{page}:{kv_type}" in errors
+    for key, why in (
+        ("kv:r:1:2:0", "a page key is kv:{req_id}:{layer}:{head}:{page}:{kv_type}, numbers without leading zeros"),
+        ("kv:r:0:0:0:9", "kv_type must be between 0 and 5, got 9"),
+        ("kv:r:0:100000:0:0", "head_idx must be between 0 and 65535, got 100000"),
+        ("kv:r:index", "kv:r:index is the index of a request: kvpage ls r lists its blocks"),
+    ):
+        assert kvpage("stat", key, url=server.url)[::2] == (2, f"kvpage: {why}\n")
     set_block(client, "chat-7", 3)
     code, _, errors = kvpage("stat", "chat-7", url=server.url)
     assert (code, "chat-7 is a request: kvpage ls chat-7 lists its blocks" in errors) == (1, True)
@@ -231,7 +235,7 @@ def test_why_reports_the_removal_of_a_page(server: RunningServer, client: redis.
     assert kvpage("why", "kv:test_req_001:5:8:42:0", url=server.url)[0] == 0
     assert kvpage("why", "kv:test_req_001:5:8:42:1", url=server.url)[0] == 1
     code, _, errors = kvpage("why", "r", "0", "0", url=server.url)
-    assert (code, errors) == (1, "kvpage: a page is named by LAYER HEAD PAGE TYPE, got 2 of the four\n")
+    assert (code, errors) == (2, "kvpage: a page is named by LAYER HEAD PAGE TYPE, got 2 of the four\n")
 
 
 def test_why_reports_the_removal_of_a_string(server: RunningServer, client: redis.Redis) -> None:
@@ -344,12 +348,12 @@ def test_wrong_and_missing_passwords_have_different_errors(
 ) -> None:
     code, _, errors = kvpage("status", url=guarded.url)
     wanted = "needs a password: set KVPAGE_PASSWORD or REDISCLI_AUTH in the environment, or use --askpass"
-    assert (code, errors) == (2, f"kvpage: {guarded.url} {wanted}\n")
+    assert (code, errors) == (1, f"kvpage: {guarded.url} {wanted}\n")
     monkeypatch.setenv("KVPAGE_PASSWORD", "wrong")
     code, _, errors = kvpage("status", "--user", "app", url=guarded.url)
-    assert (code, errors) == (2, f"kvpage: {guarded.url} does not take this password for user app\n")
+    assert (code, errors) == (1, f"kvpage: {guarded.url} does not take this password for user app\n")
     code, _, errors = kvpage("dump", "nowhere", url=guarded.url)
-    assert (code, errors) == (2, f"kvpage: {guarded.url} does not take this password for user default\n")
+    assert (code, errors) == (1, f"kvpage: {guarded.url} does not take this password for user default\n")
 
 
 def test_a_password_is_asked_for_at_the_terminal(guarded: RunningServer) -> None:
@@ -374,7 +378,7 @@ def test_a_tenant_sees_its_own_data(guarded: RunningServer, monkeypatch: pytest.
         assert kvpage(*command, "--user", "app", url=guarded.url)[0] == 0
     for command in (["ls", "other"], ["stat", "kv:other:0:0:0:0"], ["why", "other"], ["verify", "other"]):
         code, _, errors = kvpage(*command, "--user", "app", url=guarded.url)
-        assert code == 2
+        assert code == 1
         assert errors.startswith("kvpage: NOPERM") or "No permissions" in errors
 
 
@@ -403,7 +407,30 @@ def run_kvpage(*words: str, program: str = "kvpage", **environment: str) -> tupl
 @pytest.mark.parametrize("url", ["valkey-cluster://127.0.0.1:1", "redis://a:1,redis://b:2", "http://a"])
 def test_inspect_ignores_the_url_in_the_environment(url: str, tmp_path: Path) -> None:
     code, _, errors = run_kvpage("inspect", str(tmp_path), KVPAGE_URL=url)
-    assert (code, "holds no dump" in errors) == (2, True), errors
+    assert (code, "holds no dump" in errors) == (1, True), errors
+
+
+def test_wrong_arguments_have_the_exit_status_of_argparse(server: RunningServer, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "hash_ids": [1]}', encoding="utf-8")
+    for words, why in (
+        (["why", "r", "0", "0", "0"], "a page is named by LAYER HEAD PAGE TYPE, got 3 of the four"),
+        (["why", "r", "0", "0", "0", "6"], "kv_type must be between 0 and 5, got 6"),
+        (["verify", "r", "4294967296"], "page_id must be between 0 and 4294967295, got 4294967296"),
+        (["verify", "a:b"], "req_id must be 1 to 256 bytes without ':', spaces or control characters"),
+        (["bench", "--against", "nonsense"], "begins with redis://, rediss:// or unix://"),
+        (["replay", str(trace), "--nodes", "2", "--capacity", "1", "2"], "--nodes takes one --policy"),
+    ):
+        code, _, errors = kvpage(*words, url="" if words[0] == "replay" else server.url)
+        assert (code, errors.count("\n"), why in errors) == (2, 1, True), (words, errors)
+
+
+def test_missing_files_have_the_exit_status_1(server: RunningServer, tmp_path: Path) -> None:
+    nothing = str(tmp_path / "nothing")
+    for words in (["inspect", nothing], ["replay", nothing], ["restore", nothing, "--url", server.url]):
+        assert kvpage(*words)[::2] == (1, f"kvpage: {nothing}: No such file or directory\n")
+    (tmp_path / "empty").touch()
+    assert kvpage("replay", str(tmp_path / "empty"))[0] == 1
 
 
 def test_another_redis_has_no_list_of_requests(redis_server: RunningServer) -> None:

@@ -156,13 +156,52 @@ def test_an_unavailable_server_is_named_once_and_is_an_error(
         assert errors.count("refused") == errors.count(f"cannot reach {gone}") == 1, words
 
 
+def test_an_agent_of_an_unavailable_server_is_not_absent(
+    server: RunningServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = f"redis://127.0.0.1:{free_port()}"
+    both = f"{server.url},{gone}"
+    home = Rendezvous(servers_of(both))
+    for url in (server.url, gone):  # the server to which the name would belong as a request
+        name = next(f"alice{i}" for i in range(100) if str(home.server(b"alice%d" % i)) == url)
+        assert run("why", name, "--json", "--url", both) == 2
+        found = json.loads(capsys.readouterr().out)
+        wanted = {"url": both, "unreachable": [gone], "request": name, "page": [], "reason": "gone"}
+        assert found == wanted
+        assert run("why", name, "--url", both) == 2
+        assert capsys.readouterr().out == "gone: it is not on the servers that answered\n"
+        assert run("stat", name, "--url", both) == 2
+        assert f"{name} is not on the servers that answered\n" in capsys.readouterr().err
+    name = next(f"alice{i}" for i in range(100) if str(home.server(b"alice%d" % i)) == server.url)
+    assert run("verify", name, "--url", both) == 2
+    assert f"{name} is not on the servers that answered\n" in capsys.readouterr().err
+    assert run("verify", name, "7", "--url", both) == 1
+    assert f"request {name} has no such page" in capsys.readouterr().err
+
+
+def test_a_failed_dump_of_one_server_leaves_the_others(
+    server: RunningServer, second_server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = f"{server.url},{second_server.url}"
+    for one in (server, second_server):
+        with one.client() as client:
+            client.set("x", "y")
+    assert run("dump", str(tmp_path), "--url", both) == 0
+    (next(path for path in tmp_path.iterdir() if str(second_server.port) in path.name) / "dump.json").unlink()
+    capsys.readouterr()
+    assert run("dump", str(tmp_path), "--url", both) == 1
+    shown = capsys.readouterr()
+    assert "holds a finished dump" in shown.err
+    assert "of them as they were" in shown.out
+
+
 def test_a_command_for_one_server_names_the_one_for_several(capsys: pytest.CaptureFixture[str]) -> None:
     both = "redis://127.0.0.1:1,redis://127.0.0.1:2"  # nobody is asked
     for words, instead in (
         (("restore", "nowhere"), "restore each into its server"),
         (("bench",), "measure one after the other"),
     ):
-        assert run(*words, "--url", both) == 1
+        assert run(*words, "--url", both) == 2
         errors = capsys.readouterr().err
         assert f"kvpage {words[0]} takes one server" in errors
         assert instead in errors
@@ -231,7 +270,7 @@ def test_a_cluster_is_shown_node_by_node_and_together(masters: Cluster, capsys: 
         (["restore", "x"], "one kvpage-server"),
         (["bench"], "--against"),
     ):
-        assert run(*words, "--url", masters.url) == 1
+        assert run(*words, "--url", masters.url) == 2
         errors = capsys.readouterr().err
         assert f"kvpage {words[0]} takes no cluster" in errors
         assert instead in errors

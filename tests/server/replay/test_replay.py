@@ -131,7 +131,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, complaint: str) -> None:
 def test_bad_arguments_are_refused(tmp_path: Path) -> None:
     trace = str(write_trace(tmp_path / "chat.jsonl", chat_trace(5, 2)))
     missing = run("replay", str(tmp_path / "nowhere.jsonl"))
-    assert (missing.returncode, "nowhere.jsonl" in missing.stderr) == (2, True)
+    assert (missing.returncode, "nowhere.jsonl" in missing.stderr) == (1, True)
     unknown = run("replay", trace, "--policy", "random")
     assert unknown.returncode == 2
     assert "allkeys-prefix" in unknown.stderr

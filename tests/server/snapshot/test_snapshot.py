@@ -158,7 +158,7 @@ def test_a_request_without_a_page_is_reported(server: RunningServer, client: red
         ("inspect", str(tmp_path)),
     ):
         code, _, errors = kvpage(*command, "--request", "nobody")
-        assert code == 2
+        assert code == 1
         assert "no page of what --request names" in errors
 
 
@@ -375,7 +375,7 @@ def test_a_full_disk_is_reported_and_leaves_no_torn_file(
     limited = ["sh", "-c", 'ulimit -f 1000; exec "$@"', "sh"]  # blocks of 512 bytes or 1 KiB
     command = [sys.executable, "-m", "kvpage_server.cli", "dump", str(tmp_path), "--url", server.url]
     done = subprocess.run([*limited, *command], capture_output=True, encoding="utf-8", timeout=100)
-    assert (done.returncode, list(tmp_path.iterdir())) == (2, [])
+    assert (done.returncode, list(tmp_path.iterdir())) == (1, [])
     assert "File too large" in done.stderr
     assert done.stderr.count("\n") == 1
 
@@ -391,7 +391,7 @@ def test_the_commands_report_their_results(server: RunningServer, client: redis.
     assert code == 0
     assert shown.startswith("8 pages and 1 string, 449 bytes in 2 files, ")
     code, _, errors = kvpage("dump", str(tmp_path), *url)
-    assert (code, errors) == (2, f"kvpage: {tmp_path} holds a finished dump; --update brings it up to date\n")
+    assert (code, errors) == (1, f"kvpage: {tmp_path} holds a finished dump; --update brings it up to date\n")
     code, shown, _ = kvpage("dump", str(tmp_path), "--update", *url)
     assert code == 0
     assert "in 2 files, 2 of them as they were, " in shown
@@ -402,7 +402,7 @@ def test_the_commands_report_their_results(server: RunningServer, client: redis.
     assert "8 keys there already, left unchanged\n" in shown
     assert kvpage("restore", str(tmp_path), "--replace", *url)[1].startswith("8 pages and 1 string, 449 bytes")
     code, _, errors = kvpage("restore", str(tmp_path / "nowhere"), *url)
-    assert code == 2
+    assert code == 1
     assert "No such file or directory" in errors
     (tmp_path / "empty").mkdir()
     assert kvpage("restore", str(tmp_path / "empty"), *url)[2] == f"kvpage: {tmp_path / 'empty'} holds no dump\n"
@@ -410,7 +410,7 @@ def test_the_commands_report_their_results(server: RunningServer, client: redis.
 
 def test_only_a_kvpage_server_can_be_dumped(redis_server: RunningServer, tmp_path: Path) -> None:
     code, _, errors = kvpage("dump", str(tmp_path), "--url", redis_server.url)
-    assert (code, errors) == (2, "kvpage: only a kvpage-server can be dumped, this is another Redis\n")
+    assert (code, errors) == (1, "kvpage: only a kvpage-server can be dumped, this is another Redis\n")
 
 
 def test_a_dump_larger_than_the_store_is_reported(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:

@@ -361,7 +361,7 @@ def test_a_wrong_summary_is_named_and_the_files_are_restored(
         assert (code, errors) == (1, "")
         assert f"  dump.json {what}" in shown
         code, _, errors = kvpage("dump", str(tmp_path), "--update", "--url", server.url)
-        assert (code, errors.count("\n")) == (2, 1)
+        assert (code, errors.count("\n")) == (1, 1)
         assert what in errors
 
 
@@ -406,4 +406,4 @@ def test_inspect_shows_a_dump_without_a_server(server: RunningServer, client: re
     code, shown, _ = kvpage("restore", str(tmp_path), "--url", server.url)
     assert code == 1
     assert "the dump was never finished: this is what there was of it\n" in shown
-    assert kvpage("inspect", str(tmp_path / "nothing"))[0] == 2
+    assert kvpage("inspect", str(tmp_path / "nothing"))[0] == 1
