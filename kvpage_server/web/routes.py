@@ -49,7 +49,7 @@ def _slow(call: Any) -> Shown:
     else:
         number, at, took, words, *_ = call
         command = " ".join(text(word)[:SHOWN_LETTERS] for word in words[:8])
-    return {"number": number, "at": at, "seconds": took / 1e6, "said": command[: 3 * SHOWN_LETTERS]}
+    return {"number": number, "at": at, "seconds": took / 1e6, "command": command[: 3 * SHOWN_LETTERS]}
 
 
 def connected_clients() -> Reading[Shown | None]:

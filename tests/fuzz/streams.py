@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from mutations import Frames
-from wire import spell
+from wire import encode_command
 
 LENGTHS = (0, 1, 2, 63, 64, 65, 511, 512, 513, 1023, 4096, 5000, 16_384, 65_537, 131_072, 131_073, 299_999)
 NUMBERS = (
@@ -55,7 +55,7 @@ class Inputs:
             words += [request, *(b"%d" % number for number in shape), body]
         if rng.random() < 0.4:
             self._spoil(words)
-        return spell(words)
+        return encode_command(words)
 
     def _names(self) -> bytes:
         rng = self.rng
@@ -67,7 +67,7 @@ class Inputs:
             ]
         if rng.random() < 0.4:
             self._spoil(words)
-        return spell(words)
+        return encode_command(words)
 
     def _spoil(self, words: list[bytes]) -> None:
         for _ in range(self.rng.randrange(1, 3)):
@@ -79,7 +79,7 @@ class Inputs:
     def _many(self) -> bytes:
         rng = self.rng
         count = rng.choice((63, 64, 65, 66, 500, 1999, 2000, 2001))
-        return spell(
+        return encode_command(
             [rng.choice((b"", b"w" * 600, b"%d" % place)) if rng.random() < 0.1 else b"k" for place in range(count)]
         )
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from servers import START_WITHIN, STOP_WITHIN, RunningServer, free_port, start_server
 from waiting import until
-from wire import Wire, spell
+from wire import Wire, encode_command
 
 from kvpage_server import __version__, core
 from kvpage_server.configuration.config import ConfigError, from_arguments
@@ -207,7 +207,7 @@ class TestAFailure:
             with start_server("--store", "tiered", directory=tmp_path) as server, Wire(server.port) as wire:
                 for version in range(10):
                     pages = chain.from_iterable((*name, 8, 1, 8, 0, f"{version:08}") for name in named)
-                    wire.send(spell([str(word).encode() for word in ("KVPAGEMSET", count, *pages)]))
+                    wire.send(encode_command([str(word).encode() for word in ("KVPAGEMSET", count, *pages)]))
                 assert wire.reply() == b"+OK\r\n"
                 server.stop()
             with start_server("--store", "tiered", directory=tmp_path) as server, server.client() as client:

@@ -6,7 +6,7 @@ import redis
 from hypothesis import given
 from hypothesis import strategies as st
 from servers import RunningServer
-from wire import spell
+from wire import encode_command
 
 from kvpage_server.commands.families.connections.pubsub import MOST_PATTERNS
 from kvpage_server.glob import Patterns, glob
@@ -20,7 +20,7 @@ def test_a_pattern_is_made_ready_in_a_step_of_its_own(server: RunningServer, cli
     """Another client is answered before all of them are."""
     patterns = [b"*L" * 500 + b"%d" % i for i in range(150)]
     with server.connect() as listener:
-        listener.sendall(spell([b"PSUBSCRIBE", *patterns]))
+        listener.sendall(encode_command([b"PSUBSCRIBE", *patterns]))
         assert client.ping()
         received = listener.recv(1 << 20)
         assert confirmed(received) < len(patterns)
@@ -31,7 +31,7 @@ def test_a_pattern_is_made_ready_in_a_step_of_its_own(server: RunningServer, cli
 
 def test_a_client_listens_to_so_many_patterns_and_no_more(server: RunningServer, client: redis.Redis) -> None:
     with server.connect() as listener, listener.makefile("rb") as replies:
-        listener.sendall(spell([b"PSUBSCRIBE", *(b"p%d." % i for i in range(MOST_PATTERNS + 1))]))
+        listener.sendall(encode_command([b"PSUBSCRIBE", *(b"p%d." % i for i in range(MOST_PATTERNS + 1))]))
         received = b"".join(replies.readline() for _ in range(MOST_PATTERNS * 6 + 1))
         assert confirmed(received) == MOST_PATTERNS
         assert received.endswith(
@@ -44,7 +44,7 @@ def test_rules_of_a_user_are_made_ready_in_steps_of_their_own(server: RunningSer
     """Another client is answered before all of them are, and then the user has them all."""
     rules = [b"~" + b"[a-z]*" * 150 + b"%d" % i for i in range(200)]
     with server.connect() as administrator, administrator.makefile("rb") as replies:
-        administrator.sendall(spell([b"ACL", b"SETUSER", b"patterned", *rules]))
+        administrator.sendall(encode_command([b"ACL", b"SETUSER", b"patterned", *rules]))
         assert client.ping()
         assert b"patterned" not in client.execute_command("ACL USERS")
         assert replies.readline() == b"+OK\r\n"

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 
 from random_commands import INTEGERS, KEYS, NO_INTEGERS, ODD_WORDS, VALUES, Commands
-from wire import spell
+from wire import encode_command
 
 import kvpage_server.commands.families  # noqa: F401  fills the table
 from kvpage_server.commands.table import TABLE, Spec
@@ -46,7 +46,7 @@ class Frames:
         if rng.random() < 0.3:
             place = rng.randrange(len(words))
             words[place : place + rng.randrange(2)] = [self._odd_word(words[place])]
-        return spell(words)
+        return encode_command(words)
 
     def _odd_word(self, word: bytes) -> bytes:
         rng = self._rng

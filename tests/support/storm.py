@@ -11,7 +11,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from wire import spell
+from wire import encode_command
 
 HOSTILE = SLOW = 67
 PAGE = [b"r", b"0", b"0", b"0", b"0"]  # a large page that the honest ones stored
@@ -55,25 +55,30 @@ async def send_many_words(reader: asyncio.StreamReader, writer: asyncio.StreamWr
 
 async def ask_without_listening(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rng: random.Random) -> None:
     """For pages, keys, explanations, by the thousand; no answer is read."""
-    asked = [spell([b"KVPAGEGET", *PAGE]), spell([b"COMMAND", b"DOCS"]), spell([b"NOSUCH"]), spell([b"AUTH", b"x"])]
+    asked = [
+        encode_command([b"KVPAGEGET", *PAGE]),
+        encode_command([b"COMMAND", b"DOCS"]),
+        encode_command([b"NOSUCH"]),
+        encode_command([b"AUTH", b"x"]),
+    ]
     writer.write(rng.choice(asked) * 300)
     await asyncio.sleep(rng.random() * 2)
 
 
 async def overhear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rng: random.Random) -> None:
     """All that is said, without reading it."""
-    writer.write(rng.choice([spell([b"MONITOR"]), spell([b"PSUBSCRIBE", b"*"])]))
+    writer.write(rng.choice([encode_command([b"MONITOR"]), encode_command([b"PSUBSCRIBE", b"*"])]))
     await asyncio.sleep(rng.random() * 2)
 
 
 async def shout(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rng: random.Random) -> None:
-    writer.write(spell([b"PUBLISH", b"news", bytes(50_000)]) * 20)
+    writer.write(encode_command([b"PUBLISH", b"news", bytes(50_000)]) * 20)
     await asyncio.wait_for(reader.read(100), 2)
 
 
 async def read_little_by_little(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rng: random.Random) -> None:
     """A large answer, a few bytes at a time."""
-    writer.write(spell([b"KVPAGEGET", *PAGE]) * 8)
+    writer.write(encode_command([b"KVPAGEGET", *PAGE]) * 8)
     for _ in range(50):
         await reader.read(1000)
         await asyncio.sleep(0.05)
@@ -85,7 +90,7 @@ async def write_little_by_little(
     """A page, in small pieces, and its answer."""
     body = bytes(20_000)
     name = [b"slow%d" % rng.randrange(20), b"0", b"0", b"0", b"0"]
-    data = spell([b"KVPAGESET", *name, b"8", b"20000", b"1", b"60", body])
+    data = encode_command([b"KVPAGESET", *name, b"8", b"20000", b"1", b"60", body])
     for start in range(0, len(data), 1000):
         writer.write(data[start : start + 1000])
         await asyncio.sleep(0.05)

@@ -7,13 +7,14 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def spell(words: Iterable[bytes]) -> bytes:
+def encode_command(words: Iterable[bytes]) -> bytes:
+    """Return a command as RESP: an array of bulk strings."""
     words = list(words)
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
 
 
 class Wire:
-    """A connection that knows where a reply ends and nothing else."""
+    """A connection that returns replies as bytes, without parsing them."""
 
     def __init__(self, port: int) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=60)
@@ -24,7 +25,7 @@ class Wire:
         self._socket.sendall(data)
 
     def reply(self) -> bytes:
-        """The next reply or push, every byte of it."""
+        """Return the bytes of the next reply or push. Raises EOFError if the connection ends before."""
         line = self._incoming.readline()
         if not line.endswith(b"\r\n"):
             raise EOFError(f"the connection ended after {line!r}")
@@ -36,7 +37,8 @@ class Wire:
         return line
 
     def ask(self, *words: bytes) -> bytes:
-        self.send(spell(words))
+        """Send a command, and return the bytes of the next reply."""
+        self.send(encode_command(words))
         return self.reply()
 
     def close(self) -> None:
@@ -62,7 +64,7 @@ def parse(frame: bytes) -> Any:
 
 
 def items(frame: bytes) -> list[bytes]:
-    """The replies that an array holds, each as its bytes."""
+    """Return the bytes of each element of an array, or of each key and value of a map."""
     line, at = _line(frame, 0)
     found = []
     for _ in range(int(line[1:]) * (2 if line[:1] == b"%" else 1)):
@@ -73,13 +75,13 @@ def items(frame: bytes) -> list[bytes]:
 
 
 def _line(data: bytes, at: int) -> tuple[bytes, int]:
-    """The line that begins at a place, and where the next one begins."""
+    """Return the line at an offset, without its end, and the offset of the next line."""
     end = data.index(b"\r\n", at)
     return data[at:end], end + 2
 
 
 def _parse(data: bytes, at: int) -> tuple[Any, int]:
-    """Parse the reply at an offset; return it, and the offset of its end."""
+    """Return the parsed reply at an offset, and the offset of its end."""
     line, at = _line(data, at)
     kind, body = line[:1], line[1:]
     if kind == b"+":

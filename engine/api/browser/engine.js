@@ -22,7 +22,7 @@ listen("/page/events", {
     at("status").dataset.state = now;
     say(at("status"), now === "live" ? "live" : "connection lost, trying again");
   },
-  heard(name, data) {
+  received(name, data) {
     if (name === "state") state = data;
     else if (name === "agents") agents = data;
     else {
@@ -83,10 +83,10 @@ function showFigures() {
     say(at("memory"), bytes(memory.used));
     say(at("memory-note"), `of ${bytes(memory.total)}`);
   }
-  say(at("lede"), lede(totals, share));
+  say(at("summary"), summary(totals, share));
 }
 
-function lede(totals, share) {
+function summary(totals, share) {
   if (!totals.answers) return "Nothing was asked yet. Try an agent: its second turn begins where its first one ended.";
   const most = [...TIERS].sort((a, b) => (totals.reused[b] ?? 0) - (totals.reused[a] ?? 0))[0];
   const from = { hot: "memory", prefix: "shared prefixes", page: "the page server", cold: "files" }[most];

@@ -3,8 +3,9 @@
 import { printable, svg } from "./dom.js";
 import { bytes } from "./format.js";
 
-/** Return [x, y, width, height] of rectangles with areas proportional to the values, as a squarified treemap, which
- * avoids narrow rectangles. `values` are sorted. */
+/** Return [x, y, width, height] of a rectangle for each value, with areas proportional to the values. Together they
+ * fill the given rectangle. This is a squarified treemap, which avoids narrow rectangles. `values` are sorted, the
+ * largest first. */
 export function squarify(values, x, y, width, height) {
   const total = values.reduce((sum, value) => sum + value, 0);
   const scale = total > 0 ? (width * height) / total : 0;
@@ -40,14 +41,17 @@ export function squarify(values, x, y, width, height) {
   return placed;
 }
 
+/** Return a text, cut so that it fits into `width` pixels with a font of `size` pixels; "" if hardly a letter fits. */
 const fits = (text, width, size) => {
   const letters = Math.floor((width - 16) / (size * 0.6));
   if (letters >= text.length) return text;
   return letters > 4 ? `${text.slice(0, letters - 1)}…` : "";
 };
 
-/** Return a treemap of items with `value`, `name`, `note`, `kind` (a CSS class), `title`, and `opens` for buttons.
- * Arrow keys move from tile to tile. */
+/** Return a treemap of items, the largest first: each has `key`, `value`, `name`, `note`, `kind` (a CSS class),
+ * `title`, and `opens`, which is true for a tile that is a button. `choose` is called with the key of a button that is
+ * pressed. `chosen` is the key of the highlighted tile, or null. `name` is the text for screen readers. Arrow keys move
+ * from tile to tile. */
 export function treemap(items, { width, height, name, choose, chosen }) {
   const box = svg("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, height, role: "group", "aria-label": name });
   const places = squarify(items.map((item) => item.value), 0, 0, width, height);
@@ -79,8 +83,8 @@ export function treemap(items, { width, height, name, choose, chosen }) {
   return box;
 }
 
-/** Move the focus among the children of a group with arrow keys. One child at a time is a stop of the tab key. Enter
- * and space call `press`. */
+/** Handle a key that was pressed in a child of a group: arrow keys move the focus to the next or the previous child, so
+ * that only one child is a stop of the tab key. Enter and space call `press`, if it is not null. */
 export function walk(event, press) {
   const here = event.currentTarget;
   const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
@@ -110,18 +114,22 @@ const rule = (width, y, number) => [
 const times = ({ width, height, span }) =>
   [svg("text", { x: LEFT, y: height - 4 }, span), svg("text", { x: width, y: height - 4, "text-anchor": "end" }, "now")];
 
+/** Return the end of an axis for values up to `value`: the next number of the form 1, 2 or 5 times a power of 10. */
 const nice = (value) => {
   const power = 10 ** Math.floor(Math.log10(value));
   return [1, 2, 5, 10].map((times) => times * power).find((step) => step >= value);
 };
 
+/** Return the end of an axis for bytes: the next round number of bytes, KiB, MiB and so on. */
 const niceBytes = (value) => {
   const unit = 1024 ** Math.max(0, Math.floor(Math.log2(value) / 10));
   return [1, 2, 4, 10, 20, 40, 100, 200, 400, 1024].map((times) => times * unit).find((step) => step >= value);
 };
 
-/** Return lines over time. `series` are {kind, values}, oldest first, null for unknown values. `top` is the end of the
- * axis. */
+/** Return a chart of lines over time. `series` are {kind, values} with a CSS class and the values, oldest first; null
+ * is an unknown value, and a gap in the line. `format` makes the text of a number at the axis. `top` is the end of the
+ * axis, by default a round number above the largest value. `shape` has width, height, name and span, the text at the
+ * left end of the time axis. */
 export function lines(series, { format, top, ...shape }) {
   const { width, height } = shape;
   const floor = height - 22;
@@ -145,7 +153,8 @@ export function lines(series, { format, top, ...shape }) {
   return box;
 }
 
-/** Return stacked bars over time. `series` has a list of [class, value] for each bar, oldest first. */
+/** Return a chart of stacked bars over time. `series` has a list of [class, value] for each bar, oldest first, from the
+ * bottom to the top of a bar. `format` and `shape` are as for `lines`. */
 export function columns(series, { format, ...shape }) {
   const { width, height } = shape;
   const floor = height - 22;
@@ -167,6 +176,7 @@ export function columns(series, { format, ...shape }) {
   return box;
 }
 
+// marks of the tiers, which differ in form, too, for readers who cannot distinguish the colours
 const SHAPES = {
   none: (x, y) => svg("circle", { cx: x, cy: y, r: 5 }),
   hot: (x, y) => svg("rect", { x: x - 5, y: y - 5, width: 10, height: 10, rx: 2 }),
@@ -175,14 +185,16 @@ const SHAPES = {
   cold: (x, y) => svg("path", { d: `M${x} ${y + 6.5}L${x + 6} ${y - 4.5}L${x - 6} ${y - 4.5}Z` }),
 };
 
-/** Return the mark of a kind, for a legend. */
+/** Return the mark of a tier (a key of SHAPES), for a legend. */
 export function mark(kind) {
   const shape = SHAPES[kind](7, 7);
   shape.setAttribute("class", kind);
   return svg("svg", { viewBox: "0 0 14 14", "aria-hidden": "true" }, shape);
 }
 
-/** Return a plot of points {x, y, kind, title}, with `y` on a logarithmic scale. */
+/** Return a plot of points {x, y, kind, title} with `y` on a logarithmic scale. `kind` is a tier (a key of SHAPES),
+ * `title` the text under the pointer. `formatX` and `formatY` make the texts at the axes, `labelX` is the text below.
+ * */
 export function scatter(points, { formatX, formatY, labelX, ...shape }) {
   const { width, height } = shape;
   const floor = height - 40;

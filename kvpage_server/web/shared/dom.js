@@ -4,8 +4,9 @@ import { count } from "./format.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** Create an element. Attributes that are functions are listeners, null ones are omitted. `children` are nodes or
- * text. */
+/** Create an HTML element. An attribute that is a function is a listener for the event with the attribute's name; null,
+ * undefined and false are omitted, true is an empty value. `children` are nodes, or values that become text; null ones
+ * are omitted. */
 export function el(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);
 }
@@ -44,10 +45,11 @@ export function say(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-const MADE = 150; // elements that are created in a frame
+const MADE = 150; // elements that one call of `list` creates; the rest follows in the next frame
 
-/** Show items in `parent`, in their order, with one node each. A node is created only when its key or its content is
- * new. If there are many new ones, the next frames create the rest. */
+/** Make the children of `parent` the nodes of `items`, in their order. `key(item)` identifies an item, `make(item)`
+ * returns its node. A node is kept if the item with its key has the same content (as JSON) as in the last call. If many
+ * nodes are new, the next frames create the rest, unless `list` is called with other items before. */
 export function list(parent, items, key, make) {
   const old = parent.shown ?? new Map();
   const now = new Map();
@@ -82,12 +84,12 @@ export function list(parent, items, key, make) {
   return null;
 }
 
-const FRAME_MS = 4; // of work in a frame; the rest waits for the next one
+const FRAME_MS = 4; // of work in a frame; other functions wait for the next one
 
 const due = new Set();
 let framed = false;
 
-/** Call these functions in the next frames, each once, however often it was passed. */
+/** Call functions in the next frames, in order. A function that waits already is not added again. */
 export function soon(...works) {
   for (const work of works) due.add(work);
   if (due.size && !framed) requestAnimationFrame(frame);
@@ -110,7 +112,8 @@ function frame() {
 
 const widths = new WeakMap();
 
-/** Return the width of a box; only the first call needs a layout. `redraw` is called when the width has changed. */
+/** Return the width of a box in pixels. The first call measures it, and makes the next frames call `redraw` whenever
+ * the width has changed. Further calls for the same box need no layout, and ignore `redraw`. */
 export function widthOf(box, redraw) {
   if (!widths.has(box)) {
     widths.set(box, box.clientWidth);
@@ -123,7 +126,8 @@ export function widthOf(box, redraw) {
   return widths.get(box);
 }
 
-/** Return the first `limit` items, and show the number of the others in `note`. */
+/** Return the first `limit` items. Show the number of the others in the element `note`, or hide it if there are none.
+ * */
 export function first(items, limit, note) {
   const more = items.length - limit;
   note.hidden = more <= 0;
@@ -131,7 +135,7 @@ export function first(items, limit, note) {
   return items.slice(0, limit);
 }
 
-/** Return a bar with parts [class, value, title]. */
+/** Return a bar with parts [class, value, title], of which each takes the share value / total of the width. */
 export function bar(parts, total, tall = false) {
   const box = el("div", { class: tall ? "bar tall" : "bar" });
   for (const [name, value, title] of parts) {
@@ -147,7 +151,8 @@ export function bar(parts, total, tall = false) {
 export const meter = (drawn, text) =>
   el("td", { class: "wide" }, el("div", { class: "meter" }, drawn, el("span", { class: "soft" }, text)));
 
-/** Make a button switch to the next theme. The browser stores the choice. */
+/** Apply the stored theme, and make a button switch to the next one: auto, light, dark. The browser stores the choice.
+ * */
 export function themes(button) {
   const known = ["auto", "light", "dark"];
   const show = (theme) => {

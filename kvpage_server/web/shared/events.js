@@ -1,6 +1,7 @@
-// Server-sent events by fetch, which unlike EventSource can send headers and read the reason of a refusal.
+// Server-sent events, received with fetch, which unlike EventSource can send headers and read the reason of a refusal.
 
-/** Yield the events of a reply as [name, data]. "[DONE]" ends them. */
+/** Yield the events in the body of a reply as [name, data], with data parsed as JSON. The end of the body, or an event
+ * "[DONE]", ends them. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
@@ -31,28 +32,29 @@ const PAUSE_MS = 1000; // before the next try
 
 const wait = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
-/** Read a stream while the page is visible, and connect again when it breaks.
+/** Receive the events of a URL while the page is visible, without end: connect again after a lost connection.
  *
- * `heard(name, data)` is called for each event. `state` is called with "live", or with "lost" and the text of a
- * refusal. `denied` is awaited when the reply is 401. `headers` is called before each try. */
-export async function listen(url, { heard, state, denied, headers = () => ({}) }) {
+ * `received(name, data)` is called for each event. `state` is called with "live" when the server answers, or with
+ * "lost" and the text of a refusal, which is "" without an answer. `denied` is awaited when the reply is 401. `headers`
+ * returns the headers of a request. */
+export async function listen(url, { received, state, denied, headers = () => ({}) }) {
   for (;;) {
-    if (document.hidden) await shown();
+    if (document.hidden) await visible();
     const stop = new AbortController();
-    const leave = () => document.hidden && stop.abort();
-    document.addEventListener("visibilitychange", leave);
+    const abortIfHidden = () => document.hidden && stop.abort();
+    document.addEventListener("visibilitychange", abortIfHidden);
     let why = "";
     try {
       const response = await fetch(url, { headers: headers(), signal: stop.signal, cache: "no-store" });
       if (response.status === 401) await denied();
       else if (response.ok) {
         state("live");
-        for await (const event of events(response)) tell(heard, event);
+        for await (const event of events(response)) deliver(received, event);
       } else why = (await response.text()).trim();
     } catch (error) {
       if (!(error instanceof TypeError) && error.name !== "AbortError") throw error;
     } finally {
-      document.removeEventListener("visibilitychange", leave);
+      document.removeEventListener("visibilitychange", abortIfHidden);
     }
     if (!document.hidden) {
       state("lost", why);
@@ -61,15 +63,17 @@ export async function listen(url, { heard, state, denied, headers = () => ({}) }
   }
 }
 
-function tell(heard, event) {
+/** Call `received` with an event. */
+function deliver(received, event) {
   try {
-    heard(...event);
+    received(...event);
   } catch (error) {
     reportError(error); // an error of the page does not end the stream
   }
 }
 
-function shown() {
+/** Wait until the page becomes visible. */
+function visible() {
   return new Promise((resolve) => {
     document.addEventListener("visibilitychange", resolve, { once: true });
   });

@@ -17,7 +17,7 @@ export function bytes(value) {
 /** Return a count as text: 1234567 is 1,234,567. */
 export const count = (value) => WHOLE.format(value);
 
-/** Return seconds as text: 0.0123 is 12 ms. */
+/** Return a duration in seconds as text, in a unit from µs to days: 0.0123 is 12 ms. */
 export function seconds(value) {
   if (value === 0) return "0 s";
   if (value < 0.001) return `${Math.round(value * 1e6)} µs`;
@@ -29,10 +29,10 @@ export function seconds(value) {
   return `${Math.round(value / 86400)} days`;
 }
 
-/** Return an age in seconds as text. */
+/** Return an age in seconds as text: "now" below 2 seconds, otherwise "12 s ago". */
 export const ago = (value) => (value < 2 ? "now" : `${seconds(Math.round(value))} ago`);
 
-/** Return a share as text: 0.9876 is 98.8 %. Only exact values are shown as 0 % and 100 %. */
+/** Return a share from 0 to 1 as text: 0.9876 is 98.8 %. Only 0 and 1 are shown as 0 % and 100 %. */
 export function percent(part) {
   const value = 100 * part;
   if (value > 0 && value < 0.1) return "< 0.1 %";
@@ -43,10 +43,10 @@ export function percent(part) {
 /** Return a count with its noun: "1 agent", "2 agents". */
 export const plural = (value, one, many = `${one}s`) => `${count(value)} ${value === 1 ? one : many}`;
 
-/** Return the time of day of unix seconds. */
+/** Return the time of day of unix seconds as text, in the browser's time zone: 14:05:09. */
 export const clock = (unix) => CLOCK.format(1000 * unix);
 
-/** Return the value in the middle; null without values. */
+/** Return the median (the upper one of two middle values); null without values. */
 export function median(values) {
   const sorted = [...values].sort((a, b) => a - b);
   return sorted.length ? sorted[sorted.length >> 1] : null;

@@ -4,19 +4,19 @@ import { at, el, first, list, say, soon, svg } from "./dom.js";
 import { bytes, clock, count, plural, seconds } from "./format.js";
 import { walk } from "./charts.js";
 
-const MOST_BLOCKS = 600; // that are drawn
-const AGAIN_MS = 5000;
+const MOST_BLOCKS = 600; // that are shown
+const AGAIN_MS = 5000; // between two reads of the open context
 const PLANES = ["K", "V", "K scales", "K biases", "V scales", "V biases"];
 
 let agent = null; // the id of the agent with the open context
-let opened = 0;
+let opened = 0; // time of the last read, in milliseconds of `performance.now`
 let block = null; // the name of the open block
-let asking = false;
+let asking = false; // whether a request for a context is in progress
 
-/** Return the agent with the open context, or null. */
+/** Return the id of the agent with the open context, or null. */
 export const chosen = () => agent;
 
-/** Show an agent's context. */
+/** Open the context of an agent: read it, show it, and scroll to it. */
 export function openAgent(id) {
   [agent, block, opened] = [id, null, 0];
   at("context").hidden = false;
@@ -28,11 +28,13 @@ export function openAgent(id) {
   });
 }
 
-/** Read the open context again, AGAIN_MS after the last read. */
+/** Read the open context again, if the last read was more than AGAIN_MS ago. */
 export function showContext() {
   if (agent !== null && performance.now() - opened > AGAIN_MS) load();
 }
 
+/** Read the context of `agent` from the server, and show it. Only one request is made at a time; if another agent was
+ * opened meanwhile, its context is read next. */
 async function load() {
   if (asking) return;
   asking = true;
@@ -41,7 +43,7 @@ async function load() {
   try {
     const reply = await fetch(`/page/agent?id=${encodeURIComponent(wanted)}`);
     const found = reply.ok ? await reply.json() : null;
-    if (found && wanted === agent) soon(() => strips(found));
+    if (found && wanted === agent) soon(() => showContexts(found));
   } catch (error) {
     if (!(error instanceof TypeError)) throw error; // otherwise the connection is lost, as the page's head shows
   } finally {
@@ -50,35 +52,38 @@ async function load() {
   }
 }
 
-function strips(contexts) {
+/** Show an agent's contexts, one for each model, as rows of blocks with a legend. */
+function showContexts(contexts) {
   at("contexts").hidden = false;
   say(at("context-note"), contexts.length ? contexts.map((context) =>
     `${context.model}: ${plural(context.tokens, "token")}, a load finds ${context.found === context.tokens ? "all of them" : count(context.found)}`).join("; ")
     : "It is not here any more.");
   list(at("contexts"), contexts.map(({ id, model }) => ({ id, model })), ({ id, model }) => `${model} ${id}`, ({ model }) =>
     el("div", {}, el("div", { class: "blocks", role: "group", "aria-label": `Blocks under ${model}` }), el("p", { class: "soft" })));
-  contexts.forEach(({ blocks }, i) => strip(blocks, ...at("contexts").children[i].children));
+  contexts.forEach(({ blocks }, i) => showBlocks(blocks, ...at("contexts").children[i].children));
   const words = [["page", "in memory"], ["cold", "on disk alone"], ["shared", "top edge: shared with others"],
     ["page leased", "bar below: leased or pinned"], ["missing", "missing"]];
   list(at("context-legend"), words, ([kind]) => kind, ([kind, word]) => el("li", {}, el("span", { class: `key ${kind}` }), word));
 }
 
-function strip(blocks, box, more) {
+/** Show blocks as buttons in `box`, and the number of omitted ones in `more`. The focus stays at its position. */
+function showBlocks(blocks, box, more) {
   const focused = [...box.children].indexOf(document.activeElement);
   const shown = first(blocks, MOST_BLOCKS, more).map((each, index) => [each, index]);
-  list(box, shown, ([, index]) => index, ([each, index]) => square(each, index));
+  list(box, shown, ([, index]) => index, ([each, index]) => blockButton(each, index));
   box.children[focused]?.focus();
   if (!box.querySelector("[tabindex='0']")) box.firstElementChild?.setAttribute("tabindex", 0);
 }
 
-function square(each, index) {
+/** Return the button of a block, which opens it. The colour shows its tier, marks show sharing, leases and pins. */
+function blockButton(each, index) {
   const kind = each.there ? (each.tier === "disk" ? "cold" : "page") : "missing";
   const marks = `${each.shared > 1 ? " common" : ""}${each.lease || each.pinned ? " leased" : ""}`;
   return el("button", {
     class: `block ${kind}${marks}`,
     type: "button",
     tabindex: index ? -1 : 0,
-    title: told(each, index),
+    title: describe(each, index),
     "aria-pressed": String(each.name === block),
     "data-name": each.name,
     click: () => open(each, index),
@@ -86,34 +91,38 @@ function square(each, index) {
   });
 }
 
-function told(each, index) {
+/** Return a block as text: index, tokens, size and place or the reason why it is missing, sharers, lease or pin. */
+function describe(each, index) {
   const where = each.there ? `${bytes(each.bytes)} ${each.tier === "disk" ? "on disk" : "in memory"}` : `missing: ${each.why}${each.by ? ` by ${each.by}` : ""}${each.at ? ` at ${clock(each.at / 1000)}` : ""}`;
   const others = each.shared > 1 ? `, shared with ${each.with.join(", ")}${each.shared - 1 > each.with.length ? " and others" : ""}` : "";
   const kept = each.pinned ? ", pinned" : each.lease ? `, leased for ${seconds(each.lease / 1000)}` : "";
   return `Block ${count(index)}, ${plural(each.tokens, "token")}: ${where}${others}${kept}`;
 }
 
-function press() {
+/** Mark the button of the open block as pressed, and all others as not pressed. */
+function markOpen() {
   for (const button of at("contexts").querySelectorAll(".block")) {
     const pressed = String(button.dataset.name === block);
     if (button.getAttribute("aria-pressed") !== pressed) button.setAttribute("aria-pressed", pressed);
   }
 }
 
+/** Open a block: read it from the server, and show it page by page, unless another one was opened meanwhile. */
 async function open(each, index) {
   block = each.name;
-  press();
-  const head = el("p", { class: "block-head" }, told(each, index));
+  markOpen();
+  const head = el("p", { class: "block-head" }, describe(each, index));
   at("block").replaceChildren(head);
   if (!each.there) return;
   const reply = await fetch(`/page/block?name=${each.name}`);
   const pages = reply.ok ? await reply.json() : null;
   if (block !== each.name) return;
   if (!pages) head.append(". Its pages cannot be shown: it has gone meanwhile, or is too large.");
-  else at("block").append(...drawn(pages));
+  else at("block").append(...blockView(pages));
 }
 
-function drawn(pages) {
+/** Return the elements that show a block: its shape, a matrix for each plane, and a table. */
+function blockView(pages) {
   const planes = pages.planes.map((plane) => PLANES[plane] ?? `plane ${plane}`);
   const sizes = planes.map((plane, i) => `${plane} ${pages.dtypes[i]}, ${bytes(pages.sizes[i])} a page`).join("; ");
   const note = el("p", { class: "soft" }, `${plural(pages.layers, "layer")}, ${plural(pages.heads, "head")}: ${sizes}.`);
@@ -122,7 +131,9 @@ function drawn(pages) {
   return [note, el("div", { class: "planes" }, ...planes.map((plane, i) => matrix(pages, plane, i, readout))), readout, byLayer(pages, planes)];
 }
 
-/** Return a plane with layers across and heads down. It has one path for each shade, however many pages there are. */
+/** Return plane number `i` of a block as a matrix of squares, one for each page, with layers across and heads down. The
+ * shade shows the root mean square of a page, and pointing at a page shows its values in `readout`. All squares of a
+ * shade are one path, so the number of elements does not depend on the number of pages. */
 function matrix(pages, plane, i, readout) {
   const norms = pages.norms.map((layer) => layer[i]);
   const known = norms.flat().filter((norm) => norm !== null);
@@ -148,6 +159,7 @@ function matrix(pages, plane, i, readout) {
       ...paths.map((d, level) => svg("path", { d, class: `heat-${level}` }))));
 }
 
+/** Return a folded table of the mean root mean square of each layer and plane. */
 function byLayer(pages, planes) {
   const mean = (heads) => heads.reduce((sum, norm) => sum + (norm ?? 0), 0) / heads.length;
   return el("details", {},

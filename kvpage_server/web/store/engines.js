@@ -5,14 +5,19 @@ import { bytes, count, percent, plural } from "./format.js";
 
 const TIERS = [["hot", "memory"], ["prefix", "shared prefixes"], ["page", "this store"], ["cold", "files"]];
 
+// tokens of an engine's prompts: the reused ones, and all of them
 const sum = (values) => values.reduce((all, value) => all + value, 0);
 const found = (engine) => sum(TIERS.map(([tier]) => engine.tiers[tier].tokens));
 const prompts = (engine) => found(engine) + engine.computed;
-/** Return the share of reused prompt tokens; null without prompts. */
+
+/** Return the share of reused prompt tokens of all engines, from 0 to 1; null without prompts. */
 export const spared = (engines) => (engines.some(prompts) ? sum(engines.map(found)) / sum(engines.map(prompts)) : null);
+
+/** Return a share as text; "–" if `all` is 0. */
 const ratio = (part, all) => (all ? percent(part / all) : "–");
 
-/** Show the engines. The card is hidden if the user may not read every key, and no engine has the same user. */
+/** Show the share of reused prompt tokens, and a table of engines. Both are hidden if the user may not read every key,
+ * and no engine has the same user. */
 export function showEngines({ engines, everything }) {
   at("engines-card").hidden = at("spared-box").hidden = !everything && !engines.length;
   const [reused, all] = [sum(engines.map(found)), sum(engines.map(prompts))];
@@ -30,5 +35,6 @@ export function showEngines({ engines, everything }) {
       el("td", { class: "num" }, bytes(engine.used) + (engine.room ? ` of ${bytes(engine.room)}` : ""))));
 }
 
+/** Return the parts of an engine's bar: its reused tokens by tier. */
 const parts = (engine) => TIERS.map(([tier, name]) =>
   [tier, engine.tiers[tier].tokens, `${plural(engine.tiers[tier].tokens, "token")} from ${name}`]);

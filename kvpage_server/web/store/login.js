@@ -1,3 +1,3 @@
-// Show the message about a wrong password after a failed login.
+// The message about a wrong password, which is shown after a failed login: /login?wrong.
 
 document.getElementById("wrong").hidden = !new URLSearchParams(location.search).has("wrong");

@@ -1,33 +1,34 @@
-// The page of the store, which shows the events of the server.
+// The page of the store: the data of the server's events, as figures, charts and tables.
 
 import { at, bar, el, first, list, meter, say, soon, themes, widthOf } from "./dom.js";
 import { ago, bytes, clock, count, percent, plural, seconds } from "./format.js";
 import { columns, lines } from "./charts.js";
 import { listen } from "./events.js";
 import { showEngines } from "./engines.js";
-import { lede } from "./lede.js";
+import { summary } from "./summary.js";
 import { showContext, openAgent } from "./context.js";
-import { least, savedBySharing, showShared, showWhose } from "./whose.js";
+import { atLeast, savedBySharing, showMemory, showSharedPrefixes } from "./memory_by_agent.js";
 
 const SHOWN = 50; // rows of a table
 const SECONDS = 300; // of the past that charts show
 const BUCKET = 10; // seconds that are drawn as one
 const MONITOR = "monitor"; // the user of connections for metrics
-const UNTOLD = "for users with access to every key";
+const HIDDEN = "for users with access to every key";
 
-let now = null;
-let moments = [];
-let holdings = null;
-let more = null;
+// the data of the last events; web/views.py describes them
+let now = null; // the state of the store
+let moments = []; // rates of the last SECONDS seconds, oldest first
+let holdings = null; // memory by agent
+let more = null; // losses, slow calls and clients
 
 listen("/page/events", {
   state: (state, why) => {
     at("status").dataset.state = state;
     say(at("status"), state === "live" ? "live" : `${why ? "refused" : "no answer"}, trying again`);
-    if (why) say(at("lede"), why);
+    if (why) say(at("summary"), why);
   },
   denied: async () => location.assign("/login"),
-  heard(name, data) {
+  received(name, data) {
     if (name === "overview") now = data;
     else if (name === "holdings") holdings = data;
     else if (name === "more") more = data;
@@ -50,13 +51,13 @@ function showFigures() {
   const onDisk = disk ? `, ${bytes(disk.bytes)}${disk.for_values ? ` of ${bytes(disk.for_values)}` : ""} on disk` : "";
   say(at("used-note"), now.everything ? (memory.limit ? `of ${bytes(memory.limit)}` : "no limit") + onDisk : limits());
   say(at("hits"), traffic.hit_ratio === null ? "–" : percent(traffic.hit_ratio));
-  say(at("hits-note"), now.everything ? `${count(traffic.hits)} of ${plural(traffic.hits + traffic.misses, "read")}` : UNTOLD);
+  say(at("hits-note"), now.everything ? `${count(traffic.hits)} of ${plural(traffic.hits + traffic.misses, "read")}` : HIDDEN);
   const saved = holdings ? savedBySharing(holdings) : 0;
   say(at("saved"), unseen ? "–" : bytes(saved));
   say(at("saved-note"), saved ? `${(1 + saved / Math.max(holdings.agent_bytes, 1)).toFixed(1)} times as much without` : unseen ? "" : "nothing is shared");
   say(at("out"), last && now.everything ? `${bytes(last.out)}/s` : "–");
-  say(at("in"), now.everything ? (last ? `in ${bytes(last.in)}/s, ${count(last.commands)} calls/s` : "") : UNTOLD);
-  say(at("agents-count"), holdings && !unseen ? least(holdings, "agents", count(holdings.agent_count)) : "–");
+  say(at("in"), now.everything ? (last ? `in ${bytes(last.in)}/s, ${count(last.commands)} calls/s` : "") : HIDDEN);
+  say(at("agents-count"), holdings && !unseen ? atLeast(holdings, "agents", count(holdings.agent_count)) : "–");
   say(at("agents-note"), now.everything ? `${plural(now.contents.blocks, "block")}, ${plural(connections.now, "client")}` : "");
   at("failing").hidden = !disk?.failing;
   if (disk?.failing) say(at("failing"), `Writing to the disk fails: ${disk.failing}`);
@@ -64,9 +65,10 @@ function showFigures() {
   if (disk?.full) say(at("full"), `maxdisk is reached: ${bytes(disk.bytes)} of ${bytes(disk.for_values)} for values, ${plural(disk.evicted, "value")} evicted so far`);
 }
 
-/** Return the bytes that the user may see, of agents and of other requests. */
+/** Return the stored bytes of all agents and other requests that the user may see. */
 const storedBytes = () => (holdings ? holdings.agent_bytes + holdings.request_bytes : 0);
 
+/** Return the note below the memory of a restricted user, with the limit of the quota if there is one. */
 function limits() {
   const [quota, ...others] = now.quotas.filter(({ limit }) => limit);
   return `of what you may see${quota && !others.length ? `; the quota is ${bytes(quota.limit)}` : ""}`;
@@ -74,8 +76,10 @@ function limits() {
 
 // -- over time -------------------------------------------------------------------------------------------------------
 
+// CSS class of a reason of misses
 const KINDS = { "never stored": "none", evicted: "hot", expired: "prefix", deleted: "cold", "over quota": "page" };
 
+/** Draw the hit ratio, the misses by reason and the throughput of the last SECONDS seconds. */
 function showCharts() {
   const buckets = new Map();
   for (const moment of moments) {
@@ -90,7 +94,7 @@ function showCharts() {
   const ratios = slots.map((bucket) => (bucket && bucket.hits + bucket.misses > 0
     ? bucket.hits / (bucket.hits + bucket.misses) : null));
   const span = `${SECONDS / 60} min ago`;
-  const none = now.everything ? `no reads in the last ${SECONDS / 60} minutes` : UNTOLD;
+  const none = now.everything ? `no reads in the last ${SECONDS / 60} minutes` : HIDDEN;
   say(at("ratio-note"), ratios.some((ratio) => ratio !== null) ? "of reads" : none);
   draw("ratio", (width) => lines([{ kind: "page", values: ratios }], {
     width, height: 170, name: `Hit ratio of the last ${SECONDS / 60} minutes`, format: percent, top: 1, span,
@@ -111,11 +115,12 @@ function showCharts() {
   draw("flow", (width) => lines(flows, { width, height: 140, name: "Bytes a second, out and in", format: bytes, span }));
   const last = moments.at(-1);
   const rates = now.everything ? [["page", "out", last?.out ?? 0], ["hot", "in", last?.in ?? 0]] : [];
-  say(at("flow-note"), now.everything ? "bytes a second" : UNTOLD);
+  say(at("flow-note"), now.everything ? "bytes a second" : HIDDEN);
   list(at("flow-legend"), rates, ([, way]) => way, ([kind, way, rate]) =>
     el("li", {}, el("span", { class: `key ${kind}` }), way, el("b", {}, `${bytes(rate)}/s`)));
 }
 
+/** Replace the content of an element by a chart. `make` returns the chart for a width in pixels. */
 function draw(id, make) {
   const box = at(id);
   box.replaceChildren(make(Math.max(widthOf(box, showCharts), 240)));
@@ -123,6 +128,7 @@ function draw(id, make) {
 
 // -- tables ----------------------------------------------------------------------------------------------------------
 
+// comparisons of agents, by choice of the user
 const ORDERS = {
   largest: (a, b) => b.bytes - a.bytes,
   hottest: (a, b) => (a.idle ?? Infinity) - (b.idle ?? Infinity) || b.bytes - a.bytes,
@@ -151,7 +157,7 @@ function showRequests() {
   say(at("requests-empty"), holdings.unseen ? "–" : holdings.agents.length ? "None: every block belongs to an agent." : "None.");
   at("requests-box").hidden = !holdings.request_count;
   say(at("requests-note"), holdings.request_count
-    ? least(holdings, "requests", `${plural(holdings.request_count, "request")}, ${bytes(holdings.request_bytes)}`) : "");
+    ? atLeast(holdings, "requests", `${plural(holdings.request_count, "request")}, ${bytes(holdings.request_bytes)}`) : "");
   list(at("requests"), first(holdings.requests, 10, at("requests-more")), (request) => request.id, (request) =>
     el("tr", {},
       el("td", {}, el("span", { class: "mono clip", title: request.id }, request.id)),
@@ -200,7 +206,7 @@ function showSlow() {
   at("slow-box").hidden = !slow.length;
   list(at("slow"), slow.slice(0, 12), (call) => call.number, (call) =>
     el("tr", {},
-      el("td", {}, el("span", { class: "mono clip", title: call.said }, call.said)),
+      el("td", {}, el("span", { class: "mono clip", title: call.command }, call.command)),
       el("td", { class: "num" }, seconds(call.seconds)),
       el("td", { class: "num soft" }, clock(call.at))));
 }
@@ -230,27 +236,28 @@ function showTiers() {
 
 // -- memory by agent -------------------------------------------------------------------------------------------------
 
-function showHolders() {
-  if (holdings) showWhose(holdings, now, open, showHolders);
+function showTreemap() {
+  if (holdings) showMemory(holdings, now, open, showTreemap);
 }
 
+/** Open the context of an agent, and highlight its tile. */
 function open(agent) {
   openAgent(agent);
-  soon(showHolders);
+  soon(showTreemap);
 }
 
-// -- the parts that are drawn after each event, in this order --------------------------------------------------------
+// -- functions that draw, by the event after which they are called, in order -----------------------------------------
 
-const sentence = () => say(at("lede"), lede(now, holdings, more));
+const showSummary = () => say(at("summary"), summary(now, holdings, more));
 
 const PARTS = {
-  overview: [showFigures, showTiers, () => showEngines(now), showContext, sentence],
+  overview: [showFigures, showTiers, () => showEngines(now), showContext, showSummary],
   moments: [showFigures, showCharts],
-  holdings: [showHolders, () => showShared(holdings), showAgents, showRequests, showFigures, sentence],
-  more: [showLost, showClients, showSlow, sentence],
+  holdings: [showTreemap, () => showSharedPrefixes(holdings), showAgents, showRequests, showFigures, showSummary],
+  more: [showLost, showClients, showSlow, showSummary],
 };
 
 for (const id of ["find", "order"]) at(id).addEventListener("input", () => soon(showAgents));
-at("by").addEventListener("input", () => soon(showHolders));
-at("context-close").addEventListener("click", () => soon(showHolders));
+at("by").addEventListener("input", () => soon(showTreemap));
+at("context-close").addEventListener("click", () => soon(showTreemap));
 themes(at("theme"));

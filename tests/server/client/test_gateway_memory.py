@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 from servers import FRESH, start_server
 from waiting import until
-from wire import Wire, spell
+from wire import Wire, encode_command
 
 from benchmarks import valkey_cluster
 from benchmarks.valkey_cluster import Cluster
@@ -54,7 +54,7 @@ def test_values_that_are_not_read_are_counted_and_bounded(cluster: Cluster) -> N
             client.set(key, bytes(MIB))
         client.mget(KEYS[:16])
         before = gateway.rss()
-        readers = [unread(stack, gateway.port, spell([b"MGET", *KEYS])) for _ in range(READERS)]
+        readers = [unread(stack, gateway.port, encode_command([b"MGET", *KEYS])) for _ in range(READERS)]
         until(
             lambda: (
                 len(client.client_list()) <= READERS or int(client.info("memory")["mem_clients_normal"]) > LIMIT // 2
@@ -90,7 +90,7 @@ def test_commands_of_a_client_count_while_the_cluster_is_silent(cluster: Cluster
     ):
         client.set("key", "value")
         with silent(cluster), Wire(gateway.port) as wire:
-            wire.send(spell([b"SET", b"key", bytes(8 * MIB)]))
+            wire.send(encode_command([b"SET", b"key", bytes(8 * MIB)]))
             until(lambda: int(client.info("memory")["mem_clients_normal"]) > 8 * MIB)
         until(lambda: int(client.info("memory")["mem_clients_normal"]) == 0)
 
@@ -102,7 +102,7 @@ def test_nothing_is_left_when_a_gateway_stops_meanwhile(cluster: Cluster) -> Non
             client.set(KEYS[0], bytes(MIB))
             before = client.info("stats")["total_net_input_bytes"]
             with silent(cluster):
-                command = spell([b"MGET", *KEYS])
+                command = encode_command([b"MGET", *KEYS])
                 for _ in range(80):
                     unread(stack, gateway.port, command)
                 sent = 80 * len(command)

@@ -9,7 +9,7 @@ import pytest
 from page_batches import SHAPE, block_body
 from servers import start_server
 from waiting import until
-from wire import Wire, spell
+from wire import Wire, encode_command
 
 from benchmarks import valkey_cluster
 from benchmarks.valkey_cluster import Cluster, Node
@@ -22,11 +22,11 @@ SETTING = [b"%d" % number for number in NUMBERS]
 
 
 def kvblockset(req_id: bytes, seed: int = 0) -> bytes:
-    return spell([b"KVBLOCKSET", req_id, b"0", *SETTING, block_body(seed).tobytes()])
+    return encode_command([b"KVBLOCKSET", req_id, b"0", *SETTING, block_body(seed).tobytes()])
 
 
 def kvblockget(req_id: bytes) -> bytes:
-    return spell([b"KVBLOCKGET", req_id, b"0"])
+    return encode_command([b"KVBLOCKGET", req_id, b"0"])
 
 
 def a_bulk(seed: int) -> bytes:
@@ -75,16 +75,18 @@ def test_a_block_does_not_wait_for_the_block_before_it(wire: Wire, cluster: Clus
 
 def test_a_pipelined_read_finds_the_write_before_it(wire: Wire) -> None:
     wire.send(kvblockset(b"r", 1) + kvblockset(b"other") + kvblockget(b"r") + kvblockset(b"r", 2) + kvblockset(b"r", 3))
-    wire.send(spell([b"KVBLOCKEXISTS", b"r", b"0"]) + kvblockget(b"r") + spell([b"PING"]))
+    wire.send(encode_command([b"KVBLOCKEXISTS", b"r", b"0"]) + kvblockget(b"r") + encode_command([b"PING"]))
     replies = [wire.reply() for _ in range(8)]
     assert replies == [b"+OK\r\n", b"+OK\r\n", a_bulk(1), b"+OK\r\n", b"+OK\r\n", b":1\r\n", a_bulk(3), b"+PONG\r\n"]
 
 
 def test_errors_are_answered_in_their_place(wire: Wire) -> None:
-    misshapen = spell([b"KVBLOCKSET", b"r", b"0", *SETTING, b"short"])
-    wire.send(kvblockset(b"r") + misshapen + kvblockset(b"bad:name") + spell([b"NOSUCH", *[b"x"] * 100_000]))
-    wire.send(spell([b"KVBLOCKSET"]))
-    wire.send(spell([b"CLIENT", b"REPLY", b"SKIP"]) + kvblockset(b"unsaid") + kvblockset(b"s") + b"*1\r\n!broken\r\n")
+    misshapen = encode_command([b"KVBLOCKSET", b"r", b"0", *SETTING, b"short"])
+    wire.send(kvblockset(b"r") + misshapen + kvblockset(b"bad:name") + encode_command([b"NOSUCH", *[b"x"] * 100_000]))
+    wire.send(encode_command([b"KVBLOCKSET"]))
+    wire.send(
+        encode_command([b"CLIENT", b"REPLY", b"SKIP"]) + kvblockset(b"unsaid") + kvblockset(b"s") + b"*1\r\n!broken\r\n"
+    )
     replies = [wire.reply() for _ in range(7)]
     assert replies[0] == replies[5] == b"+OK\r\n"
     assert [reply[:29] for reply in replies[1:5]] == [

@@ -15,7 +15,7 @@ import pytest
 import redis
 from health import assert_prompt
 from servers import NO_REDIS, REDIS_SERVER, RunningServer, start_redis, start_server
-from wire import Wire, parse, spell
+from wire import Wire, encode_command, parse
 
 import kvpage_server.commands.families  # noqa: F401  fills the table
 from kvpage_server.commands.table import CATEGORIES, SUBCOMMANDS, TABLE
@@ -495,7 +495,7 @@ class TestProtectedMode:
 
 
 def test_guessing_passwords_does_not_keep_others_waiting(locked: RunningServer, admin: redis.Redis) -> None:
-    login_limit = b"".join(spell([b"AUTH", b"guess%d" % i]) for i in range(20_000))
+    login_limit = b"".join(encode_command([b"AUTH", b"guess%d" % i]) for i in range(20_000))
     with locked.connect() as sock:
         sock.sendall(login_limit)
         assert_prompt(locked, password=PASSWORD)

@@ -12,7 +12,7 @@ from contextlib import suppress
 import pytest
 from mutations import Frames, batches
 from servers import RunningServer, start_server
-from wire import spell
+from wire import encode_command
 
 SMALL = (
     *("--maxmemory", "8mb", "--maxmemory-clients", "32mb", "--client-query-buffer-limit", "4mb"),
@@ -50,7 +50,7 @@ def send_well_framed(server: RunningServer, frames: Frames, count: int) -> None:
     with server.connect() as sock:
         for number, batch in enumerate(batches(frames, count, BATCH)):
             mark = b"mark-%d" % number
-            lives = converse(sock, batch + spell([b"RESET"]) + spell([b"ECHO", mark]), mark + b"\r\n")
+            lives = converse(sock, batch + encode_command([b"RESET"]) + encode_command([b"ECHO", mark]), mark + b"\r\n")
             assert lives, f"ended after {batch[:2000]!r}"
 
 

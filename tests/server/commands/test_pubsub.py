@@ -13,7 +13,7 @@ import redis
 import redis.asyncio
 from servers import RunningServer, start_server, with_constants
 from waiting import PATIENCE, until
-from wire import Wire, items, parse, spell
+from wire import Wire, encode_command, items, parse
 
 from kvpage_server.commands.notifying.channels import Channels
 
@@ -110,7 +110,7 @@ class TestChannels:
         with Wire(server.port) as wire:
             wire.ask(b"HELLO", b"3")
             assert wire.ask(b"SUBSCRIBE", b"news")[:1] == b">"
-            wire.send(spell([b"PUBLISH", b"news", b"to myself"]))
+            wire.send(encode_command([b"PUBLISH", b"news", b"to myself"]))
             assert sorted([wire.reply()[:1], wire.reply()[:1]]) == [b":", b">"]
             assert wire.ask(b"PING") == b"+PONG\r\n"
 
@@ -131,7 +131,7 @@ class TestChannels:
         with Wire(server.port) as wire:
             wire.ask(b"HELLO", b"3")
             wire.ask(b"SUBSCRIBE", b"meanwhile")
-            wire.send(spell([b"KVPAGEMGET", b"400", *names]))
+            wire.send(encode_command([b"KVPAGEMGET", b"400", *names]))
             time.sleep(0.1)  # it does not fit the socket: some of it waits
             for i in range(10):
                 assert client.publish("meanwhile", i) == 1
@@ -350,8 +350,8 @@ def test_many_subscribers_receive_all_messages_in_order(server: RunningServer, c
         with ExitStack() as speakers:
             first, second = (speakers.enter_context(Wire(server.port)) for _ in range(2))
             for number in range(20):
-                first.send(spell([b"PUBLISH", b"all", b"%d" % number]))
-                second.send(spell([b"PUBLISH", b"few", b"%d" % number]))
+                first.send(encode_command([b"PUBLISH", b"all", b"%d" % number]))
+                second.send(encode_command([b"PUBLISH", b"few", b"%d" % number]))
             assert [first.reply() for _ in range(20)] == [b":200\r\n"] * 20
             assert [second.reply() for _ in range(20)] == [b":10\r\n"] * 20
         for listener in listeners[:190]:
@@ -368,7 +368,7 @@ def test_a_subscriber_that_left_during_a_message_gets_no_more(server: RunningSer
             listener.ask(b"SUBSCRIBE", b"news")
         client.publish("news", "m")
         for listener in listeners:
-            listener.send(spell([b"RESET"]) + spell([b"PING"]))
+            listener.send(encode_command([b"RESET"]) + encode_command([b"PING"]))
             frames = [listener.reply()]
             while frames[-1] != b"+PONG\r\n":
                 frames.append(listener.reply())
@@ -378,7 +378,7 @@ def test_a_subscriber_that_left_during_a_message_gets_no_more(server: RunningSer
 def test_suppressed_replies_include_no_confirmations(server: RunningServer) -> None:
     """CLIENT REPLY SKIP suppresses a reply; confirmations are pushes, also if they take steps."""
     with Wire(server.port) as wire:
-        wire.send(spell([b"CLIENT", b"REPLY", b"SKIP"]) + spell([b"PSUBSCRIBE", b"a*", b"b*", b"c*"]))
+        wire.send(encode_command([b"CLIENT", b"REPLY", b"SKIP"]) + encode_command([b"PSUBSCRIBE", b"a*", b"b*", b"c*"]))
         assert [parse(wire.reply())[1] for _ in range(3)] == [b"a*", b"b*", b"c*"]
 
 
@@ -389,7 +389,7 @@ def test_a_client_that_left_is_not_counted_for_queued_messages(server: RunningSe
     client.execute_command("KVPAGEMSET", pages, *batch)
     words = b"HELLO 3", b"PSUBSCRIBE news*", b"KVPAGEDEL left", b"RESET", b"PUBLISH news m"
     with Wire(server.port) as wire:
-        wire.send(b"".join(spell(one.split()) for one in words))
+        wire.send(b"".join(encode_command(one.split()) for one in words))
         while wire.reply() != b"+RESET\r\n":
             pass
         assert wire.reply() == b":0\r\n"

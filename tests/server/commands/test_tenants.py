@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from servers import RunningServer, start_server
-from wire import Wire, spell
+from wire import Wire, encode_command
 
 import kvpage_server.commands.families  # noqa: F401  fills the table
 from kvpage_server.commands.table import TABLE, Spec, arguments
@@ -154,7 +154,7 @@ def answer(server: RunningServer, user: bytes, call: Words) -> bytes:
     with Wire(server.port) as wire:
         assert wire.ask(b"AUTH", user, b"") == b"+OK\r\n"
         last = [[b"CLIENT", b"REPLY", b"ON"], [b"DISCARD"], [b"ECHO", b"that is all"]]
-        wire.send(spell(call) + b"".join(map(spell, last)))
+        wire.send(encode_command(call) + b"".join(map(encode_command, last)))
         while True:
             try:
                 reply = wire.reply()
@@ -281,7 +281,7 @@ def test_a_pattern_for_part_of_a_request_does_not_open_all_of_it(shared: Running
 def test_refusals_take_as_long_as_replies(shared: RunningServer) -> None:
     """Its many pages are checked in a batch: 256 of them cost little more than the batch itself."""
     names = [word for page in range(256) for word in (b"tenantA.x", b"0", b"0", b"%d" % page, b"0")]
-    call = spell([b"KVPAGEMEXISTS", b"256", *names])
+    call = encode_command([b"KVPAGEMEXISTS", b"256", *names])
 
     def seconds(user: bytes) -> float:
         with Wire(shared.port) as wire:

@@ -11,7 +11,7 @@ import pytest
 import redis
 from servers import NO_REDIS, REDIS_SERVER, RunningServer, start_redis, start_server
 from waiting import until
-from wire import Wire, parse, spell
+from wire import Wire, encode_command, parse
 
 CHANNEL = b"__redis__:invalidate"
 ALL = b"all keys"  # stands for the null that says so
@@ -34,14 +34,14 @@ class Cache:
         """Run several commands together: return all frames without invalidations."""
         self._told: list[list[bytes]] = getattr(self, "_told", [])
         encoded = [[word.encode() if isinstance(word, str) else word for word in words] for words in commands]
-        self._wire.send(b"".join(map(spell, encoded)))
+        self._wire.send(b"".join(map(encode_command, encoded)))
         return list(self._frames())
 
     def _frames(self) -> Iterator[bytes]:
         """Yield frames up to the reply of a ping, without invalidations."""
         self._marks += 1
         mark = b"mark %d" % self._marks
-        self._wire.send(spell([b"PING", mark]))
+        self._wire.send(encode_command([b"PING", mark]))
         while mark not in (frame := self._wire.reply()):
             keys = invalidated_by(frame)
             if keys is None:

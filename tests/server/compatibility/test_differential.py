@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from random_commands import KEYS, Commands, Words
 from servers import NO_REDIS, REDIS_SERVER, RunningServer, start_redis, start_server
-from wire import Wire, items, parse, spell
+from wire import Wire, encode_command, items, parse
 
 import kvpage_server.commands.families  # noqa: F401  fills the table
 from kvpage_server.commands.access.user import ABSENT
@@ -167,7 +167,7 @@ class Twin:
     def exchange(self, batch: list[Words]) -> None:
         """Send some commands at once, and compare the replies."""
         for wire in self._wires:
-            wire.send(b"".join(map(spell, batch)))
+            wire.send(b"".join(map(encode_command, batch)))
         for words in batch:
             self._sent.append(words)
             theirs, ours = (wire.reply() for wire in self._wires)
@@ -284,7 +284,7 @@ class Listener:
 
     def send(self, words: Words) -> None:
         for wire in self._wires:
-            wire.send(spell(words))
+            wire.send(encode_command(words))
 
     def events(self) -> list[list[bytes]]:
         """Return the messages of redis-server and of ours."""

@@ -19,7 +19,7 @@ from pathlib import Path
 import documents
 import pytest
 from servers import RunningServer, start_server
-from wire import spell
+from wire import encode_command
 
 MIB = 1024 * 1024
 KEY = b"vllm@meta-llama/Llama-3.1-8B%2Dinstruct@1@0@4d5f8e6a7b9c0d1e2f3a4b5c6d7e8f90aabbccdd@bfloat16@kv-chunk-0000"
@@ -33,7 +33,7 @@ class Native:
         self.incoming = self.sock.makefile("rb")
 
     def expect(self, reply: bytes, *words: bytes) -> None:
-        self.sock.sendall(spell(words))
+        self.sock.sendall(encode_command(words))
         assert self.incoming.read(len(reply)) == reply
 
     def close(self) -> None:
@@ -208,7 +208,9 @@ def test_a_reply_is_never_split_by_another(server: RunningServer) -> None:
     """Two commands in one segment, as a proxy in between may send them: two replies, one after the other."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
         value = bytes(300_000)
-        sock.sendall(spell([b"SET", KEY, value]) + spell([b"GET", KEY]) + spell([b"EXISTS", KEY]))
+        sock.sendall(
+            encode_command([b"SET", KEY, value]) + encode_command([b"GET", KEY]) + encode_command([b"EXISTS", KEY])
+        )
         expected = b"+OK\r\n$300000\r\n" + value + b"\r\n:1\r\n"
         with sock.makefile("rb") as incoming:
             assert incoming.read(len(expected)) == expected

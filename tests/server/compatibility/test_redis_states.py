@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from servers import NO_REDIS, REDIS_SERVER, RunningServer, start_redis, start_server
 from waiting import until
-from wire import Wire, spell
+from wire import Wire, encode_command
 
 pytestmark = pytest.mark.skipif(not REDIS_SERVER, reason=NO_REDIS)
 
@@ -70,7 +70,7 @@ def test_client_reply_off_suppresses_replies_and_no_pushes(pair: Pair, words: li
     received = []
     for server in pair:
         with Wire(server.port) as wire:
-            wire.send(b"".join(spell(line.encode().split()) for line in [*words, "PING last"]))
+            wire.send(b"".join(encode_command(line.encode().split()) for line in [*words, "PING last"]))
             frames = []
             while not frames or b"last" not in frames[-1]:
                 frames.append(wire.reply())
@@ -87,7 +87,9 @@ def test_reset_ends_silence_and_is_skipped_itself(pair: Pair, how: str) -> None:
     for server in pair:
         with Wire(server.port) as wire:
             wire.send(
-                b"".join(spell(line.split()) for line in (b"CLIENT REPLY " + how.encode(), b"RESET", b"PING last"))
+                b"".join(
+                    encode_command(line.split()) for line in (b"CLIENT REPLY " + how.encode(), b"RESET", b"PING last")
+                )
             )
             frames = [wire.reply()]
             while b"last" not in frames[-1]:
@@ -102,7 +104,7 @@ def test_a_client_waiting_for_a_pause_is_listed_as_blocked(pair: Pair, call: byt
     for server in pair:
         with server.client() as client, Wire(server.port) as wire:
             client.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")
-            wire.send(spell(call.split()))
+            wire.send(encode_command(call.split()))
             until(lambda: client.info("clients")["blocked_clients"] == 1)
             name = call.split()[0].decode().lower()
             assert [(it["flags"], it["cmd"]) for it in client.client_list() if it["flags"] != "N"] == [("b", name)]

@@ -14,7 +14,7 @@ import pytest
 import redis
 from servers import RunningServer
 from waiting import until
-from wire import spell
+from wire import encode_command
 
 REDIS_CLI = shutil.which("redis-cli") or ""
 REDIS_BENCHMARK = shutil.which("redis-benchmark") or ""
@@ -254,20 +254,22 @@ class TestLookingAtKeys:
 
 class TestPipe:
     def test_ten_thousand_writes(self, cli: Cli, client: redis.Redis) -> None:
-        commands = b"".join(spell([b"SET", b"p:%d" % i, b"v%d" % i]) for i in range(10_000))
+        commands = b"".join(encode_command([b"SET", b"p:%d" % i, b"v%d" % i]) for i in range(10_000))
         received = cli("--pipe", stdin=commands)
         assert "errors: 0, replies: 10000" in received
         assert client.dbsize() == 10_000
 
     def test_pages(self, cli: Cli, client: redis.Redis) -> None:
         words = [[b"KVPAGESET", b"r", b"0", b"0", b"%d" % i, b"0", b"1", b"256", b"128", b"0"] for i in range(200)]
-        commands = b"".join(spell([*name, bytes([i]) * 65536]) for i, name in enumerate(words))
+        commands = b"".join(encode_command([*name, bytes([i]) * 65536]) for i, name in enumerate(words))
         assert "errors: 0, replies: 200" in cli("--pipe", stdin=commands)
         for i in (0, 99, 199):
             assert client.execute_command("KVPAGEGET", "r", 0, 0, i, 0) == bytes([i]) * 65536
 
     def test_errors_are_counted_and_the_rest_is_run(self, cli: Cli, client: redis.Redis) -> None:
-        commands = spell([b"SET", b"a", b"1"]) + spell([b"NOSUCH"]) + spell([b"SET", b"b", b"2"])
+        commands = (
+            encode_command([b"SET", b"a", b"1"]) + encode_command([b"NOSUCH"]) + encode_command([b"SET", b"b", b"2"])
+        )
         result = subprocess.run([*cli.command, "--pipe"], input=commands, capture_output=True, timeout=100)
         assert b"errors: 1, replies: 3" in result.stdout
         assert client.mget("a", "b") == [b"1", b"2"]

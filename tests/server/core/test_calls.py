@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from cores import on_each_core
-from wire import spell
+from wire import encode_command
 
 LATER = 1 << 62
 
@@ -81,7 +81,7 @@ class Table:
         return self.go_on(left=left, deadline=deadline, ask=ask, slow_from=slow_from)
 
     def feed(self, *commands: str) -> None:
-        self.parser.feed(b"".join(spell(command.encode().split(b" ")) for command in commands))
+        self.parser.feed(b"".join(encode_command(command.encode().split(b" ")) for command in commands))
 
     def go_on(self, *, first: Any = None, ask: bool = False, slow_from: int = LATER, **until: int) -> Any:
         until = {"left": 100, "deadline": LATER} | until

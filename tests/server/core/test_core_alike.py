@@ -12,7 +12,7 @@ import pytest
 from cores import CORES
 from fuzz.both import differ
 from fuzz.streams import Inputs
-from wire import spell
+from wire import encode_command
 
 from kvpage_server.core import python
 
@@ -39,12 +39,12 @@ EMPTY = b"*100\r\n" + b"$0\r\n\r\n" * 100
         b"",
         EMPTY,
         EMPTY[:-200],
-        spell([b"SET", b"k", b"v" * 5000])[:-10],
-        spell([b"MSET", *[b"w" * 600] * 100])[:-700],
+        encode_command([b"SET", b"k", b"v" * 5000])[:-10],
+        encode_command([b"MSET", *[b"w" * 600] * 100])[:-700],
         b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$299999\r\n",
         b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$9223372036854775807\r\n",
         b"*-9223372036854775808\r\n*0\r\nPING\r\n",
-        spell([b"SET", b"k", b"v" * 600])[:-2] + b"\n\r",
+        encode_command([b"SET", b"k", b"v" * 600])[:-2] + b"\n\r",
         b"*1\r\n$600\r\n" + b"x" * 602,
         b"$" * 70_000,
         b"*" + b"1" * 70_000,

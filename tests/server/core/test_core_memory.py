@@ -14,7 +14,7 @@ import pytest
 from cores import on_each_core
 from fuzz.both import AT_ONCE, HASHED, LIMITS, MOST, NOW, Plan
 from fuzz.streams import Inputs
-from wire import spell
+from wire import encode_command
 
 from kvpage_server.core import ProtocolError
 from kvpage_server.core.arguments import NAME_WORDS, PAGE_WORDS, BadPage
@@ -88,7 +88,7 @@ def in_use() -> int:
 def test_nothing_is_kept(core: Any, commands: int) -> None:
     made, churn = Inputs(5), Churn(core)
     inputs = [made.next() for _ in range(50)]
-    inputs += [b"\0\1\376" + b"".join(spell([b"SET", b"key-%d" % i, b"v" * (i % 700)]) for i in range(300))]
+    inputs += [b"\0\1\376" + b"".join(encode_command([b"SET", b"key-%d" % i, b"v" * (i % 700)]) for i in range(300))]
     seen = []
     for target in (commands // 5, commands):
         while churn.commands < target:

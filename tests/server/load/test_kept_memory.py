@@ -11,7 +11,7 @@ import redis
 from health import MIB
 from servers import RunningServer, start_server
 from waiting import until
-from wire import Wire, parse, spell
+from wire import Wire, encode_command, parse
 
 from kvpage_server.commands.families.connections.caching import MOST_PREFIXES
 from kvpage_server.commands.families.connections.connection import MOST_OF_A_NAME
@@ -51,7 +51,7 @@ def tracked_bytes(client: redis.Redis) -> int:
 
 def read(wire: Wire, key: bytes) -> list[bytes]:
     """Read a key that does not exist; the changed keys in messages to the client."""
-    wire.send(spell([b"GET", key]) + spell([b"ECHO", b"done"]))
+    wire.send(encode_command([b"GET", key]) + encode_command([b"ECHO", b"done"]))
     received: list[bytes] = []
     while (frame := wire.reply()) != b"$4\r\ndone\r\n":
         received += parse(frame)[1] if frame.startswith(b">") else []
@@ -199,7 +199,7 @@ class TestWaiting:
             wire._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             wire.ask(b"HELLO", b"3")
             wire.ask(b"SUBSCRIBE", b"channel")
-            wire.send(spell([b"MGET", *(b"value:%d" % (i % 8) for i in range(1000))]))
+            wire.send(encode_command([b"MGET", *(b"value:%d" % (i % 8) for i in range(1000))]))
             before = client.info("stats")["evicted_clients"]
 
             def is_closed() -> bool:
@@ -213,7 +213,7 @@ class TestWaiting:
         client.set("value", bytes(MIB))
         with Wire(small.port) as wire:
             wire._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            wire.send(spell([b"MGET", *[b"value"] * 50, *[b"absent"] * 50_000]))
+            wire.send(encode_command([b"MGET", *[b"value"] * 50, *[b"absent"] * 50_000]))
 
             def other_bytes() -> int:
                 [line] = [line for line in client.client_list() if line["cmd"] == "mget"]
@@ -226,7 +226,7 @@ class TestWaiting:
     def test_a_paused_command_counts(self, small: RunningServer, client: redis.Redis) -> None:
         client.client_pause(60_000, all=False)
         with Wire(small.port) as wire:
-            wire.send(spell([b"SET", b"key", bytes(4 * MIB)]))
+            wire.send(encode_command([b"SET", b"key", bytes(4 * MIB)]))
             until(lambda: held(client) >= 4 * MIB)
             client.client_unpause()
             assert wire.reply() == b"+OK\r\n"
@@ -237,7 +237,7 @@ class TestWaiting:
         before = client.info("stats")["evicted_clients"]
         with ExitStack() as stack, suppress(OSError):
             for i in range(6):
-                stack.enter_context(Wire(small.port)).send(spell([b"SET", b"key:%d" % i, bytes(4 * MIB)]))
+                stack.enter_context(Wire(small.port)).send(encode_command([b"SET", b"key:%d" % i, bytes(4 * MIB)]))
             until(lambda: client.info("stats")["evicted_clients"] > before)
             assert held(client) <= LIMIT
         client.client_unpause()
@@ -272,7 +272,7 @@ def test_small_holders_are_closed_before_another_users_large_one(attacker: str |
             sock = stack.enter_context(server.connect())
             with suppress(OSError):  # the server has ended it
                 if attacker:
-                    sock.sendall(spell([b"AUTH", attacker.encode(), b"open"]))
+                    sock.sendall(encode_command([b"AUTH", attacker.encode(), b"open"]))
                 sock.sendall(unfinished)
         until(lambda: client.info("stats")["evicted_clients"] > 0, "more than clients may hold together")
         for _ in range(5):

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 from turns import Turns, measured
-from wire import spell
+from wire import encode_command
 
 LAYERS, HEADS = 65536, 2
 PAGES = LAYERS * HEADS
@@ -28,7 +28,7 @@ def turns() -> Iterator[Turns]:
         for name, keys in ((b"owner", b"mine"), (b"other", b"theirs"))
     ]
     with measured() as turns, ExitStack() as stack:
-        turns.join(stack, b"".join(map(spell, users)))
+        turns.join(stack, b"".join(map(encode_command, users)))
         yield turns
 
 
@@ -36,8 +36,10 @@ def longest(turns: Turns, before: list[list[bytes]], words: list[bytes], *crowd:
     """Return the seconds of the longest turn of a command, while a crowd of other connections is there."""
     with ExitStack() as stack:
         for said in crowd:
-            turns.join(stack, b"".join(map(spell, said)))
-        return min(turns.cost(b"".join(map(spell, before)), spell(words)).longest for _ in range(TRIES))
+            turns.join(stack, b"".join(map(encode_command, said)))
+        return min(
+            turns.cost(b"".join(map(encode_command, before)), encode_command(words)).longest for _ in range(TRIES)
+        )
 
 
 @pytest.mark.parametrize("user", [[], [OWNER], [OTHER]], ids=["everybody", "owner", "other tenant"])
@@ -90,7 +92,7 @@ def test_changes_of_a_large_block_are_reported_in_short_turns(
 @pytest.mark.parametrize("words", [STORE, [b"KVPAGEDEL", b"mine.big"]], ids=["stored", "deleted"])
 def test_events_of_a_large_block_are_published_in_steps(turns: Turns, classes: bytes, words: list[bytes]) -> None:
     with ExitStack() as stack:
-        turns.join(stack, spell([b"CONFIG", b"SET", b"notify-keyspace-events", classes]))
-        stack.callback(turns.join, stack, spell([b"CONFIG", b"SET", b"notify-keyspace-events", b""]))
+        turns.join(stack, encode_command([b"CONFIG", b"SET", b"notify-keyspace-events", classes]))
+        stack.callback(turns.join, stack, encode_command([b"CONFIG", b"SET", b"notify-keyspace-events", b""]))
         subscriber = [[b"PSUBSCRIBE", b"__keyspace@0__:kv:mine.big:7:*"]]
         assert longest(turns, [[b"FLUSHALL"], STORE], words, subscriber) < LONGEST

@@ -20,7 +20,7 @@ import redis
 from health import MIB, unharmed
 from servers import FRESH, STOP_WITHIN, RunningServer, free_port, start_server
 from waiting import PATIENCE, until
-from wire import Wire, spell
+from wire import Wire, encode_command
 
 OPTIONS = ("--maxmemory", "512mb", "--client-query-buffer-limit", "80mb", "--proto-max-bulk-len", "70mb")
 
@@ -171,7 +171,7 @@ class TestWhatIsSent:
         """Long strings, each of which is allowed; and very many short ones."""
         for words in ([bytes(30 * MIB)] * 3, [b"ab"] * 2_000_000):
             with unharmed(limited, slack=32 * MIB), limited.connect() as sock:
-                received = _send_until_refused(sock, spell([b"MSET", *words]))
+                received = _send_until_refused(sock, encode_command([b"MSET", *words]))
                 assert received in (b"", b"-ERR Protocol error: command exceeds the query buffer limit\r\n")
         with limited.client() as client:
             assert client.dbsize() == 0
@@ -208,7 +208,7 @@ class TestWhatIsSent:
     def test_a_byte_now_and_then(self, limited: RunningServer) -> None:
         with unharmed(limited), ExitStack() as stack:
             socks = [stack.enter_context(limited.connect()) for _ in range(30)]
-            for byte in spell([b"SET", b"slow", b"and steady"]):
+            for byte in encode_command([b"SET", b"slow", b"and steady"]):
                 for sock in socks:
                     sock.sendall(bytes([byte]))
                 time.sleep(0.01)
@@ -266,7 +266,7 @@ class TestWhatIsNotRead:
         client.set("great", bytes(60 * MIB))
         client.config_set("client-output-buffer-limit", "normal 0 1mb 2")
         with unharmed(limited), limited.connect() as sock:
-            sock.sendall(spell([b"GET", b"great"]))
+            sock.sendall(encode_command([b"GET", b"great"]))
             until(lambda: _waits_for(client) > 30 * MIB)
             until(lambda: _waits_for(client) == 0)
             client.config_set("client-output-buffer-limit", "normal 0 64mb 60")
@@ -276,7 +276,7 @@ class TestWhatIsNotRead:
         client.set("great", bytes(60 * MIB))
         client.config_set("client-output-buffer-limit", "normal 0 1mb 30")
         with unharmed(limited), Wire(limited.port) as wire:
-            wire.send(spell([b"GET", b"great"]))
+            wire.send(encode_command([b"GET", b"great"]))
             time.sleep(0.5)
             assert len(wire.reply()) > 60 * MIB
         client.config_set("client-output-buffer-limit", "normal 0 64mb 60")
@@ -328,8 +328,16 @@ def test_closed_connections_leave_nothing(limited: RunningServer, client: redis.
                 sock.sendall(beginnings[i % len(beginnings)])
 
     beginnings = [
-        *(b"PING\r\n", b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$100000\r\n" + bytes(50_000), spell([b"SUBSCRIBE", b"a"])),
-        *(spell([b"MULTI"]) + spell([b"SET", b"k", bytes(5000)]), spell([b"MONITOR"]), b"*1000\r\n$1\r\na\r\n"),
+        *(
+            b"PING\r\n",
+            b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$100000\r\n" + bytes(50_000),
+            encode_command([b"SUBSCRIBE", b"a"]),
+        ),
+        *(
+            encode_command([b"MULTI"]) + encode_command([b"SET", b"k", bytes(5000)]),
+            encode_command([b"MONITOR"]),
+            b"*1000\r\n$1\r\na\r\n",
+        ),
     ]
     come_and_go(600)
     with unharmed(limited, slack=2 * MIB):

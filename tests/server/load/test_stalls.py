@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from turns import Cost, Turns, measured
-from wire import spell
+from wire import encode_command
 
 import kvpage_server.commands.families  # noqa: F401  fills the table
 from benchmarks.worst import NOT_ASKED, Scene, scene_name, scenes
@@ -61,9 +61,9 @@ def cost(turns: Turns, scene: Scene) -> Cost:
     before = [[b"FLUSHALL"], *scene.before, *([[b"SAVE"]] if scene.cold else [])]
     with ExitStack() as stack:
         for _ in range(scene.crowd):
-            turns.join(stack, b"".join(map(spell, scene.they_say)))
-        ending = b"".join(map(spell, [[b"RESET"], *scene.after]))
-        return turns.cost(b"".join(map(spell, before)), spell(scene.words) + ending)
+            turns.join(stack, b"".join(map(encode_command, scene.they_say)))
+        ending = b"".join(map(encode_command, [[b"RESET"], *scene.after]))
+        return turns.cost(b"".join(map(encode_command, before)), encode_command(scene.words) + ending)
 
 
 def is_bad(little: Cost, much: Cost, name: str) -> bool:

@@ -19,7 +19,7 @@ from health import MIB
 from servers import RunningServer, free_port, start_server, with_constants
 from storm import PAGE
 from waiting import until
-from wire import spell
+from wire import encode_command
 
 from benchmarks.watchers import TOKEN, watching
 
@@ -153,12 +153,15 @@ async def _honest_client(port: int, number: int, end: float) -> list[float]:
     stored = b"$%d\r\n%b\r\n" % (len(body), body)
     kept = _body(number)
     exchanges = [
-        (spell([b"KVPAGESET", *own, b"8", b"1024", b"64", b"0", body]), b"+OK\r\n"),
-        (spell([b"KVPAGEGET", *own]), stored),
-        (spell([b"KVPAGEMGET", b"2", *own, *own]), b"*2\r\n" + stored + stored),
-        (spell([b"KVPAGEGET", b"kept", b"0", b"0", b"%d" % number, b"0"]), b"$%d\r\n%b\r\n" % (len(kept), kept)),
-        (spell([b"KVPAGEEXISTS", *own]), b":1\r\n"),
-        (spell([b"PING"]), b"+PONG\r\n"),
+        (encode_command([b"KVPAGESET", *own, b"8", b"1024", b"64", b"0", body]), b"+OK\r\n"),
+        (encode_command([b"KVPAGEGET", *own]), stored),
+        (encode_command([b"KVPAGEMGET", b"2", *own, *own]), b"*2\r\n" + stored + stored),
+        (
+            encode_command([b"KVPAGEGET", b"kept", b"0", b"0", b"%d" % number, b"0"]),
+            b"$%d\r\n%b\r\n" % (len(kept), kept),
+        ),
+        (encode_command([b"KVPAGEEXISTS", *own]), b":1\r\n"),
+        (encode_command([b"PING"]), b"+PONG\r\n"),
     ]
     times = []
     turn = 0

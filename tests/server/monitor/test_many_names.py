@@ -9,7 +9,7 @@ import pytest
 from browsing import SeenServer, start_seen_server
 from servers import resident
 from waiting import until
-from wire import Wire, spell
+from wire import Wire, encode_command
 
 from kvpage_server.monitor.app import MOST_LABELS, OTHERS
 from kvpage_server.observe.engines import MOST_ENGINES, TIERS
@@ -45,7 +45,7 @@ def invent(seen: SeenServer, names: range) -> None:
         for start in names[::100]:
             some = [f"invented{number}" for number in range(start, min(start + 100, names.stop))]
             asked = [[word.encode() for word in of(name)] for name in some for of in INVENTED.values()]
-            wire.send(b"".join(map(spell, asked)))
+            wire.send(b"".join(map(encode_command, asked)))
             for _ in asked:
                 wire.reply()
 

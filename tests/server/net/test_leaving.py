@@ -9,17 +9,19 @@ from collections.abc import Iterator
 import pytest
 from turns import Turns, measured
 from waiting import until
-from wire import spell
+from wire import encode_command
 
 LAST = {
-    "calls": spell([b"SET", b"key", b"value"]) + spell([b"GET", b"key"]),
-    "half": spell([b"NOSUCH"]) + b"*3\r\n$3\r\nSET\r\n$3\r\nkey\r\n$100000\r\n" + bytes(50_000),
+    "calls": encode_command([b"SET", b"key", b"value"]) + encode_command([b"GET", b"key"]),
+    "half": encode_command([b"NOSUCH"]) + b"*3\r\n$3\r\nSET\r\n$3\r\nkey\r\n$100000\r\n" + bytes(50_000),
     "malformed": b"*x\r\n",
-    "quit": spell([b"QUIT"]),
-    "listens": spell([b"SUBSCRIBE", b"news"]),
-    "queues": spell([b"MULTI"]) + spell([b"SET", b"key", b"value"]),
-    "tracks": spell([b"HELLO", b"3"]) + spell([b"CLIENT", b"TRACKING", b"ON"]) + spell([b"GET", b"key"]),
-    "monitors": spell([b"MONITOR"]) + spell([b"PING"]),
+    "quit": encode_command([b"QUIT"]),
+    "listens": encode_command([b"SUBSCRIBE", b"news"]),
+    "queues": encode_command([b"MULTI"]) + encode_command([b"SET", b"key", b"value"]),
+    "tracks": encode_command([b"HELLO", b"3"])
+    + encode_command([b"CLIENT", b"TRACKING", b"ON"])
+    + encode_command([b"GET", b"key"]),
+    "monitors": encode_command([b"MONITOR"]) + encode_command([b"PING"]),
 }
 
 

@@ -12,7 +12,7 @@ from types import FrameType
 
 import pytest
 from turns import Turns, measured
-from wire import spell
+from wire import encode_command
 
 from kvpage_server import core
 
@@ -54,7 +54,7 @@ def path_of(turns: Turns, *words: bytes, together: int = 1) -> list[str]:
         for _ in range(5):
             calls.clear()
             turns.on_loop(lambda: sys.setprofile(note))
-            sock.sendall(together * spell(words))
+            sock.sendall(together * encode_command(words))
             assert sock.recv(1 << 16)[:1] in b"$+*"
             turns.on_loop(lambda: sys.setprofile(None))
             paths.append(calls[calls.index("Session.readable") :])

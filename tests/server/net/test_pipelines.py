@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from servers import NO_REDIS, REDIS_SERVER, RunningServer, start_server, start_valkey, with_constants
-from wire import Wire, spell
+from wire import Wire, encode_command
 
 END = (b"ECHO", b"end of it")
 ENDED = b"$9\r\nend of it\r\n"
@@ -15,7 +15,7 @@ ENDED = b"$9\r\nend of it\r\n"
 def answers(server: RunningServer, *lines: str) -> bytes:
     """Return all reply bytes of pipelined commands."""
     with Wire(server.port) as wire:
-        wire.send(b"".join(spell(line.encode().split()) for line in lines) + spell(END))
+        wire.send(b"".join(encode_command(line.encode().split()) for line in lines) + encode_command(END))
         replies = b""
         while not replies.endswith(ENDED):
             replies += wire.reply()
@@ -65,7 +65,7 @@ def test_a_command_that_changes_the_mode_affects_the_next_one(
         assert answers(server, *lines) == expected
         return
     with Wire(server.port) as wire:
-        wire.send(b"".join(spell(line.encode().split()) for line in lines))
+        wire.send(b"".join(encode_command(line.encode().split()) for line in lines))
         assert wire.reply() + wire.reply() == expected
 
 
@@ -79,7 +79,7 @@ def test_own_reply_precedes_the_invalidation(turn: int) -> None:
         other.ask(b"HELLO", b"3")
         assert other.ask(b"CLIENT", b"TRACKING", b"ON", b"REDIRECT", myself) == b"+OK\r\n"
         other.ask(b"GET", b"pipe:told")
-        wire.send(spell([b"SET", b"pipe:told", b"1"]) + spell([b"PING"]))
+        wire.send(encode_command([b"SET", b"pipe:told", b"1"]) + encode_command([b"PING"]))
         assert wire.reply() == b"+OK\r\n"
         invalidation = b">2\r\n$10\r\ninvalidate\r\n*1\r\n$9\r\npipe:told\r\n"
         assert {wire.reply(), wire.reply()} == {b"+PONG\r\n", invalidation}
@@ -87,7 +87,7 @@ def test_own_reply_precedes_the_invalidation(turn: int) -> None:
 
 def test_a_new_monitor_sees_its_own_next_command(server: RunningServer) -> None:
     with Wire(server.port) as wire:
-        wire.send(spell([b"PING"]) + spell([b"MONITOR"]) + spell([b"ECHO", b"seen"]))
+        wire.send(encode_command([b"PING"]) + encode_command([b"MONITOR"]) + encode_command([b"ECHO", b"seen"]))
         assert [wire.reply(), wire.reply()] == [b"+PONG\r\n", b"+OK\r\n"]
         shown, reply = sorted([wire.reply(), wire.reply()])
         assert (shown, reply[-15:]) == (b"$4\r\nseen\r\n", b'"ECHO" "seen"\r\n')
@@ -95,7 +95,11 @@ def test_a_new_monitor_sees_its_own_next_command(server: RunningServer) -> None:
 
 def test_nothing_is_run_behind_quit(server: RunningServer) -> None:
     with Wire(server.port) as wire:
-        wire.send(spell([b"SET", b"pipe:quit", b"1"]) + spell([b"QUIT"]) + spell([b"SET", b"pipe:quit", b"2"]))
+        wire.send(
+            encode_command([b"SET", b"pipe:quit", b"1"])
+            + encode_command([b"QUIT"])
+            + encode_command([b"SET", b"pipe:quit", b"2"])
+        )
         assert [wire.reply(), wire.reply()] == [b"+OK\r\n", b"+OK\r\n"]
         with pytest.raises(EOFError):
             wire.reply()
@@ -105,7 +109,7 @@ def test_nothing_is_run_behind_quit(server: RunningServer) -> None:
 
 def all_replies(wire: Wire, *lines: str) -> bytes:
     """Every byte until the server closes the connection."""
-    wire.send(b"".join(spell(line.encode().split()) for line in lines))
+    wire.send(b"".join(encode_command(line.encode().split()) for line in lines))
     received = b""
     while True:
         try:
@@ -221,7 +225,7 @@ def test_no_value_is_kept_by_the_connection_that_sent_it(server: RunningServer, 
     with server.client() as client, Wire(server.port) as wire:
         client.flushall()
         before = client.info("memory")["arena_used"]
-        wire.send(spell([b"PING"]) + spell(words))
+        wire.send(encode_command([b"PING"]) + encode_command(words))
         assert wire.reply() + wire.reply()
         client.flushall()
         assert client.info("memory")["arena_used"] == before

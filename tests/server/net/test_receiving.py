@@ -10,7 +10,7 @@ import pytest
 import redis
 from servers import RunningServer
 from waiting import until
-from wire import Wire, spell
+from wire import Wire, encode_command
 
 from kvpage_server.page import checksum, decode_page
 
@@ -25,7 +25,7 @@ def batch(sizes: list[int], seed: int = 0) -> tuple[bytes, list[bytes]]:
         [b"receiving", b"0", b"0", b"%d" % page, b"0", b"3", b"1", b"%d" % len(body), b"0", body]
         for page, body in enumerate(bodies)
     ]
-    return spell([b"KVPAGEMSET", b"%d" % len(pages), *(word for page in pages for word in page)]), bodies
+    return encode_command([b"KVPAGEMSET", b"%d" % len(pages), *(word for page in pages for word in page)]), bodies
 
 
 def assert_stored(client: redis.Redis, bodies: list[bytes]) -> None:

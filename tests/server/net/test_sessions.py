@@ -20,7 +20,7 @@ import redis
 from health import PROMPT
 from servers import STOP_WITHIN, RunningServer, free_port, start_server
 from waiting import until
-from wire import Wire, spell
+from wire import Wire, encode_command
 
 MIB = 1024 * 1024
 BODY = 256 * 1024
@@ -47,11 +47,11 @@ def name(page: int) -> list[bytes]:
 
 
 def set_page(page: int, body: bytes) -> bytes:
-    return spell([b"KVPAGESET", *name(page), b"1", b"1024", b"128", b"0", body])
+    return encode_command([b"KVPAGESET", *name(page), b"1", b"1024", b"128", b"0", body])
 
 
 def get_pages(count: int) -> bytes:
-    return spell([b"KVPAGEMGET", b"%d" % count, *[word for page in range(count) for word in name(page)]])
+    return encode_command([b"KVPAGEMGET", b"%d" % count, *[word for page in range(count) for word in name(page)]])
 
 
 def arena_used(client: redis.Redis) -> int:
@@ -76,7 +76,9 @@ def p95(seconds: list[float]) -> float:
 class TestMalformedFrames:
     def test_an_error_and_the_end_of_the_connection(self, quiet: RunningServer, honest: redis.Redis) -> None:
         with quiet.connect() as sock:
-            sock.sendall(spell([b"SET", b"before", b"1"]) + b"*x\r\n" + spell([b"SET", b"after", b"1"]))
+            sock.sendall(
+                encode_command([b"SET", b"before", b"1"]) + b"*x\r\n" + encode_command([b"SET", b"after", b"1"])
+            )
             answer = b""
             while piece := sock.recv(4096):
                 answer += piece
@@ -87,7 +89,7 @@ class TestMalformedFrames:
     def test_a_bad_end_of_a_page_stores_nothing(self, quiet: RunningServer, honest: redis.Redis) -> None:
         honest.execute_command("KVPAGESET", *name(0), 1, 1, 1, 0, b"good")
         with Wire(quiet.port) as wire:
-            wire.send(set_page(0, bytes(BODY))[:-2] + b"xx" + spell([b"PING"]))
+            wire.send(set_page(0, bytes(BODY))[:-2] + b"xx" + encode_command([b"PING"]))
             assert wire.reply().startswith(b"-ERR Protocol error: ")
             with pytest.raises(EOFError):
                 wire.reply()
@@ -116,7 +118,7 @@ class TestLastWords:
         with start_server("--store", "tiered", "--appendfsync", "always") as server:
             for i in range(20):
                 with server.connect() as sock:
-                    sock.sendall(spell([b"SET", b"key:%d" % i, bytes(2000)]) + last)
+                    sock.sendall(encode_command([b"SET", b"key:%d" % i, bytes(2000)]) + last)
                     answer = b""
                     while piece := sock.recv(4096):
                         answer += piece
@@ -126,7 +128,7 @@ class TestLastWords:
 class TestPieces:
     def test_a_byte_at_a_time(self, quiet: RunningServer) -> None:
         with Wire(quiet.port) as wire:
-            for byte in set_page(1, b"slow body") + spell([b"KVPAGEGET", *name(1)]) + b"PING\r\n":
+            for byte in set_page(1, b"slow body") + encode_command([b"KVPAGEGET", *name(1)]) + b"PING\r\n":
                 wire.send(bytes([byte]))
                 time.sleep(0.0005)
             assert [wire.reply() for _ in range(3)] == [b"+OK\r\n", b"$9\r\nslow body\r\n", b"+PONG\r\n"]
@@ -137,7 +139,7 @@ class TestPieces:
         with Wire(quiet.port) as wire:
             for _ in range(5):
                 body = noise.randbytes(size + noise.randrange(-50, 50))
-                data = set_page(1, body) + spell([b"KVPAGEGET", *name(1)])
+                data = set_page(1, body) + encode_command([b"KVPAGEGET", *name(1)])
                 while data:
                     count = noise.choice((1, 100, 1000, 8190, 8192, 65536, 131072, size))
                     wire.send(data[:count])
@@ -148,7 +150,7 @@ class TestPieces:
 
     def test_thousands_of_commands_in_one_go_are_answered_in_order(self, quiet: RunningServer) -> None:
         count = 20_000
-        commands = b"".join(spell([b"ECHO", b"%d" % i]) for i in range(count))
+        commands = b"".join(encode_command([b"ECHO", b"%d" % i]) for i in range(count))
         with quiet.connect() as sock, sock.makefile("rb") as incoming:
             sender = threading.Thread(target=sock.sendall, args=(commands,))
             sender.start()
@@ -162,7 +164,7 @@ class TestPieces:
         noise = random.Random(7)
         bodies = [noise.randbytes(noise.choice((10, 5000, 70_000))) for _ in range(600)]
         writes = b"".join(set_page(page, body) for page, body in enumerate(bodies))
-        reads = b"".join(spell([b"KVPAGEGET", *name(page)]) for page in range(len(bodies)))
+        reads = b"".join(encode_command([b"KVPAGEGET", *name(page)]) for page in range(len(bodies)))
         with Wire(quiet.port) as wire:
             sender = threading.Thread(target=wire.send, args=(writes + reads,))
             sender.start()
@@ -248,7 +250,7 @@ class TestSlowReaders:
         """50 MB of answers asked for by a client that does not read: its requests wait in the kernel, not here."""
         honest.set("value", bytes(1000))
         before = quiet.rss()
-        command = spell([b"GET", b"value"])
+        command = encode_command([b"GET", b"value"])
         with Wire(quiet.port) as wire:
             sender = threading.Thread(target=wire.send, args=(command * 50_000,))
             sender.start()
@@ -290,7 +292,7 @@ class TestSlowReaders:
             noise = random.Random(seed)
             with Wire(server.port) as wire:
                 for _ in range(rounds):
-                    wire.send(spell([b"GET", b"value"]) * commands)
+                    wire.send(encode_command([b"GET", b"value"]) * commands)
                     time.sleep(noise.choice((0, 0.1)))
                     for _ in range(commands):
                         assert len(wire.reply()) == len(body) + 11
@@ -310,7 +312,7 @@ class TestSlowReaders:
         self, quiet: RunningServer, honest: redis.Redis, stored: list[bytes]
     ) -> None:
         with Wire(quiet.port) as wire:
-            wire.send(spell([b"KVPAGEGET", *name(0)]) * 400)  # 100 MiB: more than the kernel and a turn take
+            wire.send(encode_command([b"KVPAGEGET", *name(0)]) * 400)  # 100 MiB: more than the kernel and a turn take
             replies = [wire.reply()]
             honest.flushall()
             replies += [wire.reply() for _ in range(399)]
@@ -337,7 +339,7 @@ class TestFairness:
         def ask(sock: socket.socket) -> None:
             try:
                 while True:
-                    sock.sendall(get_pages(1000) * 20 + spell([b"PING"]) * 2000)
+                    sock.sendall(get_pages(1000) * 20 + encode_command([b"PING"]) * 2000)
             except OSError:
                 return
 
@@ -400,7 +402,7 @@ class TestEnding:
     @pytest.mark.parametrize("words", [[b"SHUTDOWN"], [b"SHUTDOWN", b"NOSAVE"]])
     def test_shutdown_ends_it(self, words: list[bytes]) -> None:
         with start_server() as server, self.busy(server), Wire(server.port) as wire:
-            wire.send(spell(words))
+            wire.send(encode_command(words))
             with pytest.raises(EOFError):
                 wire.reply()
             assert server.process.wait(STOP_WITHIN) == 0

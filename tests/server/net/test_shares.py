@@ -16,7 +16,7 @@ import redis
 from servers import RunningServer, start_server
 from stored_pages import held, set_block, set_page
 from waiting import until
-from wire import spell
+from wire import encode_command
 
 from kvpage_server.client import Page, PageClient
 from kvpage_server.page import DType, PageKey
@@ -59,7 +59,7 @@ def full() -> Iterator[RunningServer]:
 def asking(server: RunningServer, *commands: list[bytes]) -> socket.socket:
     """A connection that has asked, and does not read yet."""
     sock = server.connect()
-    sock.sendall(b"".join(map(spell, commands)))
+    sock.sendall(b"".join(map(encode_command, commands)))
     return sock
 
 
@@ -234,7 +234,7 @@ def test_a_slowly_received_command_counts_once() -> None:
     """The received part does not count in addition to the receive buffer."""
     body = bytes(70_000)
     pages = [[b"r", b"0", b"0", b"%d" % page, b"0", b"8", b"1", b"70000", b"0", body] for page in range(40)]
-    data = spell([b"KVPAGEMSET", b"40", *(word for page in pages for word in page)])
+    data = encode_command([b"KVPAGEMSET", b"40", *(word for page in pages for word in page)])
     with start_server("--client-query-buffer-limit", "4mb") as server, server.connect() as sock:
         for start in range(0, len(data), 200_000):
             sock.sendall(data[start : start + 200_000])

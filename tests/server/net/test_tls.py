@@ -22,7 +22,7 @@ from health import MIB, assert_prompt, unharmed
 from servers import RunningServer, free_port, start_server
 from test_access import start_refused
 from waiting import until
-from wire import spell
+from wire import encode_command
 
 OPENSSL = shutil.which("openssl")
 needs_openssl = pytest.mark.skipif(not OPENSSL, reason="openssl, which makes the certificates, is not installed")
@@ -215,7 +215,7 @@ class TestTLS:
             client.execute_command("KVPAGESET", "r", 0, 0, 0, 0, 8, MIB, 1, 0, body)
             with unharmed(secure.plain), secure.connect() as sock:
                 asking = threading.Thread(
-                    target=self._ask, args=(sock, spell([b"KVPAGEGET", *b"r 0 0 0 0".split()]) * 200)
+                    target=self._ask, args=(sock, encode_command([b"KVPAGEGET", *b"r 0 0 0 0".split()]) * 200)
                 )
                 asking.start()
                 assert_prompt(secure.plain)

@@ -16,7 +16,7 @@ from fuzz.invariants import SEEDS, check
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from servers import RunningServer
-from wire import spell
+from wire import encode_command
 
 from kvpage_server.core import Limits, Parser, ProtocolError
 from kvpage_server.core.protocol import (
@@ -90,7 +90,9 @@ long_words = st.builds(
 commands = st.lists(short_words, min_size=1, max_size=14) | st.lists(short_words | long_words, min_size=1, max_size=4)
 # An inline command: no word may be a multibulk's start, and there is at least one.
 inline_commands = st.lists(st.binary(max_size=9), min_size=1, max_size=5)
-streams = st.lists(st.tuples(commands, st.just(spell)) | st.tuples(inline_commands, st.just(inline)), max_size=6)
+streams = st.lists(
+    st.tuples(commands, st.just(encode_command)) | st.tuples(inline_commands, st.just(inline)), max_size=6
+)
 positions = st.lists(st.integers(0, 2**20), max_size=12)
 steps = positions | st.sampled_from([997, 9001, 50_000]).map(lambda step: range(0, 2**22, step))  # as a socket gives it
 slow = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -122,7 +124,7 @@ class TestSplits:
     def test_any_split_gives_the_batches_that_were_sent(
         self, core: ModuleType, sent: list[Words], positions: Sequence[int]
     ) -> None:
-        data = b"".join(map(spell, [*sent, [b"PING"]]))
+        data = b"".join(map(encode_command, [*sent, [b"PING"]]))
         assert parse(core, cut(data, positions)) == ([*sent, [b"PING"]], "")
 
     @given(batches(), steps, st.integers(0, 2**22), st.sampled_from([b"", b"x", b"\r\n", b"$5\r\n", b"\xff" * 9]))
@@ -130,27 +132,29 @@ class TestSplits:
     def test_a_damaged_batch_gives_the_same_for_every_split(
         self, core: ModuleType, words: Words, positions: Sequence[int], at: int, noise: bytes
     ) -> None:
-        data = bytearray(spell(words) + spell([b"PING"]))
+        data = bytearray(encode_command(words) + encode_command([b"PING"]))
         at %= len(data)
         data[at : at + 1] = noise
         assert parse(core, cut(bytes(data), positions)) == parse(core, [bytes(data)])
 
     @given(st.lists(st.lists(short_words, min_size=1, max_size=9), max_size=5))
     def test_a_byte_at_a_time(self, core: ModuleType, stream: list[Words]) -> None:
-        data = b"".join(map(spell, stream))
+        data = b"".join(map(encode_command, stream))
         assert parse(core, cut(data, range(len(data)))) == (stream, "")
 
     def test_every_single_cut_of_a_page_write(self, core: ModuleType) -> None:
         body = random.Random(4).randbytes(5000)
         words = [b"KVPAGESET", b"req", b"5", b"8", b"42", b"0", b"1", b"128", b"64", b"3600", body]
-        data = spell(words) + spell([b"PING"])
+        data = encode_command(words) + encode_command([b"PING"])
         for position in range(1, len(data)):
             assert parse(core, [data[:position], data[position:]]) == ([words, [b"PING"]], ""), position
 
     @given(st.data())
     def test_damaged_input_gives_the_same_for_every_split(self, core: ModuleType, data: st.DataObject) -> None:
         """The commands before the damage are the same; then the same error, or none."""
-        good = b"".join(map(spell, data.draw(st.lists(st.lists(short_words, min_size=1, max_size=9), min_size=1))))
+        good = b"".join(
+            map(encode_command, data.draw(st.lists(st.lists(short_words, min_size=1, max_size=9), min_size=1)))
+        )
         damaged = bytearray(good)
         for _ in range(data.draw(st.integers(1, 3))):
             position = data.draw(st.integers(0, len(damaged) - 1))
@@ -176,7 +180,7 @@ class TestSplits:
         """Received commands are kept until they are read."""
         sent = [[b"SET", b"key:%d" % i, bytes(i * 37 % 5000)] for i in range(300)]
         parser = core.Parser(core.Arena())
-        for piece in cut(b"".join(map(spell, sent)), range(0, 10**6, 1000)):
+        for piece in cut(b"".join(map(encode_command, sent)), range(0, 10**6, 1000)):
             parser.feed(piece)
         assert [*commands_of(parser)] == sent
 
@@ -192,7 +196,7 @@ class TestReceiving:
         arena, scratch = core.Arena(), core.Scratch()
         parsers = [core.Parser(arena, scratch) for _ in sent]
         pairs = [socket.socketpair() for _ in sent]
-        left = [memoryview(spell([b"PING"]) + spell(words)) for words in sent]
+        left = [memoryview(encode_command([b"PING"]) + encode_command(words)) for words in sent]
         got: list[list[Words]] = [[] for _ in sent]
         try:
             for one, other in pairs:
@@ -241,15 +245,15 @@ class TestReceiving:
             other.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
             for size in (100, DIRECT + AHEAD, SCRATCH_SIZE + DIRECT, 1, SCRATCH_SIZE + DIRECT):
                 words = [b"PAGE", b"key", bytes(size)]
-                one.sendall(spell(words))
-                assert parser.receive(other.fileno()) == len(spell(words))
+                one.sendall(encode_command(words))
+                assert parser.receive(other.fileno()) == len(encode_command(words))
                 assert plain(parser.next()) == words
                 assert parser.next() is None
 
     def test_little_is_received_with_the_end_of_a_long_word(self, core: ModuleType) -> None:
         """The next word may be as long: bytes that arrived with the end of this one would have to be copied."""
         parser = core.Parser(core.Arena())
-        data = spell([b"PAGE", b"key", bytes(2 * DIRECT)])
+        data = encode_command([b"PAGE", b"key", bytes(2 * DIRECT)])
         one, other = socket.socketpair()
         with one, other:
             other.setblocking(False)
@@ -266,7 +270,7 @@ class TestReceiving:
 
     def test_a_call_receives_no_more_than_others_may_wait_for(self, core: ModuleType) -> None:
         parser = core.Parser(core.Arena())
-        data = spell([b"PAGE", b"key", bytes(8 * RECEIVE_TURN)])
+        data = encode_command([b"PAGE", b"key", bytes(8 * RECEIVE_TURN)])
         one, other = socket.socketpair()
         with one, other:
             other.setblocking(False)
@@ -301,7 +305,7 @@ class TestReceiving:
             other.setblocking(False)
             arena, scratch = core.Arena(), core.Scratch()
             for _ in range(3):
-                one.sendall(spell([b"PING"]) + b"*2\r\n$4\r\nEC")
+                one.sendall(encode_command([b"PING"]) + b"*2\r\n$4\r\nEC")
                 parser = core.Parser(arena, scratch)
                 assert parser.receive(other.fileno()) > 0
                 assert parser.next() == [b"PING"]
@@ -311,7 +315,7 @@ class TestReceiving:
     def test_a_body_is_in_place_with_its_digest_for_any_split(self, core: ModuleType, size: int) -> None:
         body = random.Random(size).randbytes(size)
         for name in (b"PAGE", b"OTHER"):
-            data = spell([name, b"key", body])
+            data = encode_command([name, b"key", body])
             for at in (5, 30, 40, len(data) // 2, len(data) - 2):
                 one, other = socket.socketpair()
                 with one, other:
@@ -333,7 +337,7 @@ class TestWords:
     def test_a_long_command_is_a_sequence_of_which_a_part_is_a_view(self, core: ModuleType) -> None:
         sent = [b"%d" % i * (i % 7) if i % 50 else bytes(600) for i in range(1000)]
         parser = core.Parser(core.Arena())
-        parser.feed(spell(sent))
+        parser.feed(encode_command(sent))
         words = parser.next()
         assert type(words) is core.Words
         assert (len(words), bytes(words[0].body), words[1], words[-1]) == (1000, sent[0], sent[1], sent[-1])
@@ -353,7 +357,7 @@ class TestWords:
 
     def test_as_many_as_are_listed_are_a_list(self, core: ModuleType) -> None:
         for count, kind in ((MOST_LISTED, list), (MOST_LISTED + 1, core.Words)):
-            for data in (spell([b"w"] * count), b"w " * count + b"\n"):
+            for data in (encode_command([b"w"] * count), b"w " * count + b"\n"):
                 parser = core.Parser(core.Arena())
                 parser.feed(data)
                 command = parser.next()
@@ -363,7 +367,7 @@ class TestWords:
     def test_the_last_words_can_be_freed_some_at_a_time(self, core: ModuleType) -> None:
         arena = core.Arena()
         parser = core.Parser(arena)
-        parser.feed(spell([bytes(600) if i % 2 else b"w" * 500 for i in range(9000)]))
+        parser.feed(encode_command([bytes(600) if i % 2 else b"w" * 500 for i in range(9000)]))
         words = parser.next()
         used = arena.used
         while words:
@@ -371,7 +375,7 @@ class TestWords:
             assert arena.used < used
             used = arena.used
         assert arena.used == 0
-        parser.feed(spell([b"w"] * 100))
+        parser.feed(encode_command([b"w"] * 100))
         with pytest.raises(TypeError):
             del parser.next()[:5]
 
@@ -382,7 +386,7 @@ class TestMemory:
         for size in (5000, 100_000, 5_000_000):
             for missing in (1, 2, 3, 1000, size + 2):
                 parser = core.Parser(arena)
-                parser.feed(spell([b"SET", b"key", bytes(size)])[:-missing])
+                parser.feed(encode_command([b"SET", b"key", bytes(size)])[:-missing])
                 assert parser.next() is None
                 assert arena.used == parser.receiving > size
                 if missing == 3:
@@ -464,24 +468,26 @@ class TestLimits:
 
     def test_words_longer_than_the_limit(self, core: ModuleType) -> None:
         limits = Limits(max_bulk=1000)
-        assert parse(core, [spell([bytes(1000)])], limits) == ([[bytes(1000)]], "")
+        assert parse(core, [encode_command([bytes(1000)])], limits) == ([[bytes(1000)]], "")
         assert self.refused(core, b"*1\r\n$1001\r\n", limits) == "invalid bulk length"
 
     def test_words_beyond_the_limit(self, core: ModuleType) -> None:
         limits = Limits(max_arguments=5)
-        assert parse(core, [spell([b"a"] * 5)], limits) == ([[b"a"] * 5], "")
-        assert self.refused(core, spell([b"a"] * 6), limits) == "invalid multibulk length"
+        assert parse(core, [encode_command([b"a"] * 5)], limits) == ([[b"a"] * 5], "")
+        assert self.refused(core, encode_command([b"a"] * 6), limits) == "invalid multibulk length"
 
     def test_commands_longer_than_the_limit(self, core: ModuleType) -> None:
         limits = Limits(max_command=100_000)
-        assert self.refused(core, spell([bytes(40_000)] * 2), limits) == ""
-        assert self.refused(core, spell([bytes(40_000)] * 3), limits) == "command exceeds the query buffer limit"
+        assert self.refused(core, encode_command([bytes(40_000)] * 2), limits) == ""
+        assert (
+            self.refused(core, encode_command([bytes(40_000)] * 3), limits) == "command exceeds the query buffer limit"
+        )
 
     @pytest.mark.parametrize("size", [1, 500, 1023])
     def test_many_short_words_count_as_well(self, core: ModuleType, size: int) -> None:
         limits = Limits(max_command=100_000)
         words = [bytes(size)] * (200_000 // size)
-        assert self.refused(core, spell(words), limits) == "command exceeds the query buffer limit"
+        assert self.refused(core, encode_command(words), limits) == "command exceeds the query buffer limit"
 
     def test_a_stranger_sends_ten_words_of_16_kib_at_the_most(self, core: ModuleType) -> None:
         def error_of(data: bytes, trusted: bool) -> str:
@@ -496,8 +502,8 @@ class TestLimits:
             return ""
 
         for data, error in (
-            (spell([bytes(16384)] * 10), ""),
-            (spell([b"a"] * 11), "unauthenticated multibulk length"),
+            (encode_command([bytes(16384)] * 10), ""),
+            (encode_command([b"a"] * 11), "unauthenticated multibulk length"),
             (b"*2\r\n$16385\r\n", "unauthenticated bulk length"),
         ):
             assert error_of(data, False) == error
@@ -591,7 +597,7 @@ def talk(server: RunningServer, data: bytes) -> bytes:
         return answer
 
 
-PING = spell([b"PING"])
+PING = encode_command([b"PING"])
 FRAMES = [
     b"*0\r\n",
     b"*-1\r\n",
@@ -650,22 +656,22 @@ FRAMES = [
     b"a" * 200_000,
     b"*" + b"1" * 200_000,
     b"*1\r\n$" + b"1" * 200_000,
-    spell([b""]),
-    spell([b"", b""]),
-    spell([b"\0"]),
-    spell([b"PING\0"]),
-    spell([b"ECHO", b"\0\r\n\xff"]),
-    spell([b"ECHO", b""]),
-    spell([b"SET", b"\0\r\n\xff", b"binary\0value"]) + spell([b"GET", b"\0\r\n\xff"]),
-    spell([b"NOSUCH\r\n", b"a\r\nb", b"\xff\0"]),
-    spell([b"no such"]),
-    spell([b"x" * 300, b"y" * 300, b"z"]),
-    spell([b"NOSUCH", *[b"argument"] * 30]),
+    encode_command([b""]),
+    encode_command([b"", b""]),
+    encode_command([b"\0"]),
+    encode_command([b"PING\0"]),
+    encode_command([b"ECHO", b"\0\r\n\xff"]),
+    encode_command([b"ECHO", b""]),
+    encode_command([b"SET", b"\0\r\n\xff", b"binary\0value"]) + encode_command([b"GET", b"\0\r\n\xff"]),
+    encode_command([b"NOSUCH\r\n", b"a\r\nb", b"\xff\0"]),
+    encode_command([b"no such"]),
+    encode_command([b"x" * 300, b"y" * 300, b"z"]),
+    encode_command([b"NOSUCH", *[b"argument"] * 30]),
     b"PING\r\n*1\r\n$4\r\nPING\r\nPING\r\n",
     b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"POST / HTTP/1.1\r\nContent-Length: 6\r\n\r\nPING\r\n",
-    spell([b"post", b"/"]),
-    spell([b"Host:"]),
+    encode_command([b"post", b"/"]),
+    encode_command([b"Host:"]),
 ]
 
 
@@ -686,7 +692,7 @@ class TestAgainstRedis:
     @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(st.data())
     def test_damaged_frames(self, server: RunningServer, redis_server: RunningServer, data: st.DataObject) -> None:
-        frame = bytearray(spell([b"ECHO", data.draw(st.sampled_from([b"a", b"", b"12345", b"\xff"]))]))
+        frame = bytearray(encode_command([b"ECHO", data.draw(st.sampled_from([b"a", b"", b"12345", b"\xff"]))]))
         # Any bytes but the line ends: where Redis takes any two bytes for the end of a bulk, ours wants CRLF.
         position = data.draw(st.sampled_from([i for i, byte in enumerate(frame) if byte not in b"\r\n"]))
         frame[position : position + 1] = data.draw(st.sampled_from([b"", b"-", b"0", b"9", b"$", b"*", b":", b"\xfe"]))
@@ -707,7 +713,7 @@ class TestAgainstRedis:
 
 def test_empty_lines_are_ignored_in_any_number_and_split(core: ModuleType) -> None:
     blanks = b"\r\n" * 1000 + b" \t\0\r\n\n" * 1000 + b" " * MAX_LINE + b"\n"
-    stream = blanks + b"PING\r\n" + blanks + spell([b"ECHO", b"x"]) + blanks
+    stream = blanks + b"PING\r\n" + blanks + encode_command([b"ECHO", b"x"]) + blanks
     whole = [b"PING"], [b"ECHO", b"x"]
     for size in (len(stream), 4096, 1000, 7):
         pieces = [stream[at : at + size] for at in range(0, len(stream), size)]

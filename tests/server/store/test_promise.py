@@ -12,7 +12,7 @@ import pytest
 import redis
 from servers import RunningServer, start_server
 from stored_pages import Here
-from wire import spell
+from wire import encode_command
 
 from kvpage_server.commands.dispatch.run import run
 from kvpage_server.commands.families.server.config import apply
@@ -187,7 +187,7 @@ def test_space_freed_by_a_part_is_not_reserved() -> None:
 def at_once(server: RunningServer, batches: list[list[bytes]]) -> list[str]:
     """The replies to commands that end in the same moment, in the order of their words."""
     socks = [server.connect() for _ in batches]
-    lines = [spell(words) for words in batches]
+    lines = [encode_command(words) for words in batches]
     for sock, line in zip(socks, lines, strict=True):
         sock.settimeout(60)
         sock.sendall(line[:-5000])

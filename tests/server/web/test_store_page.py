@@ -98,12 +98,12 @@ def test_the_page_shows_the_values_of_info(seen: SeenServer, browser: Any) -> No
 
 def test_the_page_shows_holders_shared_prefixes_and_misses(seen: SeenServer, browser: Any) -> None:
     with shown(browser, seen.page) as page:
-        says(page, "#lede", "alice uses most memory")
-        says(page, "#lede", f"3 agents share their first {2 * TOKENS} tokens")
-        says(page, "#lede", "the keys were never stored")
-        assert page.locator("#whose .tile").first.get_attribute("aria-label").startswith("alice: ")
-        assert page.locator("#whose .tile.shared").count() == 1
-        buttons = [each.get_attribute("aria-label") for each in page.locator("#whose [role=button]").all()]
+        says(page, "#summary", "alice uses most memory")
+        says(page, "#summary", f"3 agents share their first {2 * TOKENS} tokens")
+        says(page, "#summary", "the keys were never stored")
+        assert page.locator("#memory .tile").first.get_attribute("aria-label").startswith("alice: ")
+        assert page.locator("#memory .tile.shared").count() == 1
+        buttons = [each.get_attribute("aria-label") for each in page.locator("#memory [role=button]").all()]
         # buttons that open details
         assert {label.split(":")[0] for label in buttons} == {"alice", "bob", "carol", f"eve{SCRIPT}"}
         says(page, "#shared", "alice, bob, carol")
@@ -113,7 +113,7 @@ def test_the_page_shows_holders_shared_prefixes_and_misses(seen: SeenServer, bro
         assert page.locator("#agents td").first.inner_text().splitlines() == ["alice", "tiny"]
 
 
-LEDES: list[tuple[dict[str, Any], str]] = [
+SUMMARIES: list[tuple[dict[str, Any], str]] = [
     (
         {"misses": {"never stored": 1, "evicted": 0}, "ratio": 0.5},
         "ann uses most memory, 2.0 KiB of 3.0 KiB. 50 % of reads found what they asked for; 1 read missed, "
@@ -141,7 +141,7 @@ LEDES: list[tuple[dict[str, Any], str]] = [
     ({"agents": [], "everything": False, "requests": 29}, "29 requests without an agent, 4.0 KiB."),
     ({"agents": [], "unseen": "This is a gateway."}, "This is a gateway."),
 ]
-SAY_LEDE = """async (made) => (await import("/page/lede.js")).lede(
+SUMMARIZE = """async (made) => (await import("/page/summary.js")).summary(
     {contents: {blocks: 0, keys: 4}, engines: made.engines ?? [], everything: made.everything ?? true,
      misses: made.misses, traffic: {hit_ratio: made.ratio}},
     {
@@ -154,8 +154,8 @@ SAY_LEDE = """async (made) => (await import("/page/lede.js")).lede(
 def test_the_first_sentence_matches_the_values(seen: SeenServer, browser: Any) -> None:
     usual = {"misses": {}, "ratio": None, "agents": [["ann", 2048, 2100], ["bob", 1024, 1100]]}
     with shown(browser, seen.page) as page:
-        for made, sentence in LEDES:
-            assert sentence in page.evaluate(SAY_LEDE, usual | made)
+        for made, sentence in SUMMARIES:
+            assert sentence in page.evaluate(SUMMARIZE, usual | made)
 
 
 def test_a_context_is_a_strip_of_blocks_of_layers_by_heads(seen: SeenServer, browser: Any) -> None:
@@ -292,7 +292,7 @@ def test_omissions_are_reported_and_junk_hides_no_agent(browser: Any) -> None:
         with shown(browser, seen.page) as page:
             says(page, "#agents", "zoe")
             says(page, "#agents-count", "1")
-            says(page, "#whose-note", "2,100 manifests cannot be read; more requests were not looked at")
+            says(page, "#memory-note", "2,100 manifests cannot be read; more requests were not looked at")
             says(page, "#requests-note", "at least 1,000 requests")
 
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from servers import RunningServer, start_server
 from waiting import until
-from wire import Wire, spell
+from wire import Wire, encode_command
 
 from kvpage_server.page import BlockShape, DType, PageKey, Plane, decode_page
 
@@ -364,7 +364,7 @@ def test_a_deletion_in_steps_ends_when_its_block_is_removed() -> None:
     with start_server() as server, server.client() as client, Wire(server.port) as other:
         client.execute_command("KVBLOCKSET", "large", 0, *shape, body)
         client.execute_command("KVPAGESET", "large", 0, 0, 0, 0, 3, 1, 1, 0, b"x")  # splits it
-        other.send(spell([b"KVPAGEDEL", b"large"]))
+        other.send(encode_command([b"KVPAGEDEL", b"large"]))
         until(lambda: client.dbsize() < 64 * 512)
         client.flushall()
         client.execute_command("KVBLOCKSET", "large", 0, *shape, body)

@@ -13,7 +13,7 @@ import redis
 from health import MIB
 from servers import RunningServer, start_server
 from waiting import until
-from wire import spell
+from wire import encode_command
 
 SIZE = 16 * 1024
 BATCH = 60  # pages: a megabyte
@@ -84,9 +84,11 @@ def arena_used(client: redis.Redis) -> int:
 
 def test_a_thousand_uploads_that_are_cut_short_leave_nothing(server: RunningServer, client: redis.Redis) -> None:
     """A page, a block, a batch, each cut anywhere."""
-    page = spell(words(range(1))[2:]).replace(b"*10\r\n", b"*11\r\n$9\r\nKVPAGESET\r\n", 1)
-    block = spell([b"KVBLOCKSET", b"r", b"0", b"1", b"1", b"64", b"0", b"1", b"0", b"1", b"500", bytes(64_000)])
-    for data, times in ((page, 500), (block, 350), (spell(words(range(40))), 150)):
+    page = encode_command(words(range(1))[2:]).replace(b"*10\r\n", b"*11\r\n$9\r\nKVPAGESET\r\n", 1)
+    block = encode_command(
+        [b"KVBLOCKSET", b"r", b"0", b"1", b"1", b"64", b"0", b"1", b"0", b"1", b"500", bytes(64_000)]
+    )
+    for data, times in ((page, 500), (block, 350), (encode_command(words(range(40))), 150)):
         for i in range(times):
             with socket.create_connection(("127.0.0.1", server.port)) as peer:
                 peer.sendall(data[: len(data) * (i + 1) // (times + 1)])
@@ -113,7 +115,7 @@ def test_without_system_memory_the_server_reports_it_and_runs_on(server: Running
 def test_a_page_read_during_its_deletion_stays_intact(server: RunningServer, client: redis.Redis) -> None:
     store(client, range(BATCH))
     with socket.create_connection(("127.0.0.1", server.port)) as slow:
-        slow.sendall(spell([b"KVPAGEGET", b"request-7", b"1", b"2", b"3", b"1"]) * 2000)
+        slow.sendall(encode_command([b"KVPAGEGET", b"request-7", b"1", b"2", b"3", b"1"]) * 2000)
         answers = slow.makefile("rb")
         assert answers.readline() == b"$%d\r\n" % SIZE
         client.flushall()

@@ -16,7 +16,7 @@ import redis
 from servers import RunningServer, start_server
 from test_tiered import damage, disk_info, settle
 from waiting import until
-from wire import Wire, parse, spell
+from wire import Wire, encode_command, parse
 
 from kvpage_server.core import NewPages
 from kvpage_server.store.disk.database import Disk
@@ -245,7 +245,9 @@ def test_a_disk_error_is_reported_to_commands_of_its_time_only(tmp_path: Path) -
             unreadable.touch()
             with server.client() as client:
                 with Wire(server.port) as gone:
-                    gone.send(spell([word if isinstance(word, bytes) else str(word).encode() for word in words]))
+                    gone.send(
+                        encode_command([word if isinstance(word, bytes) else str(word).encode() for word in words])
+                    )
                     until(lambda: any(one["cmd"] == words[0].lower() for one in client.client_list()))  # noqa: B023
                     assert client.client_kill_filter(skipme=True) == 1
                 times = disk_info(client)["disk_fetch_times"]
@@ -274,7 +276,9 @@ def test_a_client_that_leaves_during_a_load_leaves_nothing(tmp_path: Path) -> No
             writes = [b"KVPAGEMSET", b"1", *(str(word).encode() for word in page(f"v{first}", 0, "abcd")[:-1]), b"abcd"]
             with Wire(server.port) as wire:
                 wire.send(
-                    b"".join(map(spell, [[b"MULTI"], *reads, writes, [b"EXEC"]] if turn % 2 else [*reads, writes]))
+                    b"".join(
+                        map(encode_command, [[b"MULTI"], *reads, writes, [b"EXEC"]] if turn % 2 else [*reads, writes])
+                    )
                 )
         client.set("after", "1")
         until(lambda: client.info("memory")["used_memory"] < 2.2 * MB, "the memory of those who left being free")
@@ -387,7 +391,7 @@ def test_commands_without_replies_wait_for_the_disk(tmp_path: Path) -> None:
         client.save()
         silenced = [[b"SAVE"], [b"MGET", *(b"k%d" % seed for seed in range(8))], [b"DEL", b"k0"]]
         for words in silenced:
-            sock.sendall(spell([b"CLIENT", b"REPLY", b"SKIP"]) + spell(words))
+            sock.sendall(encode_command([b"CLIENT", b"REPLY", b"SKIP"]) + encode_command(words))
         sock.sendall(b"PING\r\n")
         assert sock.recv(100) == b"+PONG\r\n"
         assert client.exists("k0") == 0
@@ -397,18 +401,20 @@ def test_a_read_behind_an_unsynced_write_waits_for_both(tmp_path: Path) -> None:
     """A command behind a write, in one packet, waits for its own values and not only until the write is durable."""
     pages, size = 64, 64 * 1024
     names = [words for number in range(pages) for words in (b"r", b"0", b"0", b"%d" % number, b"0")]
-    read = spell([b"KVPAGEMGET", b"%d" % pages, *names])
+    read = encode_command([b"KVPAGEMGET", b"%d" % pages, *names])
     options = ("--appendfsync", "always")
     with tiered(tmp_path, *options) as (_, client):
         for number in range(pages):
             client.execute_command("KVPAGESET", "r", 0, 0, number, 0, 8, 1, size, 0, body(size, number))
     with tiered(tmp_path, *options) as (server, client), Wire(server.port) as wire:
-        wire.send(spell([b"SET", b"s", b"0"]) + read)
+        wire.send(encode_command([b"SET", b"s", b"0"]) + read)
         assert wire.reply() == b"+OK\r\n"
         assert parse(wire.reply()) == [body(size, number) for number in range(pages)]
         for number in range(50):
             value = b"%d" % number
-            wire.send(spell([b"SET", b"s", value]) + spell([b"SAVE"]) + spell([b"GET", b"s"]))
+            wire.send(
+                encode_command([b"SET", b"s", value]) + encode_command([b"SAVE"]) + encode_command([b"GET", b"s"])
+            )
             assert [wire.reply(), wire.reply(), parse(wire.reply())] == [b"+OK\r\n", b"+OK\r\n", value]
 
 

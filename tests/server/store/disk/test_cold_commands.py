@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from servers import RunningServer, start_server
-from wire import Wire, spell
+from wire import Wire, encode_command
 
 import kvpage_server.commands.families  # noqa: F401  fills the table
 from kvpage_server.commands.table import SUBCOMMANDS, TABLE, Spec, find
@@ -267,7 +267,7 @@ class CommandsMachine(RuleBasedStateMachine):
 
     @rule(batch=st.lists(commands, min_size=2, max_size=8))
     def pipeline(self, batch: list[Words]) -> None:
-        self.wire.send(b"".join(map(spell, batch)))
+        self.wire.send(b"".join(map(encode_command, batch)))
         for words in batch:
             self.check(words, self.wire.reply())
 
@@ -290,7 +290,7 @@ class CommandsMachine(RuleBasedStateMachine):
         before = dict(self.model.store.keys)
         if between is not None:
             self.check(between, self.other.ask(*between))
-        self.wire.send(b"".join(map(spell, [[b"MULTI"], *batch])))
+        self.wire.send(b"".join(map(encode_command, [[b"MULTI"], *batch])))
         assert self.wire.reply() == b"+OK\r\n"
         assert {self.wire.reply() for _ in batch} <= {b"+QUEUED\r\n"}
         if discard:

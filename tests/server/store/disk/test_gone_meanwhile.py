@@ -11,7 +11,7 @@ import pytest
 from servers import RunningServer, start_server
 from test_tiered import settle
 from waiting import until
-from wire import Wire, parse, spell
+from wire import Wire, encode_command, parse
 
 MB = 1024**2
 UNREADABLE = Path(__file__).parents[3] / "support" / "unreadable.py"
@@ -24,7 +24,7 @@ def words(*command: Any) -> list[bytes]:
 def meanwhile(server: RunningServer, command: list[bytes], other: list[bytes], after: float) -> Any:
     """The reply to a command, during which somebody else says something."""
     with Wire(server.port) as first, Wire(server.port) as second:
-        first.send(spell(command))
+        first.send(encode_command(command))
         time.sleep(after)
         second.ask(*other)
         return parse(first.reply())
@@ -67,7 +67,7 @@ def test_a_block_removed_during_its_load_leaves_its_quota(tmp_path: Path) -> Non
     options = ("--store", "tiered", "--quota", "kv:v:*", "3mb", "--maxmemory", "1mb")  # so reads are borrowed
     with start_server(*options, directory=tmp_path, program=[str(UNREADABLE)]) as server, server.client() as client:
         with Wire(server.port) as reader:
-            reader.send(spell(words("KVBLOCKGET", "v", 0)))
+            reader.send(encode_command(words("KVBLOCKGET", "v", 0)))
             until(lambda: any(one["cmd"] == "kvblockget" for one in client.client_list()))
             assert client.execute_command("KVPAGEDEL", "v", 0) == 1
             slow.unlink()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import redis
 from servers import start_server
-from wire import Wire, parse, spell
+from wire import Wire, encode_command, parse
 
 from kvpage_server.store.disk.borrowed_reads import ENDED_PER_STEP, LONGEST, MOST, Mapped, MappedReads
 from kvpage_server.store.disk.database import Disk
@@ -116,7 +116,7 @@ def test_a_slow_reader_gets_whole_blocks_during_overwrites(tmp_path: Path) -> No
             _set(writer, seed, 0)
         writer.execute_command("SAVE")
         with Wire(server.port) as reader:
-            reader.send(spell([b"KVBLOCKMGET", b"%d" % count, *chain.from_iterable(names)]))
+            reader.send(encode_command([b"KVBLOCKMGET", b"%d" % count, *chain.from_iterable(names)]))
             for version in range(1, rounds):
                 time.sleep(0.5 * LONGEST)
                 for seed in range(count):

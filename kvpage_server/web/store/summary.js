@@ -3,7 +3,7 @@
 import { spared } from "./engines.js";
 import { bytes, count, percent, plural } from "./format.js";
 
-const REASONS = {
+const REASONS = { // of misses: the verb after "the keys"
   "never stored": "were never stored",
   evicted: "had been evicted",
   expired: "had expired",
@@ -11,20 +11,23 @@ const REASONS = {
   "over quota": "were evicted for a quota",
 };
 
-export function lede(now, holdings, more) {
+/** Return the summary as text. `now`, `holdings` and `more` are the data of the last events; `holdings` and `more` are
+ * null before the first one. */
+export function summary(now, holdings, more) {
   if (!holdings) return "Looking through the store.";
-  const said = [holdings.unseen || (holdings.agents.length ? most(holdings) : withoutAgents(now, holdings))];
+  const sentences = [holdings.unseen || (holdings.agents.length ? most(holdings) : withoutAgents(now, holdings))];
   const [prefix] = holdings.prefixes;
-  if (prefix) said.push(`${plural(prefix.count, "agent")} share their first ${plural(prefix.tokens, "token")}.`);
+  if (prefix) sentences.push(`${plural(prefix.count, "agent")} share their first ${plural(prefix.tokens, "token")}.`);
   const { hit_ratio: ratio } = now.traffic;
   const reused = spared(now.engines);
-  if (ratio !== null) said.push(`${percent(ratio)} of reads found what they asked for${ratio < 1 ? missed(now.misses) : ""}.`);
-  if (reused) said.push(`${percent(reused)} of the engines' prompt tokens were reused.`);
+  if (ratio !== null) sentences.push(`${percent(ratio)} of reads found what they asked for${ratio < 1 ? missed(now.misses) : ""}.`);
+  if (reused) sentences.push(`${percent(reused)} of the engines' prompt tokens were reused.`);
   const holes = holdings.agents.filter((agent) => agent.missing).length;
-  if (holes) said.push(`${plural(holes, "context has", "contexts have")} lost blocks${evicted(more)}.`);
-  return said.join(" ");
+  if (holes) sentences.push(`${plural(holes, "context has", "contexts have")} lost blocks${evicted(more)}.`);
+  return sentences.join(" ");
 }
 
+/** Return the first sentence for a store without agents. */
 function withoutAgents({ contents, everything }, holdings) {
   if (!everything && holdings.request_count) return `${plural(holdings.request_count, "request")} without an agent, ${bytes(holdings.request_bytes)}.`;
   if (contents.blocks) return `${plural(contents.blocks, "block")} without an agent.`;
@@ -32,6 +35,7 @@ function withoutAgents({ contents, everything }, holdings) {
   return everything ? "The store is empty." : "There is nothing that you may see.";
 }
 
+/** Return the first sentence for a store with agents: which one uses most memory, or has most stored. */
 function most({ agents, agent_bytes: all }) {
   const [largest] = agents;
   if (!largest.bytes) return "No block of any agent is stored.";
@@ -44,7 +48,8 @@ function most({ agents, agent_bytes: all }) {
   return `${largest.id} holds most: ${part} stored, ${bytes(largest.memory)} in memory.`;
 }
 
-/** Return the number of reads of pages, blocks and strings that missed, and the most frequent reason, as text. */
+/** Return the number of reads of pages, blocks and strings that missed, and the most frequent reason, as the end of a
+ * sentence; "" without misses. `misses` are counts by reason. */
 function missed(misses) {
   const all = Object.values(misses).reduce((sum, times) => sum + times, 0);
   if (!all) return "";
@@ -53,4 +58,5 @@ function missed(misses) {
   return `; ${plural(all, "read")} missed, ${part}because the keys ${REASONS[reason] ?? `are counted as "${reason}"`}`;
 }
 
+/** Return the end of a sentence about lost blocks: whether some of them were evicted. */
 const evicted = (more) => (more?.losses.some((loss) => loss.why === "evicted") ? ", some of them evicted" : "");

@@ -7,14 +7,17 @@ import { chosen } from "./context.js";
 
 const TILES = 60; // most tiles; the rest shares one more
 const HEAT = [[60, 4], [600, 3], [3600, 2], [86400, 1]]; // [seconds since the last use, shade]
+/** Return the CSS class for seconds since the last use, null if unknown. */
 const heat = (idle) => `heat-${HEAT.find(([within]) => idle !== null && idle < within)?.[1] ?? 0}`;
 
 /** Return the additional bytes that would be stored if agents shared nothing. */
 export const savedBySharing = (holdings) => holdings.shared.reduce((sum, group) => sum + group.bytes * (group.count - 1), 0);
 
-/** Return `said`, a number as text, with "at least" if not all of this kind were read. */
-export const least = (holdings, what, said) => (holdings.cut.includes(what) ? `at least ${said}` : said);
+/** Return `number`, a count as text, with "at least" if not all of a kind ("agents", "blocks" or "requests") were read.
+ * */
+export const atLeast = (holdings, kind, number) => (holdings.cut.includes(kind) ? `at least ${number}` : number);
 
+/** Return the note above the treemap, about its meaning, and about unreadable manifests and exceeded limits. */
 const remarks = ({ cut, unreadable, unseen }, { disk }) => unseen ? "" : [
   "one area for each agent; what agents share is there once",
   ...(disk ? ["in memory or on disk"] : []),
@@ -22,21 +25,22 @@ const remarks = ({ cut, unreadable, unseen }, { disk }) => unseen ? "" : [
   ...(cut.length ? [`more ${cut.join(" and ")} were not looked at`] : []),
 ].join("; ");
 
-/** Show the treemap. `open` is called with the chosen agent, `again` when the width has changed. */
-export function showWhose(holdings, now, open, again) {
-  say(at("whose-note"), remarks(holdings, now));
+/** Show the treemap, unless it is unchanged. `open` is called with the id of the chosen agent, `again` when the width
+ * of the treemap has changed. */
+export function showMemory(holdings, now, open, again) {
+  say(at("memory-note"), remarks(holdings, now));
   const by = at("by").value;
   const tiles = { agent: byAgent, tenant: byTenant, tier: byTier }[by](holdings, now).filter((tile) => tile.value > 0);
   tiles.sort((a, b) => b.value - a.value);
-  at("whose-empty").hidden = tiles.length > 0;
-  say(at("whose-empty"), holdings.unseen || (now.everything
+  at("memory-empty").hidden = tiles.length > 0;
+  say(at("memory-empty"), holdings.unseen || (now.everything
     ? "No page is stored yet. Start an engine on this store, and its agents appear here." : "There is nothing that you may see."));
   const rest = tiles.splice(TILES);
   if (rest.length) {
     const value = rest.reduce((sum, tile) => sum + tile.value, 0);
     tiles.push({ key: "rest", name: `${count(rest.length)} more`, note: bytes(value), value, kind: "none", title: bytes(value) });
   }
-  const box = at("whose");
+  const box = at("memory");
   const width = Math.max(widthOf(box, again), 260);
   const drawn = JSON.stringify([tiles, width, chosen()]);
   if (box.drawn === drawn) return;
@@ -53,6 +57,7 @@ export function showWhose(holdings, now, open, again) {
   legend(by);
 }
 
+/** Return the tiles of agents (without the bytes that they share), of shared blocks and of other requests. */
 function byAgent(holdings) {
   const own = holdings.agents.map((agent) => ({
     key: `agent ${agent.id}`,
@@ -67,6 +72,7 @@ function byAgent(holdings) {
   return [...own, ...shared(holdings), ...others(holdings)];
 }
 
+/** Return a tile for the blocks of each group of agents that share them. */
 const shared = (holdings) => holdings.shared.map((group, index) => ({
   key: `shared ${index}`,
   name: `shared by ${plural(group.count, "agent")}`,
@@ -76,9 +82,10 @@ const shared = (holdings) => holdings.shared.map((group, index) => ({
   title: `${bytes(group.bytes)}, ${plural(group.tokens, "token")}: ${group.agents.join(", ")}${group.count > group.agents.length ? " and others" : ""}`,
 }));
 
+/** Return tiles for the largest requests without an agent, and for all requests and agents that are not listed. */
 function others(holdings) {
   const named = holdings.requests.slice(0, 12);
-  const told = named.map((request) => ({
+  const listed = named.map((request) => ({
     key: `request ${request.id}`,
     name: request.id,
     note: bytes(request.bytes),
@@ -88,12 +95,14 @@ function others(holdings) {
   }));
   const rest = holdings.request_bytes - named.reduce((sum, request) => sum + request.bytes, 0);
   const more = [
-    ["requests", least(holdings, "requests", plural(holdings.request_count - named.length, "other request")), rest],
-    ["agents", least(holdings, "agents", `${count(holdings.agent_count - holdings.agents.length)} other agents`), holdings.more_agents],
+    ["requests", atLeast(holdings, "requests", plural(holdings.request_count - named.length, "other request")), rest],
+    ["agents", atLeast(holdings, "agents", `${count(holdings.agent_count - holdings.agents.length)} other agents`), holdings.more_agents],
   ].map(([key, name, value]) => ({ key, name, note: bytes(value), value, kind: "none", title: bytes(value) }));
-  return [...told, ...more];
+  return [...listed, ...more];
 }
 
+/** Return the tiles of tenants (without the bytes that several agents share), of shared blocks and of other requests.
+ * */
 function byTenant(holdings) {
   const own = Object.entries(holdings.tenants).map(([tenant, value]) => ({
     key: `tenant ${tenant}`, name: tenant || "no tenant", note: bytes(value), value, kind: "heat-3", title: bytes(value),
@@ -101,6 +110,7 @@ function byTenant(holdings) {
   return [...own, ...shared(holdings), ...others(holdings)];
 }
 
+/** Return two tiles: bytes in memory, and bytes that are only on disk. */
 function byTier(holdings, now) {
   const all = holdings.agent_bytes + holdings.request_bytes;
   const memory = Math.min(all, now.memory.live || all);
@@ -109,16 +119,18 @@ function byTier(holdings, now) {
   }));
 }
 
+/** Show the legend for the choice of the treemap: "agent", "tenant" or "tier". */
 function legend(by) {
   const kinds = by === "agent"
     ? [["heat-4", "used in the last minute"], ["heat-3", "10 minutes"], ["heat-2", "hour"], ["heat-1", "day"], ["heat-0", "longer ago"]]
     : by === "tenant" ? [["heat-3", "one tenant's own"]] : [["heat-3", "memory"], ["heat-1", "disk"]];
   const both = by === "tier" ? [] : [["shared", "shared by several"], ["none", "without an agent"]];
-  list(at("whose-legend"), [...kinds, ...both], ([kind]) => kind, ([kind, word]) =>
+  list(at("memory-legend"), [...kinds, ...both], ([kind]) => kind, ([kind, word]) =>
     el("li", {}, el("span", { class: `key ${kind}` }), word));
 }
 
-export function showShared(holdings) {
+/** Show the list of shared prefixes: tokens, agents, and the bytes that sharing saves. */
+export function showSharedPrefixes(holdings) {
   at("shared-empty").hidden = holdings.prefixes.length > 0;
   say(at("shared-empty"), holdings.unseen ? "–" : holdings.agents.length ? "No two agents begin alike." : "There are no agents.");
   const most = Math.max(...holdings.prefixes.map((prefix) => prefix.saved), 1);
@@ -135,4 +147,5 @@ export function showShared(holdings) {
 
 /** Return a name, cut so that several fit into a line. */
 const shortened = (name) => (name.length > 32 ? `${name.slice(0, 31)}…` : name);
+/** Return the names of the first agents that share a prefix, and the number of the others. */
 const names = (prefix) => prefix.agents.slice(0, 5).map(shortened).join(", ") + (prefix.count > 5 ? ` and ${count(prefix.count - 5)} more` : "");
