@@ -1,4 +1,8 @@
-"""Parsers of arguments. Their errors name the argument and the allowed values, or have Redis's words."""
+"""Parsers of a command's arguments. They raise ReplyError with a text that names the argument and the allowed values,
+or with Redis's text.
+
+An argument is `bytes`, or a `Slot` of the arena if the word is longer than 511 bytes.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +36,9 @@ OUT_OF_MEMORY = "OOM command not allowed when used memory > 'maxmemory'."
 
 
 def plain(argument: Argument) -> bytes:
-    """Return the argument's bytes. A long argument is copied out of the arena.
+    """Return the argument's bytes, copied if the argument is a `Slot`.
 
-    Raises ReplyError if it is too long for anything but a value, since values stay in the arena.
+    Raises ReplyError if it has more than `LONGEST_WORD` bytes: only values, which stay in the arena, may be longer.
     """
     if isinstance(argument, bytes):
         return argument
@@ -45,12 +49,14 @@ def plain(argument: Argument) -> bytes:
 
 
 def plain_all(arguments: Sequence[Argument]) -> list[bytes]:
-    """Return the bytes of each argument. Raises ReplyError."""
+    """Return the bytes of each argument, in order. Raises ReplyError as `plain`."""
     return [argument if isinstance(argument, bytes) else plain(argument) for argument in arguments]
 
 
 def integer(raw: Argument) -> int:
-    """Return a 64-bit integer, parsed as in Redis. Raises ReplyError."""
+    """Return an argument as a signed 64-bit integer, parsed as in Redis. Raises ReplyError (NOT_AN_INTEGER)
+    otherwise.
+    """
     found = as_integer(raw)
     if found is None:
         raise ReplyError(NOT_AN_INTEGER)
@@ -58,7 +64,9 @@ def integer(raw: Argument) -> int:
 
 
 def integer_in(name: str, raw: Argument, low: int, high: int) -> int:
-    """Return an integer from `low` to `high`. Raises ReplyError, which names the argument and the range."""
+    """Return an argument as an integer from `low` to `high`, both included. Raises ReplyError, which has `name` and the
+    range.
+    """
     try:
         return core.integer_in(name, raw, low, high)
     except PageError as error:
@@ -66,9 +74,10 @@ def integer_in(name: str, raw: Argument, low: int, high: int) -> int:
 
 
 def check_batch(name: str, args: Sequence[Argument], width: int, unit: str) -> int:
-    """Return the number of items N at the start of a batch. N items of `width` arguments must follow it.
+    """Return N, the number of items of a batch. `args` are N and then exactly N items of `width` arguments each.
 
-    Raises ReplyError. `name` is the command's, and `unit` the item's name in the error.
+    Raises ReplyError if N is not an integer from 1 on, or if the number of arguments differs. `name` is the command's,
+    and `unit` names an item in the error.
     """
     given = (len(args) - 1) // width
     if args[0] == b"%d" % given and len(args) - 1 == given * width and given:

@@ -34,12 +34,12 @@ _COMMAND = 192  # overhead of a queued command in bytes
 
 
 def too_much_queued() -> ReplyError:
-    """Return the error for a transaction of more than `MOST_QUEUED` words."""
+    """Return the error for a transaction of more than `MOST_QUEUED` words. It is not raised here."""
     return ReplyError(f"ERR a transaction takes at most {MOST_QUEUED} words: EXEC runs it without a pause")
 
 
 class Transaction:
-    """The commands queued since MULTI. Long arguments stay in the arena."""
+    """The commands that a client has queued since MULTI. Long arguments stay in the arena."""
 
     __slots__ = ("commands", "refused", "size", "words")
 
@@ -50,6 +50,9 @@ class Transaction:
         self.words = 0  # number of words, including the names of the commands
 
     def queue(self, spec: Spec, words: Command) -> Reply:
+        """Add a command, and return QUEUED. If the transaction would exceed `MOST_QUEUED` words, return an error
+        instead and mark it as refused, so that EXEC fails. `words` are the command's words with its name.
+        """
         self.words += len(words)
         if self.words > MOST_QUEUED:
             self.refused = True
@@ -78,29 +81,31 @@ class RowOverride(Protocol):
     """A function that replaces rows of the command table, in a gateway."""
 
     def __call__(self, client: Client, spec: Spec, words: Command) -> Spec:
-        """Return the row to run a client's command with. Raises ReplyError if the command is not possible, Postponed if
-        it has to wait.
+        """Return the row with which a client's command runs instead of `spec`. `words` are all words of the command.
+
+        Raises ReplyError if the command is not possible, Postponed if it has to wait.
         """
 
     def row(self, spec: Spec) -> Spec:
-        """Return the row that replaces `spec`, independent of a client. Raises ReplyError."""
+        """Return the row that replaces `spec`, the same for every client. Raises ReplyError if there is none."""
 
 
 def _has_no_listener() -> None:
+    """Raise RuntimeError: the default of `Server.stop`, for a server without a listener."""
     raise RuntimeError("the server does not run")
 
 
 class PendingHandshake(Protocol):
-    """A TLS handshake that is not complete."""
+    """A TLS handshake that is not complete, on an accepted connection."""
 
     began: float  # seconds of the loop's clock
 
     def end(self, error: str) -> None:
-        """Close the connection, and log the reason."""
+        """Close the connection, and log `error` as the reason."""
 
 
 class Totals:
-    """Sums over all connections."""
+    """Sums over all connections at the time of a count, see `steps.counted`. INFO reports them."""
 
     connections = 0
     sent = 0  # bytes since they connected
@@ -112,6 +117,7 @@ class Totals:
     watched = 0  # keys
 
     def add(self, client: Client) -> None:
+        """Add the connection of one client to the sums."""
         connection = client.connection
         self.connections += 1
         self.sent += connection.sent
@@ -124,7 +130,7 @@ class Totals:
 
 
 class Server:
-    """The state that all clients share. `stop` asks the process to end."""
+    """The state that all clients share. `stop()` asks the process to end."""
 
     command_override: RowOverride | None = None  # set in a gateway, which stores its keys on other servers
     port = 0  # the port of the listener; it differs from the configured one if that is 0
@@ -168,16 +174,22 @@ class Server:
 
     @property
     def is_tight(self) -> bool:
-        """Whether clients hold more than half of maxmemory-clients together, so that replies should take less."""
+        """Whether clients hold more than half of maxmemory-clients together, so that replies should hold less memory at
+        a time. False if maxmemory-clients is 0.
+        """
         return self.in_flight > self.config.client_memory // 2 > 0
 
     @property
     def found_at_once(self) -> int:
-        """Bytes of values that a long reply looks up before it sends them."""
+        """Bytes of values that a long reply looks up before it sends them: 16 MiB, or 1 MiB if the server
+        `is_tight`.
+        """
         return _FEW_BYTES if self.is_tight else MANY_BYTES
 
     def forget(self, client: Client) -> None:
-        """Remove a client that has disconnected."""
+        """Remove a client that has disconnected from all lists of the server, with its subscriptions, watched and
+        tracked keys.
+        """
         self.clients.pop(client.id, None)
         self.monitors.pop(client, None)
         self.channels.forget(client)
@@ -185,22 +197,28 @@ class Server:
         client.transaction = None
 
     def refuse(self, client: Client, reason: str, what: bytes, user: bytes = b"") -> None:
-        """Add a refusal to the ACL log. `what` is the command, key or channel, or ``AUTH``."""
+        """Add a refusal to the ACL log. `reason` is auth, command, key or channel; `what` is the refused command, key
+        or channel, or ``AUTH``. `user` is the name that was tried; if empty, the client's user.
+        """
         context = "multi" if client.transaction is not None else "toplevel"
         name = user or (client.user.name if client.user else b"")
         self.refusals.note(reason, context, what, name, str(client))
 
     @property
     def is_paused(self) -> bool:
-        """Whether a CLIENT PAUSE, of all commands or of writes, has not ended yet."""
+        """Whether a CLIENT PAUSE, of all commands or of writes only, has not ended yet. `pause` stays set after its
+        end.
+        """
         return self.pause is not None and self.pause.ends > time.monotonic()
 
     def begin_pause(self, pause: Pause) -> None:
+        """Set the current CLIENT PAUSE. Clients leave the fast path, because each command has to check the pause."""
         self.pause = pause
         for client in self.clients.values():
             client.update_fast_path()
 
     def end_pause(self) -> None:
+        """End the current CLIENT PAUSE, if there is one, and run the commands that wait for its end."""
         if self.pause is None:
             return
         self.pause = None
@@ -210,7 +228,7 @@ class Server:
 
 
 class Connection(Protocol):
-    """The connection of a client, as commands see it."""
+    """The connection of a client, as commands use it. `net.session.Session` implements it."""
 
     def push(self, message: Reply) -> None:
         """Send a push message, or a message of a channel, after the replies that are queued already."""
@@ -219,41 +237,41 @@ class Connection(Protocol):
         """Close the connection when all replies are sent."""
 
     def abort(self) -> None:
-        """Close the connection at once."""
+        """Close the connection immediately. Unsent replies are dropped."""
 
     def resume(self) -> None:
-        """Run the command that waits for the end of a pause."""
+        """Run the command that waits for the end of a CLIENT PAUSE, if there is one."""
 
     def renew(self) -> None:
-        """Note that memory of replies that wait to be sent may have moved."""
+        """Note that bytes which unsent replies refer to may have moved to another address."""
 
     def trust(self, trusted: bool) -> None:
-        """Set whether the client has authenticated, and may therefore send larger frames."""
+        """Set whether the client has authenticated. Only a trusted client may send large frames."""
 
     @property
     def paused(self) -> bool:
-        """Whether a command of the client waits for the end of a pause."""
+        """Whether a command of the client waits for the end of a CLIENT PAUSE."""
 
     @property
     def sent(self) -> int:
-        """Bytes that were sent so far."""
+        """Number of bytes that were sent since the client connected."""
 
     @property
     def incoming(self) -> int:
-        """Bytes of incomplete commands."""
+        """Bytes of memory of commands that were received incompletely."""
 
     @property
     def running(self) -> int:
-        """Bytes of a command that waits, or that sends its reply at the moment."""
+        """Bytes of memory of a command that waits, or whose reply is being sent."""
 
     @property
     def outgoing(self) -> int:
-        """Bytes of replies and messages that wait to be sent."""
+        """Bytes of memory of replies and messages that wait to be sent."""
 
 
 @dataclass(slots=True, eq=False)
 class Client:
-    """A client, as commands see it."""
+    """The server's state of one connection, as commands use it."""
 
     server: Server
     address: str
@@ -298,13 +316,13 @@ class Client:
         self.connection.push(message)
 
     def close(self) -> None:
-        """Close the connection when all replies are sent."""
+        """Close the connection when all replies are sent. No further command of the client runs."""
         self.closing = True
         self.fast_path_ok = False
         self.connection.close()
 
     def __str__(self) -> str:
-        """Return the client's line in CLIENT LIST."""
+        """Return the client's line in CLIENT LIST, without a line break."""
         now = time.monotonic()
         incoming, outgoing = self.connection.incoming, self.connection.outgoing
         queued = len(self.transaction.commands) if self.transaction is not None else -1
@@ -349,6 +367,7 @@ class Client:
         return self.tracking.redirect if self.tracking is not None else -1
 
     def _flags(self) -> str:
+        """Return the letters of the field `flags` of CLIENT LIST, which are Redis's; empty for a client without any."""
         mode = self.tracking
         flags = {
             "O": self in self.server.monitors,
@@ -368,18 +387,20 @@ class Client:
 
     @property
     def listens(self) -> bool:
-        """Whether it gets messages of channels or of MONITOR."""
+        """Whether the client is subscribed to a channel or pattern, or has called MONITOR."""
         return bool(self.channels or self.patterns or self in self.server.monitors)
 
     @property
     def passing(self) -> int:
-        """Bytes of commands that are incomplete, queued or running, and of unsent replies and messages."""
+        """Bytes of memory of commands that are incomplete, queued by MULTI, or running, and of unsent replies and
+        messages.
+        """
         queued = self.transaction.size if self.transaction is not None else 0
         return self.connection.incoming + self.connection.running + self.connection.outgoing + queued
 
     @property
     def held(self) -> int:
-        """Bytes of memory of the client: `passing`, and the names that the server keeps for it."""
+        """Bytes of memory of the client: `passing`, and the names that the server keeps for it (`kept`)."""
         return self.passing + self.kept
 
     def keep(self, nbytes: int) -> None:
@@ -394,18 +415,22 @@ class Client:
     # -- the client's user and rights ----------------------------------------------------------------------------------
 
     def become(self, user: User | None) -> None:
-        """Set the client's user; None means that it has to authenticate."""
+        """Set the client's user; None means that the client has to authenticate."""
         self.user = user
         self.connection.trust(user is not None)
         self.update_fast_path()
 
     def end_transaction(self) -> None:
+        """Discard the commands that are queued since MULTI, and the watched keys."""
         self.transaction = None
         self.server.events.unwatch(self)
         self.update_fast_path()
 
     def update_fast_path(self) -> None:
-        """Set whether its commands take the fast path. It must be called when one of these conditions changes."""
+        """Compute `fast_path_ok`: whether the core may call the client's commands without a decision in Python.
+
+        Every function that changes one of these conditions has to call this.
+        """
         self.fast_path_ok = (
             self.user is not None
             and self.user.unrestricted
@@ -424,16 +449,16 @@ class Client:
 
     @property
     def sees_all(self) -> bool:
-        """Whether it may read every key."""
+        """Whether the client may read every key. False before it has authenticated."""
         return self.user is not None and self.user.may_use_all(READ)
 
     @property
     def cost_of_a_key(self) -> int:
-        """Number of patterns that `sees` compares a key with; at least 1."""
+        """Number of patterns that `sees` compares one key with; at least 1."""
         return 1 if self.user is None or self.sees_all else max(self.user.cost, 1)
 
     def visible(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Return the keys that the client may read."""
+        """Return those of `keys` that the client may read, in order; none before it has authenticated."""
         if self.user is None:
             return []
         return list(keys) if self.sees_all else self.user.keys.readable(keys)
@@ -443,14 +468,20 @@ class Client:
         return self.user is not None and self.user.may_use(key, READ)
 
     def may_see_some(self, prefix: bytes) -> bool:
-        """Return False if the client may read no key that begins with a prefix. It is True in doubt."""
+        """Return False if the client certainly may read no key that begins with `prefix`. True does not mean that there
+        is one.
+        """
         return self.user is not None and self.user.keys.may_cover_some(prefix, READ)
 
     def may_subscribe(self, channel: bytes) -> bool:
-        """Return whether it may subscribe to a channel, or to a pattern that is exactly one of its user's."""
+        """Return whether the client may subscribe to a channel. A pattern is allowed only if its user has exactly this
+        pattern.
+        """
         return self.user is not None and (self.user.may_listen(channel) or channel in self.user.channels)
 
     def peers(self) -> Iterator[Client]:
-        """Yield the clients that it may see: all of them if it may read every key, otherwise those of its user."""
+        """Yield the connected clients that this one may see: all if it may read every key, otherwise those with the
+        same user.
+        """
         there = [other for other in self.server.clients.values() if not other.gone]
         return iter(there if self.sees_all else [other for other in there if other.user is self.user])

@@ -36,13 +36,15 @@ def derived_from(key: bytes) -> bytes | None:
 
 
 def lists_pages(keyspace: Keyspace, key: bytes) -> bool:
-    """Return whether `key` is the index of a request that has a page."""
+    """Return whether `key` is the index key of a request that has a page that has not expired."""
     req_id = request_of(key)
     return req_id is not None and keyspace.listing.has_pages(req_id)
 
 
 def names_index(spec: Spec, words: Command) -> bool:
-    """Return whether a command's keys, which are at fixed positions, include an index key."""
+    """Return whether one of a command's keys is an index key. `words` are all words, and `spec.keys` has fixed
+    positions.
+    """
     first, last, step = spec.keys
     for key in (words[first],) if first == last else words[first : last + 1 or None : step]:
         if type(key) is bytes and key.endswith(TAIL) and _KEY.match(key):
@@ -51,12 +53,14 @@ def names_index(spec: Spec, words: Command) -> bool:
 
 
 def refuse_to_write(spec: Spec, words: Command) -> None:
-    """Raise ReplyError if a command would write to an index key."""
+    """Raise ReplyError if one of the keys of a command that writes is an index key, which is read-only."""
     if names_index(spec, words):
         raise ReplyError(READ_ONLY)
 
 
 def refuse_as_string(keyspace: Keyspace, key: bytes) -> None:
-    """Raise ReplyError (WRONGTYPE) if a key is the index of a request that has a page."""
+    """Raise ReplyError (WRONGTYPE) if `key` is the index key of a request that has a page: it is a set, not a
+    string.
+    """
     if key.endswith(TAIL) and lists_pages(keyspace, key):
         raise ReplyError(WRONG_TYPE)

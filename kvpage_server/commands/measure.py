@@ -16,7 +16,10 @@ _BUCKETS = 64
 
 @dataclass(slots=True)
 class CallCounts:
-    """Calls of one command since the start. `histogram[i]` counts calls of at least 2**(i-1) and below 2**i ns."""
+    """Calls of one command since the start, or since CONFIG RESETSTAT.
+
+    `histogram[i]` is the number of calls that took at least 2**(i-1) and less than 2**i nanoseconds.
+    """
 
     nanoseconds: int = 0
     failed: int = 0
@@ -25,11 +28,12 @@ class CallCounts:
 
     @property
     def count(self) -> int:
+        """Number of calls that ran."""
         return sum(self.histogram)
 
     def percentile(self, share: float) -> float:
-        """Return the time in microseconds within which a share (0 to 1) of the calls ended, rounded up to a power of
-        two in nanoseconds.
+        """Return an upper bound, in microseconds, of the time within which a share (0 to 1) of the calls ended; 0
+        without calls. It is a power of two in nanoseconds.
         """
         wanted, seen = share * self.count, 0
         for bucket, calls in enumerate(self.histogram):
@@ -39,8 +43,8 @@ class CallCounts:
         return 0.0
 
     def cumulative(self) -> Iterator[tuple[int, int]]:
-        """Yield the upper limit of each bucket with calls, in microseconds, and the number of calls up to it. For
-        LATENCY HISTOGRAM.
+        """Yield, for each bucket with calls, its upper limit in microseconds (at least 1), and the number of calls up
+        to it. LATENCY HISTOGRAM shows them.
         """
         seen = 0
         for bucket, calls in enumerate(self.histogram):
@@ -68,6 +72,7 @@ class Stats:
 
     @property
     def commands(self) -> int:
+        """Number of calls of all commands."""
         return sum(calls.count for calls in self.calls.values())
 
     def note_error(self, message: str) -> None:
@@ -78,7 +83,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class SlowCall:
-    """An entry of the slow log."""
+    """An entry of the slow log: one call."""
 
     id: int
     unix_time: int  # seconds
@@ -89,7 +94,7 @@ class SlowCall:
 
 
 class SlowLog:
-    """The last slow calls, newest first. `limit` returns the number of entries to keep."""
+    """The last slow calls, newest first. `limit()` returns the number of entries to keep."""
 
     def __init__(self, limit: Callable[[], int]) -> None:
         self.entries: deque[SlowCall] = deque()
@@ -97,7 +102,10 @@ class SlowLog:
         self._ids = count()
 
     def note(self, words: list[bytes], nanoseconds: int, address: str, name: bytes) -> None:
-        """Add a slow call, with at most 32 words: the last one is the number of words left out if there are more."""
+        """Add a call that took `nanoseconds`. `words` are its words, `address` and `name` those of the client.
+
+        Of more than 32 words the first 31 are kept, and a text with the number of the others.
+        """
         kept = words[:_SLOW_WORDS]
         if len(words) > _SLOW_WORDS:
             kept[-1] = b"... (%d more arguments)" % (len(words) - _SLOW_WORDS + 1)
@@ -108,20 +116,20 @@ class SlowLog:
 
 @dataclass(slots=True)
 class LatencyEvent:
-    """The last samples of an event, as (unix time in seconds, milliseconds), and the longest one since the start."""
+    """The last samples of an event, as (unix time in seconds, milliseconds), and the longest time since the start."""
 
     samples: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
     longest: int = 0
 
 
 class Latency:
-    """Events by name, for LATENCY."""
+    """The slow events by name, `command` and `fast-command`, for LATENCY."""
 
     def __init__(self) -> None:
         self.events: dict[str, LatencyEvent] = {}
 
     def note(self, event: str, milliseconds: int) -> None:
-        """Add a sample to an event. Of the samples within a second, only the longest is kept."""
+        """Add a sample to an event. Of several samples with the same unix second, only the longest is kept."""
         found = self.events.setdefault(event, LatencyEvent())
         found.longest = max(found.longest, milliseconds)
         now = int(time.time())

@@ -270,6 +270,7 @@ _ORDER = list(EXAMPLES)  # the order of the commands in the page and set groups
 
 
 def reference() -> str:
+    """Return the text of docs/commands.md."""
     parts = [_OPENING]
     for group, title in _TITLES.items():
         specs = [spec for spec in TABLE.values() if spec.group == group]
@@ -281,21 +282,28 @@ def reference() -> str:
 
 
 def _call(spec: Spec) -> str:
+    """Return the usage line of a command: its name in upper case and its arguments."""
     return f"{spec.name.upper().replace('|', ' ')} {spec.usage}".rstrip()
 
 
 def _in_full(specs: list[Spec]) -> Iterator[str]:
+    """Yield the sections of commands, in the order of `EXAMPLES`: call, summary, cost, reply and example.
+
+    The reply is the docstring of the command's function. The docstrings begin with "Return", which is left out.
+    """
     for spec in sorted(specs, key=lambda spec: _ORDER.index(spec.name)):
         yield f"### {spec.name.upper()}\n\n    {_call(spec)}\n\n{spec.summary} Costs {spec.complexity}.\n"
-        yield f"Reply: {_lower_first(getdoc(spec.handler) or '')}\n"
+        yield f"Reply: {_lower_first((getdoc(spec.handler) or '').removeprefix('Return '))}\n"
         yield f"```\n{EXAMPLES[spec.name]}```\n"
 
 
 def _lower_first(text: str) -> str:
+    """Return a text with a lower-case first letter, unless the second letter is upper-case as in an abbreviation."""
     return text if text[1:2].isupper() else text[:1].lower() + text[1:]
 
 
 def _as_table(specs: list[Spec]) -> str:
+    """Return a Markdown table of commands by name, without containers that only have subcommands."""
     useful = [spec for spec in specs if not subcommands(spec.name) or spec.arity == -1]  # without containers
     useful.sort(key=lambda spec: spec.name)
     rows = [
@@ -306,6 +314,7 @@ def _as_table(specs: list[Spec]) -> str:
 
 
 def _escape(text: str) -> str:
+    """Return a text with its bars escaped, for a cell of a Markdown table."""
     return text.replace("|", "\\|")
 
 

@@ -77,8 +77,10 @@ def command(
     most: int = 0,
     parts: Parts | None = None,
 ) -> Callable[[Handler], Handler]:
-    """Return the decorator that enters a function into the table. `arity` follows from `call`, and `access` from
-    `flags`, unless they are given. The other arguments are fields of `Spec`.
+    """Return a decorator that enters a function into the command table as the handler of `call`.
+
+    `call` is the command's name, lower-case, and its arguments as in Redis's documentation. `arity` 0 is computed from
+    `call`, `access` 0 from `flags`. The other arguments are fields of `Spec`. The decorated function is not changed.
     """
     name, _, usage = call.partition(" ")
     given = set(flags.split())
@@ -86,6 +88,7 @@ def command(
     assert not unknown, f"{name}: {unknown} are neither flags nor categories"
 
     def enter(handler: Handler) -> Handler:
+        """Add the row of `handler` to the table under its name in lower and upper case, and return `handler`."""
         parent, _, sub = name.rpartition("|")
         needed = needs if keys[0] or uses else nothing
         spec = Spec(
@@ -135,16 +138,21 @@ def command(
 
 
 def _concerns_all_keys(given: set[str], group: str, uses: Uses | None) -> bool:
+    """Return whether the command requires access to every key: by its flags, or as a page command that names no
+    keys.
+    """
     if "filtered" in given:
         return False
     return bool(given & {"allkeys", "admin"}) or (group == "page" and uses is None)
 
 
 def _access(given: set[str]) -> int:
+    """Return READ, WRITE or both for the flags of a command; READ for neither `readonly` nor `write`."""
     return (READ if "readonly" in given else 0) | (WRITE if "write" in given else 0) or READ
 
 
 def _categories(given: set[str], group: str) -> frozenset[str]:
+    """Return the ACL categories of a command with these flags and this group."""
     named = given & set(CATEGORIES)
     if group in _CATEGORY_OF_GROUP:
         named.add(_CATEGORY_OF_GROUP[group])
@@ -158,10 +166,11 @@ def _categories(given: set[str], group: str) -> frozenset[str]:
 
 
 def container(name: str, *, group: str, summary: str, since: str = "1.0.0") -> None:
-    """Enter a command that has only subcommands, and its subcommand HELP."""
+    """Enter a command that consists of subcommands, which have rows of their own, and its subcommand HELP."""
 
     @command(name, -2, "", group=group, summary=summary, since=since, complexity=_OF_SUBCOMMAND, reply="")
     def refuse(client: Client, args: list[Argument]) -> Reply:
+        """Raise AssertionError. The dispatcher finds a subcommand before it calls a container."""
         raise AssertionError(f"{name} was called without one of its subcommands")
 
     help_of(name, group=group, since=since)
@@ -179,6 +188,7 @@ def help_of(name: str, *, group: str, since: str) -> None:
         summary="Prints this help.",
     )
     def help_(client: Client, args: list[Argument]) -> Reply:
+        """Return the lines of the help: the call and the summary of each subcommand."""
         lines = [f"{name.upper()} <subcommand> [<arg> [value] [opt] ...]. Subcommands are:"]
         for spec in sorted(subcommands(name), key=lambda spec: (spec.name.endswith("|help"), spec.name)):
             lines += [f"{spec.name.rpartition('|')[2].upper()} {spec.usage}".rstrip(), f"    {spec.summary}"]

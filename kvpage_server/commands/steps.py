@@ -1,4 +1,7 @@
-"""Long work in steps, so that other clients have their turn in between."""
+"""Long work in steps, so that other clients have their turn in between.
+
+A step is the work between two `yield`s of a generator. A yielded `Wait` ends a step until an event has happened.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ Steps = Generator[Reply, None, T]  # yield empty replies, or a Wait, and return 
 
 
 def stepwise(steps: Steps[Reply], *, small: bool) -> Reply:
-    """Return the reply that `steps` return. If they are `small`, run them at once; otherwise return a Stream, which
-    gives other clients their turn after each step.
+    """Return the reply that the generator `steps` returns. If the work is `small`, run all steps now, without other
+    clients in between; otherwise return a Stream that runs them.
     """
     if not small:
         return Stream(None, _in_steps(steps))
@@ -33,13 +36,17 @@ def stepwise(steps: Steps[Reply], *, small: bool) -> Reply:
 
 
 def _in_steps(steps: Steps[Reply]) -> Iterator[Reply]:
+    """Yield the steps, and then the value that they return, as the only item of the reply."""
     yield (yield from steps)
 
 
 def each(
     things: Sequence[T], meaning: Callable[[Sequence[T]], Sequence[U]], width: int = 1, at_once: int = STEP
 ) -> Steps[list[U]]:
-    """Apply `meaning` to items of `width` words each, `at_once` items in each step. Return all results."""
+    """Call `meaning` with `at_once` items at a time, one call in each step, and return all results in one list.
+
+    `things` has `width` consecutive elements for each item. `meaning` gets a slice of `things` and returns a list.
+    """
     found: list[U] = []
     for start in range(0, len(things), at_once * width):
         found += meaning(things[start : start + at_once * width])
@@ -48,13 +55,14 @@ def each(
 
 
 def in_thread(work: Callable[[], T]) -> Steps[T]:
-    """Run a function on a thread, and return its result or raise its exception. For files and certificates.
+    """Run `work` on a thread, and return its result or raise its exception. It is used for files and certificates.
 
-    The function must not use anything that the loop's thread changes.
+    The caller's step ends until the thread is done. `work` must not use objects that the loop's thread changes.
     """
     result: list[Callable[[], T]] = []
 
     def start(then: Callable[[], None]) -> None:
+        """Start the thread, and call `then` on the loop when it is done."""
         doing = asyncio.get_running_loop().run_in_executor(None, work)
         result.append(doing.result)
         doing.add_done_callback(lambda _: then())
@@ -64,7 +72,7 @@ def in_thread(work: Callable[[], T]) -> Steps[T]:
 
 
 def freed(things: list[T]) -> Iterator[Reply]:
-    """Empty a list in steps, since freeing a million items takes a while."""
+    """Empty a list in steps of 4096 items, because freeing a million items takes long."""
     while things:
         del things[-_FREED:]
         yield ()
@@ -74,7 +82,7 @@ def freed(things: list[T]) -> Iterator[Reply]:
 
 
 def counted(server: Server) -> Steps[None]:
-    """Count all connections in steps, then set `server.totals`."""
+    """Compute the sums over all connections in steps, and set `server.totals` to them at the end."""
     totals, clients = Totals(), list(server.clients.values())
     for start in range(0, len(clients), STEP):
         for client in clients[start : start + STEP]:

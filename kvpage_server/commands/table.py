@@ -29,7 +29,7 @@ READ, WRITE = 1, 2  # access to a key: bits
 
 
 class KeyPrefix(bytes):
-    """A prefix that stands for every key with it."""
+    """A prefix that stands for every key that begins with it."""
 
 
 Use = tuple[bytes, int]  # a key, or a KeyPrefix; and READ, WRITE or both
@@ -38,33 +38,39 @@ Uses = Callable[[Sequence[Argument], int], Iterator[Use]]  # called with a comma
 
 @dataclass(frozen=True)
 class Naming:
-    """Request ids: the argument at `first`, or every `step`-th from there on."""
+    """A maker of the keys of a command whose arguments name pages or requests.
+
+    Request ids are the argument at index `first` and, if `step` is not 0, every `step`-th argument after it.
+    """
 
     first: int
     step: int = 0
 
     @property
     def places(self) -> tuple[int, int, int]:
-        """Positions of the request ids among a command's words: first, last, step."""
+        """Positions of the request ids among a command's words, for `Spec.keys`: first, last (-1 for the end), step."""
         at = self.first + 1
         return (at, -1, self.step) if self.step else (at, at, 1)
 
     def _starts(self, args: Sequence[Argument]) -> range:
+        """Return the indexes of the request ids in `args`."""
         return range(self.first, len(args) if self.step else min(self.first + 1, len(args)), self.step or 1)
 
 
 class pages(Naming):
-    """Pages named by five arguments each."""
+    """The keys of pages that are named by five arguments each: req, layer, head, page, type."""
 
     def __call__(self, args: Sequence[Argument], access: int) -> Iterator[Use]:
+        """Yield the key of each named page, with `access`. The arguments are not checked."""
         for start in self._starts(args):
             yield b"kv:%b" % b":".join(plain_all(args[start : start + 5])), access
 
 
 class requests(Naming):
-    """Whole requests."""
+    """Every key of each named request, as a KeyPrefix."""
 
     def __call__(self, args: Sequence[Argument], access: int) -> Iterator[Use]:
+        """Yield the prefix `kv:{req}:` of each named request once, with `access`."""
         for req_id in dict.fromkeys(plain(args[start]) for start in self._starts(args)):
             yield KeyPrefix(b"kv:%b:" % req_id), access
 
@@ -76,7 +82,10 @@ def key_of_set(args: Sequence[Argument], access: int) -> Iterator[Use]:
 
 
 def placed(args: Sequence[Argument], first: int, last: int, step: int, access: int) -> Iterator[Use]:
-    """Yield the keys at positions from `first` to `last` (negative: counted from the end), every `step`."""
+    """Yield the keys at the indexes from `first` to `last` in `args`, every `step`, with `access`.
+
+    A negative `last` counts from the end: -1 is the last argument.
+    """
     for place in range(first, last + 1 if last >= 0 else len(args) + last + 1, step):
         yield plain(args[place]), access
 
@@ -95,7 +104,7 @@ class Named(Protocol):
     """The part of a table row that functions of needs use."""
 
     def uses_of(self, args: Sequence[Argument]) -> Iterator[Use]:
-        """Yield the keys that arguments name, and the access to them."""
+        """Yield each key that the arguments name, and the access to it (READ, WRITE or both)."""
 
 
 Needs = Callable[[DiskTier, Named, Sequence[Argument]], Iterable[Needed]]
@@ -104,7 +113,9 @@ _LONGEST_PAGE = 10  # digits of a page id at most
 
 
 def everything(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
-    """Return everything that the arguments name."""
+    """Return all values that the arguments name: the values of keys, extents that contain pages, all blocks of
+    requests.
+    """
     keys = [key for key, _ in spec.uses_of(args)]
     named = [key for key in keys if not isinstance(key, KeyPrefix)]
     requests = [key.split(b":")[1] for key in keys if isinstance(key, KeyPrefix)]
@@ -118,29 +129,33 @@ def nothing(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable
 
 
 def values(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
-    """Return the values of the keys."""
+    """Return the values of the keys that the arguments name."""
     return tiered.needs.values_of([key for key, _ in spec.uses_of(args)])
 
 
 def extents(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
-    """Return the extents that contain the keys' pages, since the command writes into them."""
+    """Return the extents that contain pages which the arguments name, because a write to such a page splits its
+    extent.
+    """
     return tiered.needs.extents_of([key for key, _ in spec.uses_of(args)])
 
 
 def as_used(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
-    """Return the values of the keys that the arguments read, and the extents of the pages that they write."""
+    """Return the values of the keys that the arguments read, and the extents that contain pages which they write."""
     uses = list(spec.uses_of(args))
     read = tiered.needs.values_of(key for key, access in uses if access & READ)
     return chain(read, tiered.needs.extents_of(key for key, access in uses if access & WRITE))
 
 
 def extents_of_pages(first: int, step: int = 0) -> Needs:
-    """Return the needs of a command that writes pages: the extents that contain them.
+    """Return the needs of a command that writes pages: the extents of the blocks that the pages belong to.
 
-    The words `req layer head page type` begin at `first`, or with `step` at every `step`-th argument from there on.
+    A page has the words `req layer head page type`. They begin at index `first` and, with a `step` other than 0, again
+    at every `step`-th argument after it.
     """
 
     def needs(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
+        """Return the extents of the blocks in which `args` name pages."""
         stop = len(args) if step else first + 1
         reqs, pages = args[first : stop : step or 1], args[first + 3 : stop + 3 : step or 1]
         return tiered.needs.extents_at(dict.fromkeys(_names(reqs, pages)))
@@ -149,23 +164,30 @@ def extents_of_pages(first: int, step: int = 0) -> Needs:
 
 
 def blocks(first: int) -> Needs:
-    """Return the needs of a command with pairs of request id and page id from `first` on: the blocks of these names."""
+    """Return the needs of a command whose arguments from index `first` on are pairs of request id and page id: the
+    values of these blocks.
+    """
 
     def needs(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
+        """Return the values of the blocks that `args` name."""
         return tiered.needs.blocks_at(dict.fromkeys(_names(args[first::2], args[first + 1 :: 2])))
 
     return needs
 
 
 def blocks_of_request(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
-    """Return the blocks that `req [page ...]` names."""
+    """Return the values of the blocks that the arguments `req [page ...]` name; all blocks of the request without page
+    ids.
+    """
     if len(args) == 1:
         return everything(tiered, spec, args)
     return tiered.needs.blocks_at(dict.fromkeys(_names([args[0]] * (len(args) - 1), args[1:])))
 
 
 def _names(req_ids: Sequence[Argument], pages: Sequence[Argument]) -> Iterator[tuple[bytes, int]]:
-    """Yield the well-formed names of blocks. The command itself reports the others."""
+    """Yield (request id, page id) of each pair. Skip a pair whose page id is no number: the command itself
+    reports it.
+    """
     for req_id, page in zip(map(plain, req_ids), map(plain, pages), strict=False):
         if page.isdigit() and len(page) <= _LONGEST_PAGE:
             yield req_id, int(page)
@@ -192,11 +214,13 @@ WORDS_PER_STEP = 1024  # words of a command that runs at once; longer ones run i
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The division of a command of very many words. Each part has the `first` arguments, and some of the other items.
+    """The division of a command of more than WORDS_PER_STEP words into commands that run one after the other.
 
-    `joined` names the way to join the parts' replies: their `sum`; an `array` with `items` for each argument; `apart`,
-    each is a reply of its own; `last`, only the last one. A command with an empty `joined` works in steps by itself and
-    runs as a whole. Only its rights are checked part by part.
+    Each part has the `first` arguments of the command, and some of its items, which have `width` arguments each.
+    `joined` says how the replies of the parts become one reply: `sum`, they are added; `array`, they are joined to one
+    array with `items` elements for each argument; `apart`, each is a reply of its own; `last`, only the last one is
+    sent. A command with an empty `joined` divides its work by itself and runs as a whole. Only its rights are checked
+    part by part.
     """
 
     first: int = 0
@@ -207,7 +231,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spec:
-    """A row of the table."""
+    """A row of the table: one command or subcommand."""
 
     name: str
     arity: int  # words with the name; negative: at least that many
@@ -246,11 +270,14 @@ class Spec:
     words: int  # number of words of its name: 2 for a subcommand
 
     def fits(self, count: int) -> bool:
-        """Return whether it takes that many words, including its name."""
+        """Return whether the command takes `count` words, including its name."""
         return count == self.arity or 0 < -self.arity <= count
 
     def uses_of(self, args: Sequence[Argument]) -> Iterator[Use]:
-        """Yield the keys that its arguments name, and the access to them."""
+        """Yield each key, or KeyPrefix, that the arguments name, and the access to it (READ, WRITE or both).
+
+        `args` are the words after the name. A key may be yielded twice.
+        """
         if self.uses is not None:
             return self.uses(args, self.access)
         first, last, step = self.keys
@@ -260,7 +287,9 @@ class Spec:
         return placed(args, first - before, last - before if last >= 0 else last, step, self.access)
 
     def channels_of(self, args: Sequence[Argument]) -> list[bytes]:
-        """Return the pub/sub channels, or patterns of channels, that its arguments name."""
+        """Return the pub/sub channels that the arguments name, or the patterns if `channels` is "patterns". Valid only
+        for commands with `channels`.
+        """
         return plain_all(args[:1] if self.channels == "first" else args)
 
 
@@ -275,17 +304,20 @@ def subcommands(name: str) -> list[Spec]:
 
 
 def top_level() -> list[Spec]:
-    """Return all rows except those of subcommands."""
+    """Return the rows of all commands, without those of subcommands."""
     return [spec for spec in TABLE.values() if not spec.parent]
 
 
 def named(word: Argument) -> Spec | None:
-    """Return the row of a command by the word that a client sends; None for an unknown command."""
+    """Return the row of the command with a client's first word, in any case; None for an unknown command."""
     return BY_WORD.get(word) or BY_WORD.get(plain(word).lower())  # mixed case is rare
 
 
 def meant(words: Sequence[Argument]) -> Spec | None:
-    """Return the row for a client's words without checking their number; None for an unknown command."""
+    """Return the row for a client's words, whatever their number; None for an unknown command or subcommand.
+
+    It is the row of a container if only its name is given.
+    """
     spec = named(words[0])
     if spec is None or len(words) == 1 or spec.name not in SUBCOMMANDS:
         return spec
@@ -293,7 +325,10 @@ def meant(words: Sequence[Argument]) -> Spec | None:
 
 
 def find(words: Sequence[Argument]) -> Spec:
-    """Return the row for a client's words. Raises ReplyError for an unknown command or a wrong number of words."""
+    """Return the row for a client's words, which includes the row of a subcommand.
+
+    Raises ReplyError for an unknown command or subcommand, or a wrong number of words.
+    """
     spec = named(words[0])
     if spec is None:
         raise ReplyError(_unknown(words))
@@ -305,12 +340,13 @@ def find(words: Sequence[Argument]) -> Spec:
 
 
 def too_many(spec: Spec, words: Sequence[Argument]) -> ReplyError:
-    """Return the error for more words than `Spec.most`, in the words of Redis."""
+    """Return Redis's error for a subcommand with more words than `Spec.most`. It is not raised here."""
     shown, container = shorten(plain(words[1]), 128), spec.parent.upper()
     return ReplyError(f"ERR unknown subcommand or wrong number of arguments for '{shown}'. Try {container} HELP.")
 
 
 def _find_sub(spec: Spec, word: bytes) -> Spec:
+    """Return the row of a container's subcommand. Raises ReplyError for an unknown one."""
     found = SUBCOMMANDS[spec.name].get(word.lower())
     if found is None:
         shown = shorten(word, 128)
@@ -319,7 +355,9 @@ def _find_sub(spec: Spec, word: bytes) -> Spec:
 
 
 def _unknown(words: Sequence[Argument]) -> str:
-    """Return the error for an unknown command, in the words of Redis: the command and its first arguments."""
+    """Return the text of Redis's error for an unknown command: up to 128 bytes of its name, and its first arguments, up
+    to about 128 bytes of them.
+    """
     shown, room = "", 128
     for word in words[1:]:
         if room <= 0:
@@ -352,11 +390,14 @@ _TYPES: dict[str, dict[str, Any]] = {
 
 
 def schema(shape: str) -> dict[str, Any]:
-    """Return the JSON schema of a shape. Raises KeyError for an unknown word."""
+    """Return the JSON schema of a reply's shape, for example of ``bulk | null``. Raises KeyError for an unknown
+    word.
+    """
     return _one_of([_alternative(part) for part in shape.split(" | ")])
 
 
 def _alternative(shape: str) -> dict[str, Any]:
+    """Return the schema of one alternative of a shape, for example of ``array of bulk or null``."""
     whole, _, items = shape.partition(" of ")
     if not items:
         return _TYPES[whole]
@@ -364,6 +405,7 @@ def _alternative(shape: str) -> dict[str, Any]:
 
 
 def _one_of(schemas: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a schema that allows each of some schemas."""
     return schemas[0] if len(schemas) == 1 else {"oneOf": schemas}
 
 
@@ -387,7 +429,7 @@ _KINDS = dict.fromkeys(_INTEGERS.split(), "integer") | {
 
 
 def arguments(usage: str) -> list[dict[str, Any]]:
-    """Return the argument tree of a usage string, as the maps in the reply of COMMAND DOCS."""
+    """Return the argument tree of a usage string: a list of maps, as in the reply of COMMAND DOCS."""
     words = _TOKEN.findall(usage)
     found, rest = _sequence(words)
     assert not rest, f"unbalanced usage: {usage}"
@@ -402,7 +444,7 @@ def arity(name: str, usage: str) -> int:
 
 
 def _words(found: list[dict[str, Any]]) -> tuple[int, bool]:
-    """Return the least number of words of the arguments, and whether there can be more."""
+    """Return the least number of words of an argument tree, and whether a call may have more."""
     least, may_take_more = 0, False
     for argument in found:
         inner = argument.get("arguments", [])
@@ -421,7 +463,10 @@ def _words(found: list[dict[str, Any]]) -> tuple[int, bool]:
 
 
 def _sequence(words: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the arguments up to a closing bracket or a bar, and the words from there on."""
+    """Return the argument maps up to a closing bracket or a bar, and the tokens from there on.
+
+    `words` are tokens of a usage string.
+    """
     found: list[dict[str, Any]] = []
     while words and words[0] not in ("]", ">", "|"):
         word, words = words[0], words[1:]
@@ -444,7 +489,10 @@ def _sequence(words: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _group(words: list[str], *, optional: bool) -> tuple[dict[str, Any], list[str]]:
-    """Return the argument of a bracketed group, and the words behind the group."""
+    """Return the argument map of a bracketed group, and the tokens behind its closing bracket.
+
+    `words` begin after the opening bracket. The flag "repeats" marks a group that ends in ``...``.
+    """
     choices: list[list[dict[str, Any]]] = []
     while True:
         choice, words = _sequence(words)
@@ -462,6 +510,7 @@ def _group(words: list[str], *, optional: bool) -> tuple[dict[str, Any], list[st
 
 
 def _as_one(arguments: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return one argument map for a list of them: the only one, or a block of all."""
     return arguments[0] if len(arguments) == 1 else {"name": "group", "type": "block", "arguments": arguments}
 
 
@@ -478,14 +527,19 @@ def _mark_repeating(found: list[dict[str, Any]], group: dict[str, Any]) -> None:
 
 
 def _is_token(word: str) -> bool:
+    """Return whether a word of a usage string is a literal token, and not the name of a value. `N` and `P` are
+    names.
+    """
     return word.isupper() and len(word) > 1
 
 
 def _named_value(token: str, word: str) -> dict[str, Any]:
+    """Return the argument map of a value that follows a token."""
     value = {**_value(word), "token": token}
     return {**value, "type": "string"} if token == "TYPE" else value  # SCAN's type is a name, a page's is a number
 
 
 def _value(word: str) -> dict[str, Any]:
+    """Return the argument map of a value, whose type follows from its name."""
     value = {"name": word, "type": _KINDS.get(word, "string")}
     return {**value, "key_spec_index": 0} if word == "key" else value

@@ -35,17 +35,20 @@ class TooMany(Exception):
 
 @dataclass(slots=True)
 class _Failures:
+    """The failed logins of one address, a number that decreases with time."""
+
     count: float
     counted: float  # time of the last failure, in seconds of the monotonic clock
     next_try: float = 0.0  # time of the next attempt, likewise
 
     def left(self, now: float) -> float:
-        """Return the number of failures that are not forgiven yet. It is fractional, because time forgives
+        """Return the number of failures that are not forgiven yet at `now`. It is fractional, because time forgives
         continuously.
         """
         return max(0.0, self.count - (now - self.counted) / _FORGIVEN_SECONDS)
 
     def are_many(self, now: float) -> bool:
+        """Return whether the next attempt has to wait: more than nine failures are not forgiven at `now`."""
         return self.left(now) > FREE_FAILURES - 1
 
 
@@ -56,12 +59,14 @@ class LoginLimiter:
         self._failures: OrderedDict[str, _Failures] = OrderedDict()  # in order of the last failure
 
     def __len__(self) -> int:
+        """Return the number of addresses with failures."""
         return len(self._failures)
 
     def take_turn(self, address: str) -> float:
-        """Return the seconds that an attempt to log in from an address ("host:port") has to wait, usually 0.
+        """Return the seconds that an attempt to log in from an address ("host:port") has to wait, usually 0, and
+        reserve its turn.
 
-        Called before each attempt. Raises TooMany if it would have to wait for more than _LONGEST_SECONDS.
+        It must be called before each attempt. Raises TooMany if the wait would be longer than _LONGEST_SECONDS.
         """
         found = self._failures.get(_network(address))
         now = time.monotonic()
@@ -74,7 +79,7 @@ class LoginLimiter:
         return turn - now
 
     def note(self, address: str) -> None:
-        """Count a failed attempt from an address."""
+        """Count a failed login from an address ("host:port"). The first that makes the address wait is logged."""
         network, now = _network(address), time.monotonic()
         found = self._failures.setdefault(network, _Failures(0.0, now))
         self._failures.move_to_end(network)

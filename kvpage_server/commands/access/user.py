@@ -92,6 +92,7 @@ slow string write: setrange
 
 
 def _read(table: str) -> dict[str, frozenset[str]]:
+    """Return the categories of each command in a table like `_BY_CATEGORIES`, by the command's name."""
     rows = (row.split(":") for row in re.sub(r"\n +", " ", table).strip().splitlines())
     return {name: frozenset(categories.split()) for categories, names in rows for name in names.split()}
 
@@ -106,14 +107,16 @@ _ACCESSES = (READ, WRITE, READ | WRITE)
 
 
 class _Rights(NamedTuple):
-    """The rights to the keys that match one pattern."""
+    """The rights that a user has for the keys that match one pattern. Each item of `accesses` was given by a rule of
+    its own.
+    """
 
     open_ended: bool  # whether every name that begins with a match is a match, too
     accesses: frozenset[int]
 
     def cover(self, key: bytes, access: int) -> bool:
-        """Return whether the rights include `access` to a key that matches the pattern, or to all keys with a
-        KeyPrefix.
+        """Return whether one rule of the pattern gives `access` (READ, WRITE or both) to a key that matches the
+        pattern. A KeyPrefix stands for all keys that begin with it, and needs an `open_ended` pattern.
         """
         if type(key) is KeyPrefix and not self.open_ended:
             return False
@@ -133,12 +136,15 @@ class KeyRules:
         self._rights: Patterns[_Rights] = Patterns()
 
     def __bool__(self) -> bool:
+        """Return whether there is any rule."""
         return bool(self._given)
 
     def __bytes__(self) -> bytes:
+        """Return the rules as words of an ACL file, in the order in which they were given."""
         return b" ".join(rule_of(access, pattern) for pattern, access in self._given)
 
     def copy(self) -> KeyRules:
+        """Return a copy, which can be changed independently."""
         new = KeyRules()
         new._given, new._rights = self._given.copy(), self._rights.copy()
         return new
@@ -151,28 +157,31 @@ class KeyRules:
         self._given[pattern, access] = None
 
     def all(self, access: int) -> bool:
-        """Return whether the rules allow `access` to every key."""
+        """Return whether one rule gives `access` (READ, WRITE or both) to every key: a rule for the pattern ``*``."""
         return any(given & access == access and (b"*", given) in self._given for given in _ACCESSES)
 
     def cover(self, key: bytes, access: int) -> bool:
-        """Return whether a pattern gives `access` to a key, or to all keys with a KeyPrefix."""
+        """Return whether one rule gives `access` (READ, WRITE or both) to a key, or to all keys with a KeyPrefix."""
         return any(rights.cover(key, access) for rights in self._rights.matching(key))
 
     def may_cover_some(self, prefix: bytes, access: int) -> bool:
-        """Return False if the rules allow `access` to no key that begins with a prefix. It is True in doubt."""
+        """Return False if the rules certainly give `access` to no key that begins with `prefix`. True does not mean
+        that there is such a key.
+        """
         return any(any(given & access == access for given in it.accesses) for it in self._rights.may_match_some(prefix))
 
     def readable(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Return the keys that may be read."""
+        """Return those of `keys` that may be read, in order."""
         return [key for key in keys if self.cover(key, READ)]
 
     @property
     def cost(self) -> int:
-        """Number of patterns that a key is compared with."""
+        """Number of patterns that one key is compared with, at most."""
         return self._rights.cost
 
 
 def _is_open_ended(pattern: bytes) -> bool:
+    """Return whether every name that begins with a match of the pattern is a match, too. False in doubt."""
     return b"\\" not in pattern and pattern.rfind(b"]") >= pattern.rfind(b"[") and pattern.endswith(b"*")
 
 
@@ -199,9 +208,8 @@ Change = Callable[["User"], None]  # applies a rule; raises RuleError
 
 
 def has_spaces(word: bytes) -> bool:
-    """Return whether a name or pattern has white space or a NUL, which would separate words of an ACL file.
-
-    Redis refuses the same characters.
+    """Return whether a name or pattern has white space or a NUL, which would separate words of an ACL file. Redis
+    refuses the same characters.
     """
     return _SPACE.search(word) is not None
 
@@ -211,7 +219,7 @@ class RuleError(ValueError):
 
 
 class Denial(NamedTuple):
-    """A missing right of a user: to a command, a key or a channel."""
+    """A right that a user lacks for a command: to the command itself, to a key, or to a channel."""
 
     kind: str  # command, key or channel
     what: bytes
@@ -221,14 +229,14 @@ class Denial(NamedTuple):
 
     @property
     def message(self) -> str:
-        """The error reply, with the text of Redis, which does not name the key."""
+        """The text of the error reply, which is that of Redis. It does not name the key."""
         if self.kind == "command":
             return f"NOPERM {self.verbose}"
         return f"NOPERM No permissions to access a {self.kind}"
 
     @property
     def verbose(self) -> str:
-        """The message of ACL DRYRUN, in the words of Redis."""
+        """The reply of ACL DRYRUN, which is that of Redis."""
         user = self.user.decode("utf-8", "surrogateescape")
         if self.lacks:
             lacks = f"without access to every key ({self.lacks.decode()})"
@@ -239,13 +247,15 @@ class Denial(NamedTuple):
 
 
 def digest(password: bytes) -> str:
-    """Return the SHA-256 of a password in hexadecimal."""
+    """Return the SHA-256 of a password in lower-case hexadecimal, as users store it."""
     return hashlib.sha256(password).hexdigest()
 
 
 class User:
-    """A user and its rights. `commands` has the names of the commands that it may run, `rules` the ACL rules that
-    result in them.
+    """A user and its rights.
+
+    `commands` has the names of the commands that the user may run, including subcommands and commands of Redis that do
+    not exist here; `rules` the ACL rules that result in them.
     """
 
     enabled = False
@@ -265,15 +275,16 @@ class User:
 
     @property
     def every_channel(self) -> bool:
+        """Whether the user may use every channel."""
         return b"*" in self.channels
 
     @property
     def is_administrator(self) -> bool:
-        """Whether it may run every command on every key."""
+        """Whether the user may run every command on every key. Channels do not matter."""
         return self.every_command and not self.rules and self.may_use_all(READ) and self.may_use_all(WRITE)
 
     def may_use_all(self, access: int) -> bool:
-        """Return whether the user has `access` to every key."""
+        """Return whether the user has `access` (READ, WRITE or both) to every key."""
         return self.keys.all(access)
 
     def may_use(self, key: bytes, access: int) -> bool:
@@ -281,15 +292,16 @@ class User:
         return self.keys.cover(key, access)
 
     def may_listen(self, channel: bytes, *, as_pattern: bool = False) -> bool:
-        """Return whether the user may use a channel. With `as_pattern`, `channel` is a pattern, and must equal one of
-        the user's patterns.
+        """Return whether the user may use a channel: one of its patterns matches the name.
+
+        With `as_pattern`, `channel` is a pattern of PSUBSCRIBE, and must be equal to one of the user's patterns.
         """
         if as_pattern:
             return self.every_channel or channel in self.channels
         return any(True for _ in self.channels.matching(channel))
 
     def accepts(self, password: bytes) -> bool:
-        """Return whether the user can log in with a password."""
+        """Return whether the user is enabled, and a password is one of its passwords or it needs none."""
         given = digest(password)
         # compares all of them, so that the time does not depend on the passwords
         known = [hmac.compare_digest(given, kept) for kept in self.passwords]
@@ -302,9 +314,11 @@ class User:
         return next(filter(None, self.checks(spec, args)), None)
 
     def checks(self, spec: Spec, args: Sequence[Argument]) -> Iterator[Denial | None]:
-        """Yield a Denial if the command is not allowed, then for each of its keys and channels a Denial or None.
+        """Check a command with these arguments: yield a Denial for each missing right, and None for each key or channel
+        that is allowed.
 
-        Each step compares one key or channel with up to `cost` patterns, so that the caller can stop between two.
+        A denied command is yielded first, then its keys and channels in order. Each step compares one key or channel
+        with up to `cost` patterns, so that the caller can stop between two.
         """
         if spec.name not in self.commands:
             yield Denial("command", spec.name.encode(), spec.name, self.name)
@@ -320,21 +334,21 @@ class User:
 
     @property
     def cost(self) -> int:
-        """Number of patterns that a key or a channel is compared with."""
+        """Number of patterns that one key or channel is compared with, at most."""
         return max(self.keys.cost, self.channels.cost)
 
     # -- changing --------------------------------------------------------------------------------------------------
 
     def changed(self, rules: Iterable[bytes]) -> User:
-        """Return a copy of the user after the ACL rules were applied. Raises RuleError, which names the first invalid
-        rule.
+        """Return a copy of the user after ACL rules were applied in order. Raises RuleError, which names the first
+        invalid rule.
         """
         return self.after((rule, change_of(rule)) for rule in rules)
 
     def after(self, changes: Iterable[tuple[bytes, Change]]) -> User:
-        """Return a copy of the user after changes. Each change is a rule and the result of `change_of` for it.
+        """Return a copy of the user after changes, each of which is a rule and the result of `change_of` for it.
 
-        Raises RuleError, which names the first invalid rule.
+        Raises RuleError, which names the first invalid rule. The user itself is not changed.
         """
         user = copy(self)
         user.passwords, user.rules, user.commands = self.passwords.copy(), self.rules.copy(), self.commands.copy()
@@ -350,48 +364,60 @@ class User:
         return user
 
     def become(self, other: User) -> None:
-        """Copy the rights and passwords of another user to this one. The name is not changed."""
+        """Take the rights and passwords of another user, which must not be changed any more. The name stays."""
         vars(self).update(vars(other) | {"name": self.name})
 
     def enable(self, enabled: bool) -> None:
-        """Allow or forbid logins. Open connections stay."""
+        """Allow or forbid logins. Open connections of the user are not closed."""
         self.enabled = enabled
 
     def _add_password(self, hashed: str) -> None:
+        """Add a password, given as `digest`. After that, a login needs a password."""
         self.no_password = False
         self.passwords[hashed] = None
 
     def _remove_password(self, hashed: str) -> None:
+        """Remove a password, given as `digest`. Raises RuleError if the user does not have it."""
         if hashed not in self.passwords:
             raise RuleError(_NO_SUCH_PASSWORD)
         del self.passwords[hashed]
 
     def forget_passwords(self, *, then_any: bool) -> None:
-        """Remove all passwords. After that no password is accepted, or with `then_any` any password."""
+        """Remove all passwords. After that, no password is accepted or, with `then_any`, any password."""
         self.passwords.clear()
         self.no_password = then_any
 
     def _add_keys(self, pattern: bytes, access: int, matches: Matches) -> None:
+        """Give `access` to the keys of a pattern, compiled as `matches`. Raises RuleError if the user may use all keys
+        already.
+        """
         if self.may_use_all(READ | WRITE):
             raise RuleError(_AFTER_ALL_KEYS)
         self.keys.add(pattern, access, matches)
 
     def _add_channel(self, pattern: bytes, matches: Matches) -> None:
+        """Allow the channels of a pattern, compiled as `matches`. Raises RuleError if the user may use all channels
+        already.
+        """
         if self.every_channel:
             raise RuleError(_AFTER_ALL_CHANNELS)
         self.channels.add(pattern, pattern, matches)
 
     def _forget_keys(self) -> None:
+        """Remove all rights to keys."""
         self.keys = KeyRules()
 
     def _forget_channels(self) -> None:
+        """Remove all rights to channels."""
         self.channels = Patterns()
 
     def _all_keys(self) -> None:
+        """Give READ and WRITE access to every key, instead of the rights so far."""
         self._forget_keys()
         self.keys.add(b"*", READ | WRITE, glob(b"*"))
 
     def _all_channels(self) -> None:
+        """Allow every channel, instead of the patterns so far."""
         self._forget_channels()
         self.channels.add(b"*", b"*", glob(b"*"))
 
@@ -414,6 +440,7 @@ class User:
         self.rules[name] = allowed
 
     def _reset(self) -> None:
+        """Remove all rights and passwords, and disable the user."""
         self.enabled = False
         self.forget_passwords(then_any=False)
         self._forget_keys()
@@ -424,18 +451,18 @@ class User:
 
     @property
     def command_rules(self) -> str:
-        """Its commands as rules, for example `-@all +get`."""
+        """The rights to commands as ACL rules, for example `-@all +get`."""
         rules = ("+" + name if allowed else "-" + name for name, allowed in self.rules.items())
         return " ".join(["+@all" if self.every_command else "-@all", *rules])
 
     @property
     def key_rules(self) -> bytes:
-        """Its keys as rules, for example `~a* %R~b*`."""
+        """The rights to keys as ACL rules, for example `~a* %R~b*`."""
         return bytes(self.keys)
 
     @property
     def channel_rules(self) -> bytes:
-        """Its channels as rules, for example `&news.*`."""
+        """The rights to channels as ACL rules, for example `&news.*`."""
         return b" ".join(b"&" + channel for channel in self.channels)
 
     def __bytes__(self) -> bytes:
@@ -450,9 +477,10 @@ class User:
 
 
 def change_of(rule: bytes) -> Change:
-    """Return the function that applies an ACL rule to a user. If the rule is invalid, the function raises RuleError.
+    """Return the function that applies an ACL rule to a user. It raises RuleError if the rule is invalid.
 
-    This call compiles the rule's pattern, which takes some milliseconds if it is long.
+    This call itself raises no error. It compiles the rule's pattern, which takes some milliseconds if the pattern is
+    long.
     """
     word = rule.lower()
     if word in _WORDS:
@@ -464,13 +492,15 @@ def change_of(rule: bytes) -> Change:
 
 
 def _refuse(why: str, user: User) -> None:
+    """Raise RuleError with the reason `why`."""
     raise RuleError(why)
 
 
 def _argued(rule: bytes, word: bytes) -> Change:
-    """Return the function that applies a rule with an argument. `word` is the rule in lower case.
+    """Return the function that applies a rule with an argument, such as `~key*` or `>password`. `word` is the rule in
+    lower case.
 
-    Raises RuleError, or PatternTooLong.
+    Raises RuleError for an invalid rule, PatternTooLong.
     """
     sign = rule[:1]
     found = _KEY_RULE.match(rule)
@@ -496,7 +526,7 @@ def _argued(rule: bytes, word: bytes) -> Change:
 @cache
 def _commands_named(name: str) -> frozenset[str]:
     """Return the names of the commands that a rule's name or @category includes, also of Redis commands that do not
-    exist here.
+    exist here. A container includes its subcommands.
 
     Raises RuleError for an unknown name.
     """
@@ -511,6 +541,7 @@ def _commands_named(name: str) -> frozenset[str]:
 
 
 def _checked_hash(hashed: bytes) -> str:
+    """Return a password's SHA-256 as text. Raises RuleError unless it has 64 lower-case hexadecimal digits."""
     found = hashed.decode("ascii", "replace")
     if not _HASH.match(found):
         raise RuleError(_BAD_HASH)
@@ -518,7 +549,7 @@ def _checked_hash(hashed: bytes) -> str:
 
 
 def _nothing(user: User) -> None:
-    """Do nothing, for rules of Redis without a meaning here."""
+    """Do nothing: the effect of rules of Redis that have no meaning here."""
 
 
 _WORDS: dict[bytes, Callable[[User], None]] = {

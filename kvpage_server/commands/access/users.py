@@ -28,12 +28,13 @@ log = logging.getLogger("kvpage")
 
 
 class UserFileError(ValueError):
-    """Error: a line of an aclfile or a `user` line of the configuration is invalid. The message has its place and the
-    reason.
+    """Error: a line of an aclfile, or a `user` line of the configuration, is invalid. The message has the place of the
+    line and the reason.
     """
 
 
 def _open_default() -> User:
+    """Return a user `default` that may do everything and needs no password."""
     return User(DEFAULT).changed([b"on", b"nopass", b"allkeys", b"allchannels", b"allcommands"])
 
 
@@ -51,15 +52,15 @@ class Users:
         return self.by_name[DEFAULT]
 
     def authenticate(self, name: bytes, password: bytes) -> User | None:
-        """Return the user of that name if it accepts the password; None if it does not, or does not exist."""
+        """Return the user named `name` if it accepts the password; None if there is none, or it does not accept it."""
         user = self.by_name.get(name)
         return user if user is not None and user.accepts(password) else None
 
     def set(self, name: bytes, changes: Iterable[tuple[bytes, Change]]) -> User:
-        """Create or change a user, and return it. Either all changes are applied or none. Raises RuleError.
+        """Create or change a user, and return it. Either all changes are applied or none.
 
-        A change is a rule and the result of `change_of` for it. The user's object stays the same, so the changes apply
-        to its connections immediately.
+        A change is a rule and the result of `change_of` for it. The object of an existing user stays the same, so the
+        changes apply to its connections immediately. Raises RuleError for an invalid name or rule.
         """
         if not name:
             raise RuleError("Usernames can't be empty")
@@ -76,21 +77,22 @@ class Users:
         return user
 
     def require_password(self, password: str) -> None:
-        """Set the only password of the default user. If it is empty, the default user accepts any password."""
+        """Set the only password of the default user. If `password` is empty, the default user accepts any password."""
         raw = password.encode("utf-8", "surrogateescape")
         self.default.forget_passwords(then_any=not raw)
         if raw:
             self.default.passwords[digest(raw)] = None
 
     def load(self, lines: Iterable[tuple[str, list[bytes]]]) -> None:
-        """Replace all users, as `loading`, but in one step. Raises UserFileError."""
+        """Replace all users in one step. See `loading` for `lines`. Raises UserFileError, and changes no user then."""
         for _ in self.loading(lines):
             pass
 
     def loading(self, lines: Iterable[tuple[str, list[bytes]]]) -> Iterator[None]:
-        """Replace all users, in steps of one line each. A line is its place for errors, and its words after `user`.
+        """Replace all users. Yields after each line; the users are replaced after the last one.
 
-        The default user stays if it has no line. An invalid line raises UserFileError, and then no user is changed.
+        Each item of `lines` is the place of a line, for error messages, and its words after `user`. The default user
+        stays if it has no line. Raises UserFileError for an invalid line, and changes no user then.
         """
         loaded, absent = dict[bytes, User](), set[str]()
         for where, words in lines:
@@ -111,7 +113,7 @@ class Users:
         self._absent |= absent
 
     def warn_of_absent(self) -> None:
-        """Log a warning that names the commands in rules that Redis has and this server does not. Each is logged
+        """Log one warning with the commands of Redis that rules name and that do not exist here. Each command is logged
         once.
         """
         named = self._absent - self._warned_of
@@ -120,18 +122,21 @@ class Users:
             log.warning("rules of users name commands of Redis that do not exist here: %s", ", ".join(sorted(named)))
 
     def load_file(self, path: Path) -> None:
-        """Replace all users with those of an aclfile. Raises UserFileError for an invalid line, OSError."""
+        """Replace all users by those of an aclfile, in one step. Raises UserFileError for an invalid line, and
+        OSError.
+        """
         self.load(lines_of(path))
 
     def lines(self) -> list[bytes]:
-        """Return every user as a line of a file, sorted by name."""
+        """Return the line of each user for a file, without a line break, sorted by name."""
         return [bytes(self.by_name[name]) for name in sorted(self.by_name)]
 
 
 def lines_of(path: Path) -> list[tuple[str, list[bytes]]]:
-    """Return the lines of an aclfile, each as its place for errors, and its words after `user`.
+    """Return the lines of an aclfile: the place of each, for error messages, and its words after `user`. Empty lines
+    and comments are left out.
 
-    Raises UserFileError for another line, OSError.
+    Raises UserFileError for a line that does not start with `user`, and OSError.
     """
     lines = []
     for number, line in enumerate(read_regular(path, _MOST_BYTES).splitlines(), start=1):
@@ -146,14 +151,14 @@ def lines_of(path: Path) -> list[tuple[str, list[bytes]]]:
 
 
 def save_file(path: Path, lines: Iterable[bytes]) -> None:
-    """Write an aclfile. If this fails with OSError, the old file is unchanged."""
+    """Write lines to an aclfile, which is replaced as a whole. Raises OSError; the old file is unchanged then."""
     with replacing(path, keep_group=True) as file:
         file.writelines(line + b"\n" for line in lines)
 
 
 @dataclass(slots=True)
 class Refusal:
-    """An entry of ACL LOG: a refused command or login of a user, and the number of its repetitions."""
+    """An entry of ACL LOG: a refused command or login, and the number of its repetitions."""
 
     reason: str  # auth, command, key or channel
     context: str  # toplevel or multi
@@ -177,11 +182,14 @@ class Refusals:
         self._ids = count()
 
     def forget_totals(self) -> None:
+        """Set the counts of refusals in INFO to 0. The entries of ACL LOG stay."""
         self.total = dict.fromkeys(("auth", "cmd", "key", "channel"), 0)  # for INFO
 
     def note(self, reason: str, context: str, what: bytes, user: bytes, client: str) -> None:
-        """Count a refusal, and add it to ACL LOG. An equal refusal within _SAME_WITHIN seconds increases the count of
-        its entry.
+        """Count a refusal, and add it to ACL LOG.
+
+        `reason` is auth, command, key or channel, `context` toplevel or multi, `client` a line of CLIENT LIST. If an
+        equal refusal was added within the last _SAME_WITHIN seconds, its entry counts one more and becomes the newest.
         """
         self.total["cmd" if reason == "command" else reason] += 1
         what, user, now = what[:_LONGEST], user[:_LONGEST], time.monotonic()

@@ -1,7 +1,11 @@
-"""Waits of commands for the disk, for values to load and for space to write; and checks before a command runs.
+"""Checks before a command runs, and the waits that they cause: for values to load from disk, and for space to write.
 
 A command that reads values runs when they are in memory. A long reply in steps, and a batch of writes, load the values
-of their next steps in advance. All other commands find their values in the index.
+of their next steps in advance. All other commands use the index only, which is always in memory.
+
+*Touch*: a read by a client with CLIENT NO-TOUCH is no use of the value for the eviction policy. Arguments named
+`touches` are False then. Values that are loaded for such a read are not put into the index; they are freed when no
+command holds them any more (see `store.disk.fetching`).
 """
 
 from __future__ import annotations
@@ -40,7 +44,9 @@ _SIZE, _UNIT, _HEADER = attrgetter("size"), attrgetter("unit"), attrgetter("head
 
 
 class Postponed(Exception):
-    """The signal to try a command again after `wait`. `hold` keeps the loaded values in memory until then."""
+    """The signal that a command cannot run yet: the session calls it once more after `wait`. `hold` keeps the values
+    that were loaded for it in memory until then.
+    """
 
     def __init__(self, wait: Wait, hold: Hold | None = None) -> None:
         super().__init__("the command has to wait")
@@ -49,7 +55,11 @@ class Postponed(Exception):
 
 
 def prepare(client: Client, tiered: DiskTier, spec: Spec, words: Command) -> None:
-    """Raise Postponed if a command must wait for the disk, ReplyError if it cannot be durable as configured."""
+    """Raise Postponed if a command has to wait for the disk, or ReplyError if the disk fails.
+
+    It waits while the write-behind queue is full (commands that write), and while values that it needs are loaded.
+    Nothing is waited for here.
+    """
     if spec.runs_queued:
         _prepare_queued(client, tiered)
         return
@@ -63,10 +73,10 @@ def prepare(client: Client, tiered: DiskTier, spec: Spec, words: Command) -> Non
 
 
 def require_durable_state(client: Client, tiered: DiskTier) -> None:
-    """Let the reply of a write wait until all earlier changes are on disk, too, with `appendfsync always`.
+    """With `appendfsync always`, let the reply of a write wait until all changes before it are on disk, too.
 
-    The write may have nothing to do, for example a DEL of a key that another client has just deleted. After its reply,
-    a crash must not bring the key back.
+    The write may change nothing, for example a DEL of a key that another client has just deleted. After its reply, a
+    crash must not bring the key back.
     """
     behind = tiered.behind
     if behind.mode == "always" and behind.durable < behind.position:
@@ -74,7 +84,7 @@ def require_durable_state(client: Client, tiered: DiskTier) -> None:
 
 
 def _prepare_queued(client: Client, tiered: DiskTier) -> None:
-    """Prepare all commands that EXEC will run. Raises as `prepare`."""
+    """Check all commands that EXEC will run, as `prepare` does for one. Do nothing if EXEC will fail anyway."""
     transaction = client.transaction
     if transaction is None or transaction.refused or client.watched_changed:
         return
@@ -87,9 +97,11 @@ def _prepare_queued(client: Client, tiered: DiskTier) -> None:
 
 
 def _have_disk(tiered: DiskTier, specs: Iterable[Spec]) -> None:
-    """Raise Postponed if the write-behind queue is full, and ReplyError if `always` is set and the disk fails.
+    """Raise Postponed if the write-behind queue is full. Raise ReplyError if the disk fails and `appendfsync` is
+    `always`.
 
-    Deletions do not wait. A change of a page's expiry does, since it may write the page's whole block.
+    Commands that only delete do not wait. A change of a page's expiry does, because it may write the page's whole
+    block.
     """
     behind = tiered.behind
     if behind.failing and behind.mode == "always" and any(spec.stores for spec in specs):
@@ -99,14 +111,23 @@ def _have_disk(tiered: DiskTier, specs: Iterable[Spec]) -> None:
 
 
 def _have_in_memory(client: Client, tiered: DiskTier, needed: Iterable[Needed], *, touches: bool) -> None:
-    """Raise Postponed if needed values are not in memory. They are loaded for this command only unless `touches`."""
+    """Start to load those of the needed values that are only on disk, and raise Postponed. Return if all are in memory.
+
+    With `touches`, a loaded value becomes an entry in memory like others. Without it, the value stays as it is on disk,
+    and its bytes are kept temporarily, for the commands that hold it. Raises ReplyError if an earlier load of a value
+    has failed, or if the values need too much memory.
+    """
     bodies = dict.fromkeys(needed)
     if cold := _on_disk_of(tiered, bodies, touches=touches):
         raise Postponed(*_start_loading(client, tiered, bodies, cold, touches=touches))
 
 
 def _on_disk_of(tiered: DiskTier, needed: Iterable[Needed], *, touches: bool) -> list[OnDisk]:
-    """Return the needed values that are on disk only. Raises ReplyError if their last load has failed."""
+    """Return those of the needed values that have to be loaded: they are only on disk and, without `touches`, are not
+    kept temporarily either.
+
+    Raises ReplyError if the last load of one of them has failed. The next command then tries to load it again.
+    """
     cold = [body for _, body in needed if type(body) is OnDisk and (touches or body.temporary_slot is None)]
     if cold and (failing := [value for value in cold if _failed(tiered, value)]):
         why = failing[0].failing
@@ -117,23 +138,27 @@ def _on_disk_of(tiered: DiskTier, needed: Iterable[Needed], *, touches: bool) ->
 
 
 def _failed(tiered: DiskTier, value: OnDisk) -> bool:
-    """Return whether the last load of a value has failed, and a command still holds the value.
+    """Return whether the last load of a value has failed, and the command that wanted it still holds the value.
 
-    Without a holder, the client of the failed load has disconnected. The load is then tried again, because the disk may
-    work now.
+    If no command holds it, the client of the failed load has disconnected. The value is then loaded as if there had
+    been no error, because the disk may work now.
     """
     return bool(value.failing) and unit_on_disk(value) in tiered.fetching.holds
 
 
 def wait_for_memory(tiered: DiskTier) -> None:
-    """Raise Postponed if memory is full, but queued writes will free some. Otherwise return."""
+    """Raise Postponed, for a command that found memory full, while queued writes wait for their commit: values that are
+    on disk can be dropped from memory after it. Return if all changes are on disk, or the disk fails.
+    """
     behind = tiered.behind
     if not (behind.settled or behind.failing):
         raise Postponed(Wait(behind.when_not_full))
 
 
 def wait_for_write_behind(client: Client) -> Iterator[Reply]:
-    """Yield a step of a reply, which waits while the write-behind queue is full. A transaction does not wait."""
+    """Yield a Wait for space in the write-behind queue if the queue is full, else nothing. A transaction does
+    not wait.
+    """
     tiered = client.server.tiered
     if tiered is not None and tiered.behind.full:
         yield Wait(tiered.behind.when_not_full, now=_nothing)
@@ -142,8 +167,10 @@ def wait_for_write_behind(client: Client) -> Iterator[Reply]:
 def _start_loading(
     client: Client, tiered: DiskTier, needed: Iterable[Needed], cold: Sequence[OnDisk], *, touches: bool
 ) -> tuple[Wait, Hold]:
-    """Begin to load the values `cold`, and hold all needed values. Return the wait and the hold. Raises ReplyError if
-    they need too much memory.
+    """Start to load the values `cold`, and hold all `needed` values in memory. Return the wait for the loads, and the
+    hold.
+
+    Raises ReplyError if the values are larger than maxmemory-clients, or if the system has no memory.
     """
     most = client.server.config.client_memory
     try:
@@ -161,9 +188,11 @@ def _start_loading(
 def fetched(
     client: Client, find: Callable[[DiskTier], Iterable[Needed]], *, touches: bool = True
 ) -> Steps[Hold | None]:
-    """Load the values that `find` returns, in steps of a reply. Return their hold. Raises ReplyError.
+    """Load the values that `find(tier)` returns, in steps of a reply, and return their hold; None if nothing was
+    loaded.
 
-    The values stay in memory as long as the caller keeps the hold, or until its next step.
+    The values stay in memory until the caller drops the hold. Without a hold, they do so until the caller's next step.
+    Raises ReplyError as `_have_in_memory`.
     """
     tiered, hold = client.server.tiered, None
     while tiered is not None and tiered.any_on_disk:
@@ -177,10 +206,12 @@ def fetched(
 
 
 class ReadAhead(Generic[T]):
-    """Read-ahead of a long reply: loads values several steps before they are sent.
+    """Read-ahead of a long reply in steps: it loads values several steps before they are sent.
 
-    `find` returns the values of a step that are on disk: either pages or blocks (`of_pages`). They can be borrowed from
-    their reads; other values, such as the pages of a block, can not.
+    `steps` has an item for each step of the reply, and `find(tier, step)` returns the values of a step that are only on
+    disk. With `of_pages` they are pages, otherwise extents; only these are *borrowed*, which means that the reply sends
+    their bytes without loading them into the store's memory. Other values, for example single pages of a block that is
+    read as a whole, are loaded.
     """
 
     def __init__(
@@ -199,8 +230,10 @@ class ReadAhead(Generic[T]):
         self._holds: list[Hold] = []  # the holds of the current step's values
 
     def next(self) -> Iterator[Reply]:
-        """Yield waits until the values of the next step are in memory or borrowed. Values that cannot be read stay on
-        disk.
+        """Begin the next step: yield waits until its values are in memory or borrowed. It must be called before each
+        step.
+
+        A value that cannot be read stays on disk.
         """
         for value in self._sent:
             self.lent.pop(value, None)
@@ -226,16 +259,21 @@ class ReadAhead(Generic[T]):
         self._at += 1
 
     def borrowed_read_of(self, entries: Sequence[Entry | None]) -> tuple[Piece, ...] | None:
-        """Return the encoded pieces of a step's entries if all of them are borrowed from one read, otherwise None."""
+        """Return the encoded pieces of a step's entries if all of them are borrowed from one read in this order,
+        otherwise None.
+        """
         loan = self.lent.get(entries[0]) if type(entries[0]) is OnDisk else None
         return None if loan is None else loan.pieces(entries)
 
     def _lacking(self, tiered: DiskTier, step: T) -> list[OnDisk]:
+        """Return the values of a step that are neither borrowed nor, without `touches`, kept temporarily."""
         found = filterfalse(self.lent.__contains__, self._find(tiered, step))
         return [value for value in found if self._touches or value.temporary_slot is None]
 
     def _look_ahead(self, tiered: DiskTier) -> None:
-        """Begin to load the values of the next steps, without waiting for them."""
+        """Begin to load the values of the current step and the steps after it, up to `_MOST_STEPS` steps or
+        `_MOST_AHEAD` bytes. Do nothing while more than half of these bytes are loaded in advance.
+        """
         sizes = self._sizes
         if sum(sizes) > _MOST_AHEAD // 2:
             return
@@ -247,24 +285,28 @@ class ReadAhead(Generic[T]):
         self._fetch(tiered, list(others))
 
     def _look_at_one_more(self, tiered: DiskTier) -> list[OnDisk]:
-        """Return the values to load for the first step that is not in `_fetched` yet, and add it."""
+        """Return the values to load for the first step that is not in `_fetched` yet, and append them to `_fetched`."""
         values = self._lacking(tiered, self._steps[self._at + len(self._sizes)])
         self._fetched.append(values)
         self._sizes.append(sum(map(_SIZE, values)))
         return values
 
     def _fetch(self, tiered: DiskTier, values: list[OnDisk]) -> None:
+        """Begin to borrow the values, or to load them if they cannot be borrowed. Do nothing for values that cannot be
+        borrowed if the client has CLIENT NO-TOUCH: these are loaded at their step, when a hold keeps them.
+        """
         lent = self._lent_for(values)
         if lent is not None or self._touches:  # without both, a value stays only as long as the hold of its step
             tiered.fetching.fetch(values, _nothing, lent, touches=self._touches)
 
     def _lent_for(self, values: Sequence[OnDisk]) -> BorrowedReads | None:
+        """Return the map to which borrowed reads of these values are added; None if one of them cannot be borrowed."""
         pages = {*map(bool, map(_HEADER, values))}
         return self.lent if pages == {self._of_pages} and None not in map(_UNIT, values) else None
 
 
 def _nothing() -> None:
-    """Do nothing after a load or a wait."""
+    """Do nothing: the callback of a load or wait after which no code has to run."""
 
 
 # -- Checks before a command runs: rights, the client's state, a pause, free memory ------------------------------------
@@ -278,22 +320,26 @@ _HTTP = (
 
 
 class Paused(Exception):
-    """The signal that a command has to wait for the end of a CLIENT PAUSE."""
+    """The signal that a command has to wait for the end of a CLIENT PAUSE. The session runs it then."""
 
 
 def is_unqueued(words: Command) -> bool:
-    """Return whether a command runs at once even after MULTI."""
+    """Return whether a command is executed immediately even after MULTI, for example EXEC. False for an unknown
+    command.
+    """
     spec = named(words[0])
     return spec is not None and spec.unqueued
 
 
 def queues(client: Client, spec: Spec) -> bool:
-    """Return whether the command is queued for EXEC."""
+    """Return whether a command of a client in a transaction is queued for EXEC, and not executed."""
     return client.transaction is not None and not spec.unqueued
 
 
 def admit(client: Client, spec: Spec) -> None:
-    """Raise ReplyError if the command is not allowed in the client's state, Paused if it has to wait."""
+    """Raise ReplyError if the client's state does not allow the command (subscribed in RESP2, inside a transaction), or
+    Paused if the command has to wait for the end of a CLIENT PAUSE.
+    """
     if (client.channels or client.patterns) and client.protocol == 2 and not spec.while_subscribed:
         raise ReplyError(
             f"ERR Can't execute '{spec.name}': only (P|S)SUBSCRIBE / (P|S)UNSUBSCRIBE / PING / QUIT / RESET "
@@ -307,7 +353,9 @@ def admit(client: Client, spec: Spec) -> None:
 
 
 def check_rights(client: Client, spec: Spec, words: Command) -> None:
-    """Raise ReplyError if the client has not authenticated, or its user lacks a right."""
+    """Raise ReplyError if the client has not authenticated, or its user lacks a right for the command with these words.
+    A lacking right is added to the ACL log.
+    """
     user = client.user
     if "no_auth" in spec.flags:
         return
@@ -321,13 +369,15 @@ def check_rights(client: Client, spec: Spec, words: Command) -> None:
 
 
 def refused(client: Client, denial: Denial) -> ReplyError:
-    """Return the error for a client that lacks a right, and add it to the ACL log."""
+    """Add a lacking right of a client to the ACL log, and return the error for it."""
     client.server.refuse(client, denial.kind, denial.what)
     return ReplyError(denial.message)
 
 
 def takes_memory(client: Client, spec: Spec) -> bool:
-    """Return whether a command needs memory: it stores a value, is queued, or is EXEC with such a command."""
+    """Return whether a command is refused when memory is full: it stores a value, is queued, or is EXEC with a command
+    that stores a value.
+    """
     if client.transaction is None:
         return spec.stores
     if spec.runs_queued:
@@ -336,10 +386,11 @@ def takes_memory(client: Client, spec: Spec) -> bool:
 
 
 def free_memory(client: Client) -> None:
-    """Evict units until memory is below its limit. Raises ReplyError, Postponed.
+    """Evict units (blocks and strings) until memory is below its limit.
 
-    This is done before a command runs, so that nothing is evicted in the middle of a command or transaction. If much
-    has to be evicted, other clients have their turn in between.
+    It is called before a command runs, so that nothing is evicted in the middle of a command or transaction. Raises
+    Postponed if more has to be evicted than in one step, or if queued writes have to reach the disk first; ReplyError
+    (OOM) if nothing more may be evicted.
     """
     try:
         if not client.server.keyspace.memory.make_room():
@@ -351,15 +402,17 @@ def free_memory(client: Client) -> None:
 
 
 def wait_for_messages(client: Client, spec: Spec) -> None:
-    """Raise Postponed if many messages wait to be sent, and the command may cause others."""
+    """Raise Postponed if so many messages wait to be sent that a command which may cause others has to wait."""
     channels = client.server.channels
     if channels.is_full and _writes(client, spec):
         raise Postponed(Wait(channels.when_sent))
 
 
 def rejected(client: Client, spec: Spec | None, words: Command, error: ReplyError) -> ReplyError:
-    """Count the error of a command that was not run, end a transaction or a connection if necessary, and return the
-    error as a reply.
+    """Count the error of a command that did not run, and return the error as its reply.
+
+    A refused EXEC ends its transaction, and another refused command makes its EXEC fail. The connection of an HTTP
+    client is closed. `spec` is None for an unknown command.
     """
     stats = client.server.stats
     stats.note_error(str(error))
@@ -380,13 +433,17 @@ def rejected(client: Client, spec: Spec | None, words: Command, error: ReplyErro
 
 
 def end_caching(client: Client, spec: Spec | None) -> None:
-    """End the effect of CLIENT CACHING, which applies to one command, or to one transaction."""
+    """End the effect of CLIENT CACHING, which is for one command or one transaction. Inside a transaction, and for
+    commands with `keeps_caching`, do nothing.
+    """
     if client.tracking is not None and client.transaction is None and not (spec is not None and spec.keeps_caching):
         client.tracking.caching_called = False
 
 
 def _writes(client: Client, spec: Spec) -> bool:
-    """Return whether a CLIENT PAUSE of writes holds the command; for EXEC, whether it holds one of its commands."""
+    """Return whether the command may write, so that a CLIENT PAUSE of writes delays it; for EXEC, whether a queued
+    command may.
+    """
     if spec.runs_queued and client.transaction is not None:
         return any(spec.flags & {"write", "may_replicate"} for spec, _ in client.transaction.commands)
     return bool(spec.flags & {"write", "may_replicate"})

@@ -1,10 +1,10 @@
-"""The execution of a command, and of commands of very many words, which run in parts.
+"""The execution of commands, of which those with very many words run in parts.
 
-Up to `WORDS_PER_STEP` words, a command runs without a pause, as in Redis, so no client sees a part of its effect. The
-table defines the parts of a longer command, see `Parts`. Other clients have their turn between the parts. A long
-command without parts is refused: it would delay all clients. The rights for all parts are checked before the first
-part, and not again: the command runs with the rights at its start. When a part fails, the command ends, and the effects
-of the parts before it stay.
+A command of up to `WORDS_PER_STEP` words runs in one step, as in Redis, so no client sees a part of its effect. A
+longer command runs in parts, which its row defines (`Parts`), and other clients have their turn between the parts. A
+long command without parts is refused, because it would delay all clients. The rights for all parts are checked before
+the first part, and not later: the command runs with the rights at its start. When a part fails, the command ends, and
+the effects of the parts before it stay.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ _RIGHTS = 16 * _CHECKS  # comparisons above which the rights are checked in step
 
 
 def begin(client: Client, spec: Spec, words: Command) -> Stream:
-    """Return the reply to a command of very many words. Raises ReplyError, Paused."""
+    """Return the reply to a command of more than WORDS_PER_STEP words: a Stream that runs its parts.
+
+    Raises ReplyError if the command is refused, Paused if it has to wait for the end of a CLIENT PAUSE.
+    """
     if queues(client, spec):
         raise too_much_queued()
     if not client.fast_path_ok:
@@ -53,18 +56,21 @@ def begin(client: Client, spec: Spec, words: Command) -> Stream:
 
 
 def are_many_rights(client: Client, words: Command) -> bool:
-    """Return whether checking the rights takes long, because very many keys are compared with very many patterns."""
+    """Return whether the check of the rights takes so long that it has to run in steps: very many words, each compared
+    with very many patterns. False inside a transaction.
+    """
     return client.user is not None and client.user.cost * len(words) > _RIGHTS and client.transaction is None
 
 
 def after_rights(client: Client, spec: Spec, words: Command) -> Stream:
-    """Return the reply to a command for which `are_many_rights` holds: check the rights in steps, then run it. Raises
-    ReplyError, Paused.
+    """Return the reply to a command for which `are_many_rights` holds: a Stream that checks the rights in steps, and
+    then runs the command. Raises ReplyError or Paused as `admit`.
     """
     admit(client, spec)
     client.last_command = spec.name
 
     def steps() -> Iterator[Reply]:
+        """Check the rights, then yield the reply; an error is the reply if a right is missing."""
         try:
             assert client.user is not None
             at_once = max(_CHECKS // client.user.cost, 1)
@@ -81,9 +87,10 @@ def after_rights(client: Client, spec: Spec, words: Command) -> Stream:
 
 
 def freed_after(error: ReplyError, words: Command) -> Stream:
-    """Return an error as the reply to a command of very many words, which are freed in steps."""
+    """Return a Stream that sends an error, and then frees the words of a command of very many words in steps."""
 
     def steps() -> Iterator[Reply]:
+        """Yield the error, then free the words."""
         yield error
         yield from freed(words)
 
@@ -91,7 +98,7 @@ def freed_after(error: ReplyError, words: Command) -> Stream:
 
 
 def _run_whole(client: Client, spec: Spec, words: Command) -> Iterator[Reply]:
-    """Yield the waits before a command, then the items of its reply. Raises ReplyError."""
+    """Wait until a command can run, run it as a whole, and yield the items of its reply. Raises ReplyError."""
     hold = yield from _ready(client, spec, words)
     reply = run_with_client_flags(client, spec, words)
     del hold
@@ -99,6 +106,9 @@ def _run_whole(client: Client, spec: Spec, words: Command) -> Iterator[Reply]:
 
 
 def _steps(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterator[Reply]:
+    """Check the rights of each part, run the parts or the command as a whole, and yield the items of the reply. Then
+    free the words.
+    """
     try:
         if not client.fast_path_ok:
             for part in _divided(spec, parts, words):
@@ -117,17 +127,17 @@ def _steps(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterator
 
 
 def _divided(spec: Spec, parts: Parts, words: Command) -> Iterable[Command]:
-    """Yield the words of each part."""
+    """Yield the words of each part: the name, the first arguments, and up to `_PART` items."""
     first = spec.words + parts.first
     size = _PART * parts.width
     return (words[:first] + words[start : start + size] for start in range(first, len(words), size))
 
 
 def _ready(client: Client, spec: Spec, words: Command) -> Steps[Hold | None]:
-    """Yield waits until a command can run: there is room, and its values are in memory. Return the hold of these
-    values, which the caller keeps until the command has run.
+    """Yield waits until a command can run: memory and disk have space, and the values that it needs are in memory.
 
-    Raises ReplyError if memory or disk do not allow it.
+    Return the hold that keeps these values in memory, or None. The caller keeps a reference to the hold until the
+    command has run. Raises ReplyError if memory is full, or the disk fails.
     """
     hold: Hold | None = None
     while True:
@@ -154,7 +164,7 @@ def _flat(reply: Reply) -> Iterator[Reply]:
 
 
 def _joined(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterator[Reply]:
-    """Run the parts one after the other, and yield their joined replies."""
+    """Run the parts one after the other, and yield the reply that their replies make together, see `Parts.joined`."""
     total: Reply = 0
     if parts.joined == "array":
         yield Raw(b"*%d\r\n" % (parts.items * (len(words) - spec.words - parts.first)))
@@ -177,7 +187,9 @@ def _joined(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterato
 
 
 def _items(client: Client, reply: Reply, count: int) -> Iterator[Reply]:
-    """Yield the items of an array of `count` items without its header. Repeat an error reply for each item."""
+    """Yield the items of one part's array reply without the array's header. An error reply stands for all `count`
+    items.
+    """
     begun = False
     for step in _flat(reply):
         if begun or type(step) is Wait or step == ():
@@ -192,8 +204,10 @@ def _items(client: Client, reply: Reply, count: int) -> Iterator[Reply]:
 
 
 def execute(client: Client, words: Command) -> Reply:
-    """Run or queue one command, and return its reply; errors are replies, too. Raises Paused or Postponed if the
-    command has to wait.
+    """Run a command, or queue it after MULTI, and return its reply; errors are replies, too.
+
+    `words` are all words of the command. Raises Paused if it has to wait for the end of a CLIENT PAUSE, Postponed if it
+    has to wait for memory, disk or messages. The session then calls this function once more with the same words.
     """
     spec = None
     try:

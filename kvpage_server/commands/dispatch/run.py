@@ -1,4 +1,4 @@
-"""Calls of admitted commands. Their cost is counted, and an exception becomes an error reply."""
+"""Calls of commands that may run. The cost of a call is counted, and an exception becomes an error reply."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ _ALL_SHOWN = 32 * 1024  # bytes of all words together, because every byte is esc
 
 
 def shown(spec: Spec, words: Command, most: int) -> list[bytes]:
-    """Return a command's first words without secrets. Words longer than `most` bytes are cut, so that no page is
-    copied.
+    """Return a command's first words for MONITOR or the slow log, at most 1024 words and 32 KiB.
+
+    Words longer than `most` bytes are cut, so that no page is copied. The arguments of a `secret` command are redacted.
+    If words are left out, the last item says how many.
     """
     cut: list[bytes] = []
     left = _ALL_SHOWN
@@ -43,6 +45,7 @@ def shown(spec: Spec, words: Command, most: int) -> list[bytes]:
 
 
 def _cut(word: Argument, most: int) -> bytes:
+    """Return a word; of a word longer than `most` bytes the beginning, and the number of the other bytes."""
     body = word if isinstance(word, bytes) else word.body
     if len(body) <= most:
         return bytes(body)
@@ -50,6 +53,9 @@ def _cut(word: Argument, most: int) -> bytes:
 
 
 def note_slow(client: Client, spec: Spec, words: Command, took: int) -> None:
+    """Add a call that took `took` nanoseconds to the slow log and the latency events, if it exceeds their
+    thresholds.
+    """
     server = client.server
     threshold = server.config.slowlog_log_slower_than
     if 0 <= threshold <= took // 1000 and "skip_slowlog" not in spec.flags:
@@ -60,7 +66,10 @@ def note_slow(client: Client, spec: Spec, words: Command, took: int) -> None:
 
 
 def show_monitors(client: Client, spec: Spec, words: Command) -> None:
-    """Send a command to the clients with MONITOR, in Redis's format. Commands with the flag `admin` are left out."""
+    """Send a command to every client that has called MONITOR, in Redis's format.
+
+    Commands with the flags `admin` or `skip_monitor` are left out.
+    """
     if spec.flags & {"admin", "skip_monitor"}:
         return
     quoted = b" ".join(_quote(word) for word in shown(spec, words, _LONGEST_SHOWN))
@@ -70,13 +79,13 @@ def show_monitors(client: Client, spec: Spec, words: Command) -> None:
         monitor.push(line)
 
 
-_SPELT = {byte: b"\\x%02x" % byte for byte in range(256)} | {byte: b"%c" % byte for byte in range(0x20, 0x7F)}
-_SPELT |= {0x22: b'\\"', 0x5C: b"\\\\", 0x0A: b"\\n", 0x0D: b"\\r", 0x09: b"\\t", 0x07: b"\\a", 0x08: b"\\b"}
+_ESCAPED = {byte: b"\\x%02x" % byte for byte in range(256)} | {byte: b"%c" % byte for byte in range(0x20, 0x7F)}
+_ESCAPED |= {0x22: b'\\"', 0x5C: b"\\\\", 0x0A: b"\\n", 0x0D: b"\\r", 0x09: b"\\t", 0x07: b"\\a", 0x08: b"\\b"}
 
 
 def _quote(word: bytes) -> bytes:
     """Return the word in quotes, with escapes for bytes that are not printable."""
-    return b'"%b"' % b"".join(map(_SPELT.__getitem__, word))
+    return b'"%b"' % b"".join(map(_ESCAPED.__getitem__, word))
 
 
 log = logging.getLogger("kvpage")
@@ -86,7 +95,10 @@ _INTERNAL = "ERR internal error, the server's log says more"
 
 
 def run(client: Client, spec: Spec, words: Command) -> Reply:
-    """Call the function of an admitted command, and return its reply; errors are replies, too. Raises Postponed."""
+    """Call the function of a command that passed all checks, and return its reply; errors are replies, too.
+
+    The call is counted. `words` are all words of the command. Raises Postponed if the function itself has to wait.
+    """
     server = client.server
     if server.monitors:
         show_monitors(client, spec, words)
@@ -113,7 +125,8 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
 
 
 def error_reply(client: Client, spec: Spec, words: Command, error: Exception) -> ReplyError:
-    """Return the error reply for an exception. Raises Postponed.
+    """Return the error reply for an exception of a command, count it, and log unexpected exceptions. If `error` is a
+    Postponed, it is raised.
 
     The exception's traceback is removed, because its frames keep the command's words in memory.
     """
@@ -128,24 +141,29 @@ def error_reply(client: Client, spec: Spec, words: Command, error: Exception) ->
 
 
 def run_with_client_flags(client: Client, spec: Spec, words: Command) -> Reply:
-    """Run a command with the client's settings: CLIENT NO-TOUCH and CLIENT TRACKING."""
+    """Run a command for a client that is not on the fast path, with CLIENT NO-TOUCH, and end the effect of CLIENT
+    CACHING.
+    """
     reply = run_part(client, spec, words)
     end_caching(client, spec)
     return reply
 
 
 def run_part(client: Client, spec: Spec, words: Command) -> Reply:
-    """Run a command or a part of it with CLIENT NO-TOUCH. CLIENT CACHING still holds afterwards."""
+    """Run a command, or a part of it, with the client's CLIENT NO-TOUCH. The effect of CLIENT CACHING goes on
+    afterwards.
+    """
     return run(client, spec, words) if client.touches else _run_untouched(client, spec, words)
 
 
 def _run_untouched(client: Client, spec: Spec, words: Command) -> Reply:
-    """Run a command and the steps of its reply. Their reads do not count as uses."""
+    """Run a command and the steps of its reply, without counting its reads as uses for the eviction policy."""
     keyspace = client.server.keyspace
     with keyspace.reader.untouched():
         reply = run(client, spec, words)
 
     def items() -> Iterator[Reply]:
+        """Yield the items of the streamed reply. The reads of each step do not count as uses."""
         while True:
             with keyspace.reader.untouched():
                 item = next(reply.items, Stream)
@@ -157,7 +175,10 @@ def _run_untouched(client: Client, spec: Spec, words: Command) -> Reply:
 
 
 def run_queued(client: Client, spec: Spec, words: Command) -> list[Piece]:
-    """Return the whole reply to a command of a transaction, encoded in the client's current protocol."""
+    """Run a queued command in EXEC, and return its whole reply, encoded in the client's current protocol.
+
+    A streamed reply is run to its end, without other clients in between. Errors are replies, too.
+    """
     reply, pieces = _run_queued(client, spec, words), list[Piece]()
     try:
         if type(reply) is Stream:
@@ -170,7 +191,9 @@ def run_queued(client: Client, spec: Spec, words: Command) -> list[Piece]:
 
 
 def _without_waiting(steps: Iterator[Reply]) -> Iterator[Reply]:
-    """Yield the steps of a reply. Replace waits by their synchronous function."""
+    """Yield the steps of a reply. A Wait with `now` is replaced by a call of that function, which does the work at
+    once.
+    """
     for step in steps:
         if type(step) is Wait and step.now is not None:
             step.now()
@@ -179,7 +202,10 @@ def _without_waiting(steps: Iterator[Reply]) -> Iterator[Reply]:
 
 
 def _run_queued(client: Client, spec: Spec, words: Command) -> Reply:
-    """Run a command of a transaction if the user still has the right to it."""
+    """Run a queued command if the user still has the rights for it, and return its reply; errors are replies, too.
+
+    A command that would have to wait is refused, because EXEC does not wait.
+    """
     try:
         check_rights(client, spec, words)
     except ReplyError as error:
@@ -197,12 +223,15 @@ def _run_queued(client: Client, spec: Spec, words: Command) -> Reply:
 
 
 def in_steps(client: Client, spec: Spec, reply: Stream) -> Stream:
-    """Return a streamed reply that turns an exception before its first item into an error reply."""
+    """Return a Stream that turns an exception into an error reply. If an item was sent before, an unexpected exception
+    is raised instead, and closes the connection. A Stream with a `length` is returned unchanged.
+    """
     assert not spec.preloads, f"what {spec.name} needs may leave memory between its steps"
     if reply.length is not None:
         return reply
 
     def items() -> Iterator[Reply]:
+        """Yield the items of the reply, or an error."""
         begun = False
         try:
             for item in reply.items:
@@ -220,12 +249,14 @@ def in_steps(client: Client, spec: Spec, reply: Stream) -> Stream:
 
 
 def _refusal(error: Exception) -> ReplyError:
+    """Return the error reply for one of `_REFUSALS`."""
     if isinstance(error, ReplyError):
         return error
     return ReplyError(f"{'OOM' if isinstance(error, OverLimit) else 'ERR'} {error}")
 
 
 def _failed(client: Client, spec: Spec, error: ReplyError) -> ReplyError:
+    """Count a failed call and its error code. Return the error without its traceback."""
     client.server.stats.calls[spec.name].failed += 1
     client.server.stats.note_error(str(error))
     return bare(error)
@@ -235,12 +266,16 @@ def _failed(client: Client, spec: Spec, error: ReplyError) -> ReplyError:
 
 
 def caller_of(client: Client, parser: Parser) -> Caller:
-    """Return the core's caller for a client. It must not be used while a client has called MONITOR."""
+    """Return the core's `Caller`, which calls commands of a client on the fast path. It must not be used while any
+    client has called MONITOR.
+    """
     return Caller(client, parser, _rows(), _may_run, note_slow)
 
 
 def finish_call(client: Client, spec: Spec, words: Command, reply: Reply, error: Exception | None) -> Reply:
-    """Return the reply to a command that the core has called, but could not encode. Raises Postponed."""
+    """Return the reply to a command that the core has called, but whose result it cannot encode: a Stream, another type
+    of reply, or the exception `error`. Raises Postponed.
+    """
     if error is None:
         return in_steps(client, spec, reply) if type(reply) is Stream else reply
     return error_reply(client, spec, words, error)
@@ -248,11 +283,12 @@ def finish_call(client: Client, spec: Spec, words: Command, reply: Reply, error:
 
 @cache
 def _rows() -> dict[Argument, Callee]:
-    """Return the commands for the core, by the word that clients send."""
+    """Return the commands that the core may call, by the word that clients send, in lower and upper case."""
     return {word: _row(spec) for word, spec in BY_WORD.items() if spec.name not in SUBCOMMANDS and not spec.runs_queued}
 
 
 def _row(spec: Spec) -> Callee:
+    """Return a command's row for the core."""
     most = spec.arity if spec.arity > 0 else WORDS_PER_STEP
     written = spec.keys[0] if spec.writes_keys and not spec.writes_several else 0
     asks = spec.stores or spec.writes_keys
@@ -260,8 +296,10 @@ def _row(spec: Spec) -> Callee:
 
 
 def _may_run(client: Client, spec: Spec, words: Command) -> bool:
-    """Return whether the core may call a command: memory is not full, it does not wait for the disk, and it writes no
-    index key. The core asks for commands with `Callee.asks`.
+    """Return whether the core may call a command now. Otherwise the command takes the other path, `execute`.
+
+    It may if memory is not full, few messages wait to be sent, the command does not wait for the disk, and it writes no
+    index key. The core calls this only for commands with `Callee.asks`.
     """
     tiered = client.server.tiered
     if (spec.stores and client.keyspace.memory.is_full) or client.server.channels.is_full:

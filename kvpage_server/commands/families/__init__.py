@@ -1,7 +1,9 @@
-"""The commands, a module for each family; the import of this package fills the command table.
+"""The commands, with a package for each group; the import of this package fills the command table.
 
-A function is decorated with its row of the table. Work for every command belongs in `dispatch/`, and functions that
-store or find values belong in the store.
+A command is a function with a decorator that contains its row of the table. It gets the client and the words after the
+command's name, and returns the reply, or raises ReplyError. The docstrings of the groups `page` and `set` are the
+descriptions of replies in docs/commands.md. Work for every command belongs in `dispatch/`, and functions that store or
+find values belong in the store.
 """
 
 from kvpage_server.commands.families import connections, keys, pages, server

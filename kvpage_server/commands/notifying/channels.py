@@ -1,7 +1,8 @@
 """Subscriptions of clients to channels, by name or by pattern, and delivery of messages.
 
-A message for a few subscribers is sent at once. A message for many is sent in steps, some subscribers in every turn of
-the loop. Later messages wait in a queue, so that every client gets them in the order of publication.
+A message for up to 32 subscribers is sent immediately. A message for more is sent in steps, at most a millisecond of
+them in one turn of the event loop. Messages that are published meanwhile wait in a queue, so that every client gets
+them in the order of publication.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvpage_server.resp import Push, Raw, Reply, Wait, encode
 
 
 class Mode:
-    """A client's options of CLIENT TRACKING."""
+    """The options that a client gave to CLIENT TRACKING."""
 
     redirect = 0  # the id of the client that gets the messages; 0 for the client itself
     broadcast = False
@@ -36,14 +37,16 @@ class Mode:
 
     @property
     def notes_reads(self) -> bool:
-        """Whether the keys of the current read are noted."""
+        """Whether the keys that the current command reads are noted, so that the client gets a message when they
+        change.
+        """
         if self.broadcast:
             return False
         return self.caching_called if self.opt_in else not (self.opt_out and self.caching_called)
 
 
 class Recipient(Protocol):
-    """A client that can get messages."""
+    """A client that can get messages: the part of `Client` that this package uses."""
 
     id: int
     protocol: int
@@ -60,23 +63,23 @@ class Recipient(Protocol):
         """The user that it has logged in as."""
 
     def keep(self, nbytes: int) -> None:
-        """Add `nbytes` to the memory that the server keeps for it; negative to subtract."""
+        """Add `nbytes` to the memory that the server keeps for the client; negative to subtract."""
 
     def push(self, message: Reply) -> None:
-        """Send a message."""
+        """Send a message after the replies and messages that are queued already."""
 
     def update_fast_path(self) -> None:
-        """Note a change of subscriptions or tracking."""
+        """Note that the client's subscriptions or tracking have changed."""
 
     @property
     def sees_all(self) -> bool:
-        """Whether it may read every key."""
+        """Whether the client may read every key."""
 
     def sees(self, key: bytes) -> bool:
-        """Return whether it may read a key, and so may know that it exists."""
+        """Return whether the client may read a key, and so may know that it exists."""
 
     def may_see_some(self, prefix: bytes) -> bool:
-        """Return False if it may read no key that begins with a prefix."""
+        """Return False if the client may read no key that begins with `prefix`."""
 
 
 Listeners = dict[Recipient, None]  # in order of subscription
@@ -104,9 +107,11 @@ class Channels:
         self.is_full = False
 
     def __bool__(self) -> bool:
+        """Return whether any client is subscribed to a channel or a pattern."""
         return bool(self.by_name or self.by_pattern)
 
     def subscribe(self, client: Recipient, channel: bytes) -> None:
+        """Subscribe a client to a channel. A second subscription of the same client changes nothing."""
         if channel not in client.channels:
             client.keep(len(channel) + _CHANNEL)
         client.channels[channel] = None
@@ -114,6 +119,7 @@ class Channels:
         client.update_fast_path()
 
     def unsubscribe(self, client: Recipient, channel: bytes) -> None:
+        """End a client's subscription to a channel, if it has one."""
         if channel in client.channels:
             del client.channels[channel]
             client.keep(-len(channel) - _CHANNEL)
@@ -121,13 +127,16 @@ class Channels:
         client.update_fast_path()
 
     def _leave(self, channel: bytes, client: Recipient) -> None:
+        """Remove a client from the subscribers of a channel."""
         listeners = self.by_name.get(channel, {})
         listeners.pop(client, None)
         if not listeners:
             self.by_name.pop(channel, None)
 
     def psubscribe(self, client: Recipient, pattern: bytes) -> None:
-        """Subscribe a client to every channel that matches a pattern. Raises PatternTooLong."""
+        """Subscribe a client to every channel that matches a pattern. Raises PatternTooLong. The compilation of a new
+        pattern takes some milliseconds if it is long.
+        """
         found = self.by_pattern.get(pattern)
         if found is None:
             found = pattern, {}
@@ -139,6 +148,7 @@ class Channels:
         client.update_fast_path()
 
     def punsubscribe(self, client: Recipient, pattern: bytes) -> None:
+        """End a client's subscription to a pattern, if it has one."""
         if pattern in client.patterns:
             del client.patterns[pattern]
             client.keep(-_size_of(pattern))
@@ -146,6 +156,7 @@ class Channels:
         client.update_fast_path()
 
     def _leave_pattern(self, pattern: bytes, client: Recipient) -> None:
+        """Remove a client from the subscribers of a pattern."""
         found = self.by_pattern.get(pattern)
         if found is not None:
             found[1].pop(client, None)
@@ -153,13 +164,16 @@ class Channels:
                 self.by_pattern.remove(pattern)
 
     def forget(self, client: Recipient) -> None:
-        """Remove all subscriptions of a client. If it has many, this is done in steps; it gets no more messages."""
+        """Remove all subscriptions of a client. It gets no message of a channel after this call. If it has many
+        channels, they are removed in steps.
+        """
         channels, patterns = client.channels, client.patterns
         client.channels, client.patterns = {}, {}
         client.keep(-sum(map(len, channels)) - _CHANNEL * len(channels) - sum(map(_size_of, patterns)))
         client.update_fast_path()
 
         def steps() -> Steps:
+            """Remove the client from its former channels and patterns, unless it has subscribed once more."""
             for number, channel in enumerate(channels, start=1):
                 if channel not in client.channels:  # it may have subscribed again
                     self._leave(channel, client)
@@ -178,9 +192,10 @@ class Channels:
     # -- messages ----------------------------------------------------------------------------------------------------
 
     def publish(self, channel: bytes, message: bytes, about: bytes | None = None) -> int:
-        """Send a message to all subscribers of a channel. If it is about a key, only those with a right to it get it.
+        """Send a message to all subscribers of a channel, and return their number.
 
-        Return the number of all subscribers. The message is encoded once for each protocol, not for each subscriber.
+        If the message is about a key, `about`, only clients that may read this key get it, but all are counted. The
+        message is encoded once for each protocol, not for each subscriber.
         """
         recipients = self._recipients(channel, message)
         count = sum(len(listeners) for listeners, _ in recipients)
@@ -189,10 +204,10 @@ class Channels:
         return count
 
     def publish_all(self, messages: Iterator[Sequence[tuple[bytes, bytes, bytes]]], size: int) -> None:
-        """Publish very many messages: channel, message, and the key that it is about. They are created when they are
-        sent, a few of them, or none, in each step.
+        """Publish very many messages in steps. Each message is (channel, message, key that it is about).
 
-        Together they count as `size` bytes of messages that wait.
+        The iterator yields a few messages, or none, for each step, and creates them when they are sent. Until the end,
+        all of them together count as `size` bytes of messages that wait.
         """
 
         def steps() -> Steps:
@@ -209,12 +224,14 @@ class Channels:
         return bool(self._under_way)
 
     def all_sent(self) -> Iterator[Reply]:
-        """Yield a step of a reply, which waits until all messages published so far have been sent."""
+        """Yield one Wait for the delivery of all messages published so far; nothing if none waits. In a transaction,
+        which does not wait, all messages are sent at once.
+        """
         if self._under_way:
             yield Wait(self.when_sent, now=self._send_to_all)
 
     def when_sent(self, then: Callable[[], None]) -> None:
-        """Call `then` when all messages published so far have been sent."""
+        """Call `then` when all messages published so far have been sent, in a later turn of the event loop."""
 
         def steps() -> Steps:
             then()
@@ -223,7 +240,9 @@ class Channels:
         self._do(steps(), at_once=False)
 
     def _recipients(self, channel: bytes, message: bytes) -> list[tuple[Listeners, list[Reply]]]:
-        """Return the subscribers of a channel, grouped by the message that they get."""
+        """Return groups of subscribers of a channel, each with the items of the message that they get: one group for
+        the name, and one for each matching pattern.
+        """
         listeners = self.by_name.get(channel)
         recipients: list[tuple[Listeners, list[Reply]]] = []
         if listeners:
@@ -235,8 +254,9 @@ class Channels:
     # -- in turns ----------------------------------------------------------------------------------------------------
 
     def _do(self, steps: Steps, size: int = 0, *, at_once: bool) -> None:
-        """Run steps, which take `size` bytes of memory: now if `at_once` and no others wait, otherwise in turns of the
-        loop after the others.
+        """Run the steps of a delivery, which keep `size` bytes in memory.
+
+        They run now if `at_once` and no others wait. Otherwise they run after the others, in turns of the event loop.
         """
         if at_once and not self._under_way:
             for _ in steps:
@@ -248,6 +268,7 @@ class Channels:
             asyncio.get_running_loop().call_soon(self._take_turn)
 
     def _take_turn(self) -> None:
+        """Run waiting steps for up to `_TURN` nanoseconds, and plan the next turn if some are left."""
         end = monotonic_ns() + _TURN
         while self._under_way:
             for _ in self._under_way[0][0]:
@@ -257,6 +278,7 @@ class Channels:
             self._grow(-self._under_way.popleft()[1])
 
     def _send_to_all(self) -> None:
+        """Run all waiting steps now."""
         while self._under_way:
             steps, size = self._under_way.popleft()
             self._grow(-size)
@@ -264,17 +286,20 @@ class Channels:
                 pass
 
     def _grow(self, size: int) -> None:
+        """Add `size` bytes to the messages that wait, and update `is_full`."""
         self._size += size
         self.is_full = self._size > MOST_WAITING
 
 
 def _size_of(pattern: bytes) -> int:
-    """Return the bytes that a client's subscription to a pattern takes."""
+    """Return the bytes that the server keeps for a client's subscription to a pattern."""
     return _CHANNEL + _COMPILED * len(pattern)
 
 
 def _push(recipients: list[tuple[Listeners, list[Reply]]], about: bytes | None) -> Steps:
-    """Send messages in steps of `_FEW` subscribers. Skip clients that have unsubscribed meanwhile."""
+    """Send messages to groups of subscribers; yield after `_FEW` of them. Skip clients that have unsubscribed
+    meanwhile, and clients that may not read the key `about`.
+    """
     for listeners, items in recipients:
         encoded: dict[int, Raw] = {}
         everybody = iter(list(listeners))
@@ -284,12 +309,13 @@ def _push(recipients: list[tuple[Listeners, list[Reply]]], about: bytes | None) 
                 if items[1] in subscribed and (about is None or client.sees(about)):
                     protocol = client.protocol
                     if protocol not in encoded:
-                        encoded[protocol] = _spelt(items, protocol)
+                        encoded[protocol] = _encode_push(items, protocol)
                     client.push(encoded[protocol])
             yield
 
 
-def _spelt(items: list[Reply], protocol: int) -> Raw:
+def _encode_push(items: list[Reply], protocol: int) -> Raw:
+    """Return an out-of-band message of these items, encoded for RESP `protocol` (2 or 3)."""
     out: list[Piece] = []
     encode(Push(items), protocol, out)
     return Raw(b"".join(piece if isinstance(piece, bytes) else piece.view for piece in out))

@@ -36,7 +36,10 @@ _NO_CHANGE = ("keymiss", "new")  # a new key also causes the event of the comman
 
 
 class KeyEvents:
-    """Receiver of a keyspace's events. It listens only while clients watch or track keys, or events are published."""
+    """Distributor of a keyspace's events.
+
+    It receives events only while clients watch or track keys, or `notify-keyspace-events` is set.
+    """
 
     def __init__(self, keyspace: Keyspace, channels: Channels, tracking: Tracking) -> None:
         self.acting: Recipient | None = None  # the client that runs a command at the moment
@@ -49,11 +52,14 @@ class KeyEvents:
         self._notified = ""  # the value of notify-keyspace-events: classes, K and E
 
     def notify(self, flags: str) -> None:
-        """Publish the events of these classes from now on. `flags` is a value of notify-keyspace-events."""
+        """Publish the events of some classes from now on. `flags` is a value of notify-keyspace-events, for example
+        "KEA"; "" for none.
+        """
         self._notified = flags.replace("A", "g$lshzxetd")
         self._listen()
 
     def _listen(self) -> None:
+        """Register for the keyspace's events if any of them is used here, otherwise end the registration."""
         wanted = self._watchers or self.tracking or ("K" in self._notified or "E" in self._notified)
         self._keyspace.contents.on_event = self._happened if wanted else None
         self._keyspace.contents.on_block = self._happened_to_block if wanted else None
@@ -71,7 +77,7 @@ class KeyEvents:
             self._listen()
 
     def unwatch(self, client: Recipient) -> None:
-        """Stop watching for a client, and reset its noted changes."""
+        """Stop watching all keys of a client, and reset its noted changes."""
         for key in client.watching:
             watchers = self._watchers[key]
             watchers.discard(client)
@@ -88,21 +94,22 @@ class KeyEvents:
         client.watched_changed, client.watched_until = False, 0
 
     def track(self, client: Recipient, mode: Mode) -> None:
-        """Start tracking for a client."""
+        """Start CLIENT TRACKING for a client with the options `mode`."""
         self.tracking.begin(client, mode)
         self._listen()
 
     def untrack(self, client: Recipient) -> None:
-        """Stop tracking for a client."""
+        """Stop CLIENT TRACKING for a client, if it tracks."""
         self.tracking.end(client)
         self._listen()
 
     def forget(self, client: Recipient) -> None:
-        """Remove a client that has disconnected."""
+        """Stop watching and tracking for a client that has disconnected."""
         self.unwatch(client)
         self.untrack(client)
 
     def _happened(self, event: str, key: bytes) -> None:
+        """Distribute an event of a key, for example "del". The event "flush" is about all keys."""
         if event == "flush":
             self.tracking.flushed()
             for watched in self._watchers:
@@ -117,8 +124,10 @@ class KeyEvents:
         self._notify(event, key)
 
     def _happened_to_block(self, keys: BlockKeys, events: Iterator[tuple[str, bytes]]) -> None:
-        """Handle an event of all keys of a block, of which there may be 131,072. `events` has (event, key) of each key,
-        in order. They are published in steps, and each is created then.
+        """Distribute events of all keys of a block, of which there may be 131,072. `events` yields (event, key) for
+        each key, in order.
+
+        Messages of the events are published in steps, and each is created in its step.
         """
         for key in self._pages.get((keys.req_id, keys.page), ()):
             if key in keys:
@@ -132,11 +141,14 @@ class KeyEvents:
             self._channels.publish_all(messages, (len(first) + _EVENT) * len(keys))
 
     def _notify(self, event: str, key: bytes) -> None:
+        """Publish the messages for an event of a key."""
         for channel, message, about in self._messages(event, key):
             self._channels.publish(channel, message, about)
 
     def _messages(self, event: str, key: bytes) -> list[tuple[bytes, bytes, bytes]]:
-        """Return the messages for an event: channel, message, and key."""
+        """Return the messages for an event, each as (channel, message, key): none, one or two, by
+        `notify-keyspace-events`.
+        """
         messages = []
         if _CLASS.get(event, "") in self._notified:
             name = event.encode()
@@ -147,24 +159,26 @@ class KeyEvents:
         return messages
 
     def _exists(self, watched: bytes) -> bool:
+        """Return whether a watched key exists: as a value, or as the index key of a request with pages."""
         req_id = derived_from(watched)
         if req_id is not None and self._keyspace.listing.has_pages(req_id):
             return True
         return self._keyspace.contents.find(watched) is not None
 
     def _mark(self, key: bytes) -> None:
+        """Note that a watched key has changed: the next EXEC of the clients that watch it fails."""
         for client in self._watchers.get(key, ()):
             client.watched_changed = True
 
     def _mark_derived(self, key: bytes) -> None:
-        """Mark the watched keys that change with a page."""
+        """If `key` is a page's, note a change of the watched keys that change with every page of its request."""
         if self._derived and (page := page_named(key)) is not None:
             for watched in self._derived.get(page.req_id, ()):
                 self._mark(watched)
 
 
 def _discard(sets: dict[K, set[bytes]], name: K, key: bytes) -> None:
-    """Remove a key from one of some sets, which is deleted when it is empty."""
+    """Remove a key from the set under `name`, and delete the set when it is empty."""
     keys = sets[name]
     keys.discard(key)
     if not keys:

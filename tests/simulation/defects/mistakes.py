@@ -334,8 +334,8 @@ MISTAKES = [
         "protocol-of-the-first",
         _COMMANDS + "notifying.channels",
         "_push",
-        "                    if protocol not in encoded:\n                        encoded[protocol] = _spelt(items, protocol)\n                    client.push(encoded[protocol])",
-        "                    if not encoded:\n                        encoded[0] = _spelt(items, protocol)\n                    client.push(encoded[0])",
+        "                    if protocol not in encoded:\n                        encoded[protocol] = _encode_push(items, protocol)\n                    client.push(encoded[protocol])",
+        "                    if not encoded:\n                        encoded[0] = _encode_push(items, protocol)\n                    client.push(encoded[0])",
         "all listeners are told in the protocol of the first",
     ),
     Mistake(

@@ -1,4 +1,6 @@
-"""CLIENT's commands for client-side caching: TRACKING, TRACKINGINFO, CACHING, GETREDIR. See `notifying/tracking.py`."""
+"""The subcommands of CLIENT for client-side caching: TRACKING, TRACKINGINFO, CACHING, GETREDIR. See
+`notifying/tracking.py`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ _tracking = partial(command, flags="noscript loading stale keeps_caching", group
     summary="Sends the connection a message when a key that it read changes, for a cache in the client.",
 )
 def client_tracking(client: Client, args: list[Argument]) -> Reply:
-    """OK. In RESP2 another connection receives the messages: the one with the id after REDIRECT, which subscribes to
+    """Turn client-side caching for the connection on or off, and return OK.
+
+    A RESP2 client needs another connection for the messages: the one with the id after REDIRECT, which subscribes to
     the channel `__redis__:invalidate`.
     """
     state, *words = plain_all(args)
@@ -45,7 +49,7 @@ def client_tracking(client: Client, args: list[Argument]) -> Reply:
 
 
 def _mode(client: Client, words: list[bytes]) -> tuple[Mode, list[bytes]]:
-    """Return the mode and the prefixes in the options. Raises ReplyError."""
+    """Return the mode and the prefixes in CLIENT TRACKING's options. Raises ReplyError."""
     mode, prefixes = Mode(), []
     rest = iter(words)
     for word in rest:
@@ -69,7 +73,9 @@ def _mode(client: Client, words: list[bytes]) -> tuple[Mode, list[bytes]]:
 
 
 def _redirect(client: Client, mode: Mode, value: bytes) -> int:
-    """Return the id after REDIRECT. Raises ReplyError unless it is that of a client that this client may see."""
+    """Return the client id after REDIRECT. Raises ReplyError unless it is the id of a client that this client
+    may see.
+    """
     if mode.redirect:
         raise ReplyError("ERR A client can only redirect to a single other client")
     number = integer(value)
@@ -80,7 +86,9 @@ def _redirect(client: Client, mode: Mode, value: bytes) -> int:
 
 
 def _check(client: Client, mode: Mode, prefixes: list[bytes]) -> None:
-    """Raise ReplyError if options contradict each other or the current mode."""
+    """Raise ReplyError if the options contradict each other or the client's current mode, or if prefixes are too long,
+    too many or overlap.
+    """
     before = client.tracking
     if prefixes and not mode.broadcast:
         raise ReplyError("ERR PREFIX option requires BCAST mode to be enabled")
@@ -103,6 +111,7 @@ def _check(client: Client, mode: Mode, prefixes: list[bytes]) -> None:
 
 
 def _check_overlaps(prefixes: list[bytes], existing: list[bytes]) -> None:
+    """Raise ReplyError if one of the new `prefixes` overlaps with another one or an existing one."""
     overlapping = _overlapping([*prefixes, *existing])
     for place, prefix in enumerate(prefixes):
         if prefix not in overlapping:
@@ -119,7 +128,7 @@ def _check_overlaps(prefixes: list[bytes], existing: list[bytes]) -> None:
 
 
 def _overlapping(names: list[bytes]) -> set[bytes]:
-    """Return the names that are a prefix of another name, or have another name as a prefix.
+    """Return the names that are a prefix of another name, or have another name as a prefix. O(names log names).
 
     In sorted order, a name directly follows its prefixes and their other continuations.
     """
@@ -138,7 +147,9 @@ def _overlapping(names: list[bytes]) -> set[bytes]:
     summary="Says whether the keys of the next command, or transaction, are tracked.",
 )
 def client_caching(client: Client, args: list[Argument]) -> Reply:
-    """Return OK; YES requires OPTIN, NO requires OPTOUT."""
+    """Set whether the keys of the next command, or of the transaction, are tracked, and return OK. YES requires OPTIN,
+    NO requires OPTOUT.
+    """
     mode, word = client.tracking, plain(args[0]).upper()
     if mode is None:
         raise ReplyError(
@@ -160,7 +171,9 @@ def client_caching(client: Client, args: list[Argument]) -> Reply:
     summary="Returns the id of the connection that gets this one's tracking messages.",
 )
 def client_getredir(client: Client, args: list[Argument]) -> Reply:
-    """0 if it gets the messages itself, -1 if it does not track."""
+    """Return the id of the connection that gets the invalidation messages; 0 for the client's own connection, -1 if it
+    does not track.
+    """
     return client.redirection
 
 
@@ -172,13 +185,14 @@ def client_getredir(client: Client, args: list[Argument]) -> Reply:
     summary="Describes how the connection tracks keys.",
 )
 def client_trackinginfo(client: Client, args: list[Argument]) -> Reply:
-    """A map: flags, redirect, prefixes."""
+    """Return a map with the options of client-side caching: flags, redirect, prefixes."""
     mode = client.tracking
     described: dict[str, Any] = {"flags": dict.fromkeys(_flags(mode)).keys(), "redirect": client.redirection}
     return described | {"prefixes": sorted(mode.prefixes) if mode is not None else []}
 
 
 def _flags(mode: Mode | None) -> list[str]:
+    """Return the names of the options of a mode; "off" without a mode."""
     if mode is None:
         return ["off"]
     flags = {

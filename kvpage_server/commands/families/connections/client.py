@@ -1,4 +1,4 @@
-"""CLIENT: the client's own connection, and other connections that the user may see."""
+"""The subcommands of CLIENT, for the client's own connection and other connections that the user may see."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ container("client", group="connection", since="2.4.0", summary="A container for 
 
 @_own("client|id", since="5.0.0", reply="integer", summary="Returns the connection's id.")
 def client_id(client: Client, args: list[Argument]) -> Reply:
-    """Unique, growing."""
+    """Return the id of the client's connection. Ids are unique, and grow with time."""
     return client.id
 
 
 @_own("client|getname", since="2.6.9", reply="bulk | null", summary="Returns the connection's name.")
 def client_getname(client: Client, args: list[Argument]) -> Reply:
-    """Null if it has no name."""
+    """Return the name of the client's connection; null if it has none."""
     return client.name or None
 
 
 @_own("client|setname connection-name", since="2.6.9", reply="OK", summary="Names the connection.")
 def client_setname(client: Client, args: list[Argument]) -> Reply:
-    """An empty name removes it."""
+    """Set the name of the client's connection, and return OK. An empty name removes it."""
     client.name = checked_name(plain(args[0]))
     return OK
 
@@ -53,7 +53,7 @@ def client_setname(client: Client, args: list[Argument]) -> Reply:
     summary="Sets the name or version of the client library.",
 )
 def client_setinfo(client: Client, args: list[Argument]) -> Reply:
-    """Shown by CLIENT LIST."""
+    """Set the name or version of the client's library, which CLIENT LIST shows, and return OK."""
     option, value = plain_all(args)
     what = option.lower()
     if what not in (b"lib-name", b"lib-ver"):
@@ -68,7 +68,7 @@ def client_setinfo(client: Client, args: list[Argument]) -> Reply:
 
 @_own("client|info", since="6.2.0", reply="text", summary="Describes the connection.")
 def client_info(client: Client, args: list[Argument]) -> Reply:
-    """Return a line of CLIENT LIST."""
+    """Return the line of CLIENT LIST for the client's connection."""
     return Verbatim(_line(client))
 
 
@@ -81,7 +81,9 @@ def client_info(client: Client, args: list[Argument]) -> Reply:
     summary="Lists connections.",
 )
 def client_list(client: Client, args: list[Argument]) -> Reply:
-    """A line each. A client that may not read every key sees the connections of its own user."""
+    """Return a line for each connection that the user may see, and that the options select: all connections if it may
+    read every key, otherwise those of its own user.
+    """
     words = plain_all(args)
     option = words[0].upper() if words else b""
     chosen: Chosen
@@ -108,14 +110,19 @@ def client_list(client: Client, args: list[Argument]) -> Reply:
 
 
 def _line(other: Client) -> bytes:
+    """Return the line of CLIENT LIST for a client, with its line break."""
     return str(other).encode("utf-8", "surrogateescape") + b"\n"
 
 
 def _everyone(other: Client) -> bool:
+    """Return True: the condition that selects every client."""
     return True
 
 
 def _of_type(word: bytes) -> Chosen:
+    """Return a condition that selects clients of a type of Redis; no client has the types of replication. Raises
+    ReplyError for an unknown type.
+    """
     kind = word.lower()
     if kind not in _TYPES:
         raise ReplyError(f"ERR Unknown client type '{word.decode('ascii', 'backslashreplace')}'")
@@ -135,8 +142,8 @@ def _of_type(word: bytes) -> Chosen:
     summary="Ends connections.",
 )
 def client_kill(client: Client, args: list[Argument]) -> Reply:
-    """The number of closed connections; OK for the old form with an address. Only connections that CLIENT LIST shows
-    are closed.
+    """Close connections of CLIENT LIST that the options select. Return their number; OK for the old form with an
+    address, and then an error if there is no such connection.
     """
     words = plain_all(args)
     if len(words) == 1:
@@ -160,23 +167,31 @@ def client_kill(client: Client, args: list[Argument]) -> Reply:
 
 
 def _is(other: Client, chosen: list[Chosen]) -> bool:
+    """Return whether a client is connected, and fulfils all conditions."""
     return not other.gone and all(is_chosen(other) for is_chosen in chosen)
 
 
 def _end(client: Client, other: Client) -> Client:
-    """Close a client's connection; the own one is closed later. Return the client."""
+    """Close the connection of the client `other`, and return `other`. If it is the calling client, its connection is
+    left for the caller to close.
+    """
     if other is not client:
         other.connection.abort()
     return other
 
 
 def _of_address(word: bytes) -> Chosen:
+    """Return a condition that selects the client with an address ("host:port", or the path of a unix socket and a
+    number).
+    """
     address = word.decode("utf-8", "surrogateescape")
     return lambda other: other.address == address
 
 
 def _filters(client: Client, words: list[bytes]) -> tuple[list[Chosen], bool]:
-    """Return the conditions for connections to close, and whether the own connection is left out."""
+    """Return the conditions in CLIENT KILL's options, and whether the calling client is left out (SKIPME). Raises
+    ReplyError.
+    """
     if len(words) % 2:
         raise ReplyError(SYNTAX_ERROR)
     chosen: list[Chosen] = []
@@ -202,6 +217,9 @@ def _filters(client: Client, words: list[bytes]) -> tuple[list[Chosen], bool]:
 
 
 def _of_number(what: bytes, value: bytes) -> Chosen:
+    """Return the condition for the option `what`, ID or MAXAGE (seconds), with a number from 1 on. Raises
+    ReplyError.
+    """
     number = as_integer(value)
     if number is None or number <= 0:
         name = "client-id" if what == b"ID" else "maxage"
@@ -212,6 +230,9 @@ def _of_number(what: bytes, value: bytes) -> Chosen:
 
 
 def _of_user(client: Client, name: bytes) -> Chosen:
+    """Return a condition that selects the clients of a user. Raises ReplyError if there is no such user, or the client
+    may not see it.
+    """
     user = client.server.users.by_name.get(name)
     if user is None or not (client.sees_all or user is client.user):
         raise ReplyError(f"ERR No such user '{name.decode('utf-8', 'backslashreplace')}'")
@@ -226,7 +247,9 @@ def _of_user(client: Client, name: bytes) -> Chosen:
     summary="Makes every client's commands, or writes, wait for some milliseconds.",
 )
 def client_pause(client: Client, args: list[Argument]) -> Reply:
-    """A pause never shortens another."""
+    """Let the commands of all clients, or only the commands that write, wait for some milliseconds, and return OK. A
+    pause never shortens or weakens another.
+    """
     timeout, *mode = plain_all(args)
     if len(mode) > 1 or (mode and mode[0].upper() not in (b"WRITE", b"ALL")):
         raise ReplyError(SYNTAX_ERROR)
@@ -245,7 +268,7 @@ def client_pause(client: Client, args: list[Argument]) -> Reply:
 
 @_others("client|unpause", since="6.2.0", complexity="O(N) with N connections", reply="OK", summary="Ends a pause.")
 def client_unpause(client: Client, args: list[Argument]) -> Reply:
-    """Waiting clients go on."""
+    """End a CLIENT PAUSE, and return OK. Commands that wait run then."""
     client.server.end_pause()
     return OK
 
@@ -258,7 +281,7 @@ def client_unpause(client: Client, args: list[Argument]) -> Reply:
     summary="Unblocks a connection that waits in a blocking command; there are no such commands.",
 )
 def client_unblock(client: Client, args: list[Argument]) -> Reply:
-    """Always 0: no client waits."""
+    """Return 0: no client waits in a blocking command, because there are none."""
     number, *reason = plain_all(args)
     if reason and reason[0].upper() not in (b"TIMEOUT", b"ERROR"):
         raise ReplyError("ERR CLIENT UNBLOCK reason should be TIMEOUT or ERROR")
@@ -267,6 +290,7 @@ def client_unblock(client: Client, args: list[Argument]) -> Reply:
 
 
 def _on_or_off(args: list[Argument]) -> bool:
+    """Return whether the first argument is ON. Raises ReplyError if it is neither ON nor OFF."""
     word = plain(args[0]).upper()
     if word not in (b"ON", b"OFF"):
         raise ReplyError(SYNTAX_ERROR)
@@ -280,7 +304,9 @@ def _on_or_off(args: list[Argument]) -> bool:
     summary="Sets whether the connection may be closed when all connections hold too much memory.",
 )
 def client_no_evict(client: Client, args: list[Argument]) -> Reply:
-    """See maxmemory-clients."""
+    """Set whether the connection is spared when connections are closed because all hold more memory than
+    maxmemory-clients. Return OK.
+    """
     client.spared = _on_or_off(args)
     return OK
 
@@ -292,7 +318,9 @@ def client_no_evict(client: Client, args: list[Argument]) -> Reply:
     summary="Sets whether the connection's reads count as a use of keys.",
 )
 def client_no_touch(client: Client, args: list[Argument]) -> Reply:
-    """A backup can use it, so that its reads do not count as uses for eviction."""
+    """Set whether the client's reads do not count as uses of values for eviction, for example those of a backup. Return
+    OK.
+    """
     client.touches = not _on_or_off(args)
     client.update_fast_path()
     return OK
@@ -306,7 +334,9 @@ def client_no_touch(client: Client, args: list[Argument]) -> Reply:
     summary="Turns replies on or off, or leaves out the next one.",
 )
 def client_reply(client: Client, args: list[Argument]) -> Reply:
-    """OK for ON; no reply for the others."""
+    """Turn the replies to the client on or off, or only for the next command. Return OK for ON; OFF and SKIP have no
+    reply.
+    """
     word = plain(args[0]).upper()
     if word not in (b"ON", b"OFF", b"SKIP"):
         raise ReplyError(SYNTAX_ERROR)

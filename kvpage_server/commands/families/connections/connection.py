@@ -1,4 +1,4 @@
-"""The connection family: authentication, protocol, and state of a connection."""
+"""Commands for authentication, protocol, and state of a connection."""
 
 from __future__ import annotations
 
@@ -23,12 +23,16 @@ _AT_HAND = "noscript loading stale fast no_auth allow_busy"  # flags of commands
 
 
 def checked_name(name: bytes) -> bytes:
-    """Return a client name unchanged. Raises ReplyError if it is invalid."""
+    """Return a client name unchanged. Raises ReplyError for spaces, control characters or more than MOST_OF_A_NAME
+    bytes.
+    """
     return printable("Client names", name)
 
 
 def printable(what: str, value: bytes) -> bytes:
-    """Return a value unchanged. Raises ReplyError if it cannot be in a line of CLIENT LIST."""
+    """Return a value unchanged. Raises ReplyError, which begins with `what`, if the value cannot be a field of CLIENT
+    LIST.
+    """
     if not _PRINTABLE.match(value):
         raise ReplyError(f"ERR {what} cannot contain spaces, newlines or special characters.")
     if len(value) > MOST_OF_A_NAME:
@@ -46,7 +50,7 @@ _command = partial(command, group="connection")
     summary="Returns PONG, or the message.",
 )
 def ping(client: Client, args: list[Argument]) -> Reply:
-    """PONG, or the message; for a RESP2 client that listens to channels, in the form of a message."""
+    """Return PONG, or the message. A RESP2 client that is subscribed gets it in the form of a published message."""
     if len(args) > 1:
         raise ReplyError("ERR wrong number of arguments for 'ping' command")
     if client.protocol == 2 and (client.channels or client.patterns):
@@ -56,13 +60,13 @@ def ping(client: Client, args: list[Argument]) -> Reply:
 
 @_command("echo message", flags="loading stale fast", reply="bulk", summary="Returns the message.")
 def echo(client: Client, args: list[Argument]) -> Reply:
-    """The message."""
+    """Return the message."""
     return plain(args[0])
 
 
 @_command("select index", flags="loading stale fast", reply="OK", summary="Chooses the database; the only one is 0.")
 def select(client: Client, args: list[Argument]) -> Reply:
-    """OK for 0."""
+    """Return OK for database 0, the only one. Raises ReplyError for others."""
     index = integer(args[0])
     if not -(2**31) <= index < 2**31:
         raise ReplyError("ERR value is out of range, value must between -2147483648 and 2147483647")
@@ -79,7 +83,7 @@ def select(client: Client, args: list[Argument]) -> Reply:
     summary="Ends the connection once the reply is sent.",
 )
 def quit_(client: Client, args: list[Argument]) -> Reply:
-    """OK, then the connection is closed."""
+    """Return OK, after which the connection is closed."""
     client.close()
     return OK
 
@@ -93,8 +97,9 @@ def quit_(client: Client, args: list[Argument]) -> Reply:
     summary="Resets the connection to its initial state.",
 )
 def reset(client: Client, args: list[Argument]) -> Reply:
-    """It listens to nothing, has queued nothing, has no name, talks RESP2 and is the default user, if that needs no
-    password."""
+    """Reset the connection: no transaction, subscription, MONITOR, tracking or name, RESP2, and the default user if
+    that needs no password. Return RESET.
+    """
     client.end_transaction()
     client.server.channels.forget(client)
     client.server.monitors.pop(client, None)
@@ -116,7 +121,9 @@ def reset(client: Client, args: list[Argument]) -> Reply:
     summary="Authenticates the connection.",
 )
 def auth(client: Client, args: list[Argument]) -> Reply:
-    """OK; the name is `default` if not given."""
+    """Log the client in as a user, `default` without a name, and return OK. Raises ReplyError for a wrong password,
+    Postponed after many of them.
+    """
     if len(args) > 2:
         raise ReplyError(SYNTAX_ERROR)
     words = plain_all(args)
@@ -130,6 +137,9 @@ def auth(client: Client, args: list[Argument]) -> Reply:
 
 
 def _authenticate(client: Client, name: bytes, password: bytes) -> None:
+    """Log the client in as the user `name`. Raises ReplyError for a wrong password, which is counted and noted in the
+    ACL log, and Postponed as `_wait_for_its_turn`.
+    """
     _wait_for_its_turn(client)
     user = client.server.users.authenticate(name, password)
     if user is None or (client.needs_password and user.no_password):
@@ -140,7 +150,9 @@ def _authenticate(client: Client, name: bytes, password: bytes) -> None:
 
 
 def _wait_for_its_turn(client: Client) -> None:
-    """Raise Postponed after many wrong passwords from this address, ReplyError if the wait would be too long."""
+    """Raise Postponed if too many wrong passwords were sent from the client's address, so that its logins are slowed
+    down; ReplyError if the wait would be too long. Return when the command runs once more after the wait.
+    """
     if client.waited_to_authenticate:
         client.waited_to_authenticate = False
         return
@@ -161,7 +173,9 @@ def _wait_for_its_turn(client: Client) -> None:
     summary="Greets the server and chooses RESP2 or RESP3.",
 )
 def hello(client: Client, args: list[Argument]) -> Reply:
-    """A map that describes the server and the connection."""
+    """Set the protocol and, as the options say, the user and the name of the connection. Return a map that describes
+    server and connection.
+    """
     words = plain_all(args)
     protocol = _protocol(words[0]) if words else client.protocol
     name, credentials = client.name, None
@@ -197,6 +211,7 @@ def hello(client: Client, args: list[Argument]) -> Reply:
 
 
 def _protocol(word: bytes) -> int:
+    """Return the RESP version in an argument, 2 or 3. Raises ReplyError for others."""
     chosen = as_integer(word)
     if chosen is None:
         raise ReplyError("ERR Protocol version is not an integer or out of range")
@@ -207,11 +222,11 @@ def _protocol(word: bytes) -> int:
 
 @_command("readonly", flags="loading stale fast", since="3.0.0", reply="OK", summary="Has no effect here.")
 def readonly(client: Client, args: list[Argument]) -> Reply:
-    """OK. It is meant for replicas, which do not exist here."""
+    """Return OK. The command is meant for replicas, which do not exist here."""
     return OK
 
 
 @_command("readwrite", flags="loading stale fast", since="3.0.0", reply="OK", summary="Has no effect here.")
 def readwrite(client: Client, args: list[Argument]) -> Reply:
-    """OK, as for READONLY."""
+    """Return OK, as READONLY does."""
     return OK

@@ -1,4 +1,4 @@
-"""The pub/sub family: messages to the current subscribers of channels. Messages are not stored."""
+"""Commands for publishing messages and subscribing to channels. Messages are not stored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ MOST_PATTERNS = 1024  # patterns of a client at most
 
 
 def _confirm(client: Client, kind: bytes, names: Iterable[bytes | None], act: Callable[[Client, bytes], None]) -> Reply:
-    """Call `act` for each name, and return a reply for each, with the number of the client's channels and patterns."""
+    """Call `act(client, name)` for each name, and return an encoded confirmation for each, as (P)(UN)SUBSCRIBE do:
+    `kind`, the name, and the number of the client's subscriptions. A name None, for no subscription, gets a
+    confirmation alone.
+    """
     pieces: list[Piece] = []
     for name in names:
         if name is not None:
@@ -35,7 +38,9 @@ def _confirm(client: Client, kind: bytes, names: Iterable[bytes | None], act: Ca
 
 
 def _named_or_all(args: list[Argument], everything: dict[bytes, None]) -> list[bytes] | list[None]:
-    """Return the given names, or all; ``[None]`` if there are none, since one reply is necessary."""
+    """Return the channels or patterns in `args`; without any, all subscriptions of the client; ``[None]`` without
+    these, because one reply is necessary.
+    """
     return plain_all(args) or list(everything) or [None]
 
 
@@ -52,7 +57,7 @@ _about = partial(command, flags="pubsub loading stale filtered", group="pubsub",
     summary="Listens to channels.",
 )
 def subscribe(client: Client, args: list[Argument]) -> Reply:
-    """One reply for each channel."""
+    """Subscribe the client to channels. Return one confirmation for each."""
     return _confirm(client, b"subscribe", plain_all(args), client.server.channels.subscribe)
 
 
@@ -64,13 +69,18 @@ def subscribe(client: Client, args: list[Argument]) -> Reply:
     summary="Listens to the channels that match patterns.",
 )
 def psubscribe(client: Client, args: list[Argument]) -> Reply:
-    """One reply for each pattern. Each has its own step, since compiling a long one takes milliseconds."""
+    """Subscribe the client to all channels that match patterns. Return one confirmation for each pattern. Each pattern
+    has its own step, because to compile a long one takes milliseconds.
+    """
     if len(args) == 1:
         return _listen(client, args[0])
     return Stream(None, (_listen(client, pattern) for pattern in args))
 
 
 def _listen(client: Client, pattern: Argument) -> Reply:
+    """Subscribe the client to a pattern, and return the confirmation. Raises ReplyError for more than MOST_PATTERNS
+    patterns.
+    """
     if len(client.patterns) >= MOST_PATTERNS:
         raise ReplyError(
             f"ERR a client may listen to {MOST_PATTERNS} patterns at the most: every message is held to all"
@@ -85,7 +95,9 @@ def _listen(client: Client, pattern: Argument) -> Reply:
     summary="Stops listening to some channels, or to all.",
 )
 def unsubscribe(client: Client, args: list[Argument]) -> Reply:
-    """One reply for each channel, or one with null if there was none."""
+    """End the client's subscriptions to channels, to all of them without arguments. Return one confirmation for each;
+    without a subscription, one with null.
+    """
     names = _named_or_all(args, client.channels)
     return _confirm(client, b"unsubscribe", names, client.server.channels.unsubscribe)
 
@@ -97,7 +109,9 @@ def unsubscribe(client: Client, args: list[Argument]) -> Reply:
     summary="Stops listening to some patterns, or to all.",
 )
 def punsubscribe(client: Client, args: list[Argument]) -> Reply:
-    """One reply for each pattern, or one with null if there was none."""
+    """End the client's subscriptions to patterns, to all of them without arguments. Return one confirmation for each;
+    without a subscription, one with null.
+    """
     names = _named_or_all(args, client.patterns)
     return _confirm(client, b"punsubscribe", names, client.server.channels.punsubscribe)
 
@@ -112,7 +126,9 @@ def punsubscribe(client: Client, args: list[Argument]) -> Reply:
     summary="Sends a message to the listeners of a channel.",
 )
 def publish(client: Client, args: list[Argument]) -> Reply:
-    """The number of listeners."""
+    """Send a message to the subscribers of a channel. Return their number, when all messages published so far were
+    sent.
+    """
     channel, message = plain_all(args)
     channels = client.server.channels
     count = channels.publish(channel, message)
@@ -135,7 +151,9 @@ container("pubsub", group="pubsub", summary="A container for commands about chan
     summary="Lists the channels that have listeners.",
 )
 def pubsub_channels(client: Client, args: list[Argument]) -> Reply:
-    """The channels that the user may listen to. Patterns are not included."""
+    """Return the channels that have subscribers, that match the pattern, if it is given, and that the user may
+    subscribe to. Subscriptions to patterns are not included.
+    """
     channels = list(client.server.channels.by_name)
     matches = channel_glob(plain(args[0])) if args else None
 
@@ -153,7 +171,9 @@ def pubsub_channels(client: Client, args: list[Argument]) -> Reply:
     summary="Counts the listeners of channels.",
 )
 def pubsub_numsub(client: Client, args: list[Argument]) -> Reply:
-    """Each channel and the number of its listeners, without patterns; 0 for channels forbidden to the user."""
+    """Return each channel and the number of its subscribers, without those to patterns; 0 for channels forbidden to the
+    user.
+    """
     listeners = client.server.channels.by_name
     counts = {name: len(listeners.get(name, ())) if client.may_subscribe(name) else 0 for name in plain_all(args)}
     return [item for channel in plain_all(args) for item in (channel, counts[channel])]
@@ -166,5 +186,5 @@ def pubsub_numsub(client: Client, args: list[Argument]) -> Reply:
     summary="Counts the patterns that have listeners.",
 )
 def pubsub_numpat(client: Client, args: list[Argument]) -> Reply:
-    """The number of different patterns that the user may listen to."""
+    """Return the number of different patterns that have subscribers, and that the user may subscribe to."""
     return sum(client.may_subscribe(pattern) for pattern in client.server.channels.by_pattern)

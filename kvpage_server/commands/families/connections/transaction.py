@@ -1,4 +1,4 @@
-"""The transaction family: commands that are queued and run together, unless a watched key has changed."""
+"""The commands for transactions: commands are queued and executed together, unless a watched key has changed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _transaction = partial(command, flags="noscript loading stale fast allow_busy un
 
 @_transaction("multi", reply="OK", summary="Starts a transaction.")
 def multi(client: Client, args: list[Argument]) -> Reply:
-    """OK; the following commands are queued."""
+    """Begin a transaction, and return OK. The following commands are queued until EXEC or DISCARD."""
     if client.transaction is not None:
         raise ReplyError("ERR MULTI calls can not be nested")
     client.transaction = Transaction()
@@ -43,7 +43,8 @@ def multi(client: Client, args: list[Argument]) -> Reply:
     summary="Runs the queued commands.",
 )
 def exec_(client: Client, args: list[Argument]) -> Reply:
-    """The replies, in order; a null array when a watched key changed. One command's error does not stop the others.
+    """Execute the queued commands, and return the array of their replies; a null array if a watched key has changed. An
+    error of one command does not stop the others.
 
     Each reply is encoded as its command ends: HELLO may change the protocol before the next command, and a streamed
     reply must be complete before the next command changes its data. All replies are in memory together: a reply beyond
@@ -74,6 +75,9 @@ def exec_(client: Client, args: list[Argument]) -> Reply:
 
 
 def _too_long(spec: Spec, size: int, most: int) -> ReplyError:
+    """Return the error in place of a reply with which the replies of a transaction would have `size` bytes, more than
+    `most`.
+    """
     return ReplyError(
         f"OOM with the reply of '{spec.name}' this transaction has {size} bytes to be read, maxmemory-clients allows "
         f"{most}: ask for less at a time"
@@ -84,7 +88,7 @@ def _too_long(spec: Spec, size: int, most: int) -> ReplyError:
     "discard", since="2.0.0", complexity="O(N) with N watched keys", reply="OK", summary="Discards the queued commands."
 )
 def discard(client: Client, args: list[Argument]) -> Reply:
-    """OK; watched keys are forgotten, too."""
+    """Discard the queued commands, stop watching all keys, and return OK."""
     if client.transaction is None:
         raise ReplyError("ERR DISCARD without MULTI")
     client.end_transaction()
@@ -102,8 +106,11 @@ def discard(client: Client, args: list[Argument]) -> Reply:
     summary="Cancels the next transaction if one of these keys changes before it runs.",
 )
 def watch(client: Client, args: list[Argument]) -> Reply:
-    """OK. Expiry and eviction count as changes. `kv:{req}:index` and `kv:{req}:` change with every page of the request,
-    even if the new page has the same bytes or its key existed."""
+    """Make the next EXEC fail if one of the keys changes before it, and return OK.
+
+    Expiry and eviction count as changes. `kv:{req}:index` and `kv:{req}:` change with every page of the request, even
+    if the new page has the same bytes or its key existed.
+    """
     if client.transaction is not None:
         raise ReplyError("ERR WATCH inside MULTI is not allowed")
     keys = plain_all(args)
@@ -124,6 +131,7 @@ def watch(client: Client, args: list[Argument]) -> Reply:
 
 
 def _watch(client: Client, keys: Sequence[bytes]) -> Sequence[bytes]:
+    """Watch some keys, and return them. Raises ReplyError for more than MOST_WATCHED keys of a client."""
     for key in keys:
         if len(client.watching) >= MOST_WATCHED:
             raise ReplyError(f"ERR a client watches at most {MOST_WATCHED} keys: EXEC looks at all of them")
@@ -141,6 +149,6 @@ def _watch(client: Client, keys: Sequence[bytes]) -> Sequence[bytes]:
     summary="Stops watching keys.",
 )
 def unwatch(client: Client, args: list[Argument]) -> Reply:
-    """OK; changes so far do not count."""
+    """Stop watching all keys, and return OK. Changes so far do not make EXEC fail."""
     client.server.events.unwatch(client)
     return OK

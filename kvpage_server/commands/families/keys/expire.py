@@ -1,4 +1,6 @@
-"""The commands for TTLs of keys. The store has expiries in unix milliseconds; commands have other units, too."""
+"""The commands for times to live of keys. The store has expiries in unix milliseconds; commands have other
+units, too.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,9 @@ _CONDITIONS = (b"NX", b"XX", b"GT", b"LT")
 
 
 def _conditions(words: list[bytes]) -> set[bytes]:
+    """Return the conditions NX, XX, GT, LT of an EXPIRE command, in upper case. Raises ReplyError for other words and
+    contradictory ones.
+    """
     found = set()
     for word in words:
         if word.upper() not in _CONDITIONS:
@@ -34,7 +39,9 @@ _changing = partial(command, flags="write fast", keys=(1, 1, 1), needs=extents, 
 
 
 def _may_change(conditions: set[bytes], old: int, new: int) -> bool:
-    """Return whether the conditions allow the change. `old` is 0 for a key without expiry, which counts as infinite."""
+    """Return whether the conditions allow a change of the expiry from `old` to `new`, in unix milliseconds. `old` is 0
+    for a key without expiry, which counts as infinite.
+    """
     refused = (
         (b"NX" in conditions and old)
         or (b"XX" in conditions and not old)
@@ -45,10 +52,15 @@ def _may_change(conditions: set[bytes], old: int, new: int) -> bool:
 
 
 def _declare(name: str, unit: int, base: Callable[[], int], *, since: str, time: str, summary: str) -> None:
-    """Declare an EXPIRE command. Its argument counts units of `unit` milliseconds from the time that `base` returns."""
+    """Declare the EXPIRE command `name`. `unit` is the number of milliseconds that its argument counts, and `base()`
+    returns the time from which it counts, in unix milliseconds.
+    """
 
     @_changing(f"{name} key {time} [NX | XX | GT | LT]", since=since, summary=summary)
     def expire(client: Client, args: list[Argument]) -> Reply:
+        """Return 1 if the expiry was set, 0 if the key does not exist or a condition does not hold. An expiry in the
+        past deletes the key.
+        """
         conditions = _conditions(plain_all(args[2:]))
         start = base()
         expires = integer(args[1]) * unit + start
@@ -63,6 +75,7 @@ def _declare(name: str, unit: int, base: Callable[[], int], *, since: str, time:
 
 
 def _epoch() -> int:
+    """Return 0, the unix epoch: the base of commands with an absolute time."""
     return 0
 
 
@@ -82,7 +95,7 @@ _declare(
 
 
 def _expiry(client: Client, raw: Argument) -> int:
-    """Return the unix milliseconds at which a key expires; -1 for never, -2 if it does not exist."""
+    """Return the expiry of a key in unix milliseconds; -1 if it has none, -2 if the key does not exist."""
     key, keyspace = plain(raw), client.server.keyspace
     entry = keyspace.reader.look(key)
     if entry is None:
@@ -91,10 +104,12 @@ def _expiry(client: Client, raw: Argument) -> int:
 
 
 def _seconds(milliseconds: int) -> int:
+    """Return milliseconds as seconds, rounded. A negative number, which is a code, is returned unchanged."""
     return milliseconds if milliseconds < 0 else (milliseconds + 500) // 1000
 
 
 def _left(client: Client, raw: Argument) -> int:
+    """Return the milliseconds until a key expires; -1 if it has no expiry, -2 if the key does not exist."""
     expires = _expiry(client, raw)
     return expires if expires < 0 else max(expires - unix_ms(), 0)
 
@@ -104,31 +119,31 @@ _expiry_of = partial(command, flags="readonly fast", keys=(1, 1, 1), needs=nothi
 
 @_expiry_of("ttl key", summary="Returns a key's time to live in seconds.")
 def ttl(client: Client, args: list[Argument]) -> Reply:
-    """Seconds, rounded; -1 for ever, -2 for no such key."""
+    """Return the seconds until the key expires, rounded; -1 for ever, -2 for no such key."""
     return _seconds(_left(client, args[0]))
 
 
 @_expiry_of("pttl key", since="2.6.0", summary="Returns a key's time to live in milliseconds.")
 def pttl(client: Client, args: list[Argument]) -> Reply:
-    """Milliseconds; -1 for ever, -2 for no such key."""
+    """Return the milliseconds until the key expires; -1 for ever, -2 for no such key."""
     return _left(client, args[0])
 
 
 @_expiry_of("expiretime key", since="7.0.0", summary="Returns the unix second at which a key expires.")
 def expiretime(client: Client, args: list[Argument]) -> Reply:
-    """Seconds, rounded; -1 for never, -2 for no such key."""
+    """Return the unix second at which the key expires, rounded; -1 for never, -2 for no such key."""
     return _seconds(_expiry(client, args[0]))
 
 
 @_expiry_of("pexpiretime key", since="7.0.0", summary="Returns the unix millisecond at which a key expires.")
 def pexpiretime(client: Client, args: list[Argument]) -> Reply:
-    """Milliseconds; -1 for never, -2 for no such key."""
+    """Return the unix millisecond at which the key expires; -1 for never, -2 for no such key."""
     return _expiry(client, args[0])
 
 
 @_changing("persist key", since="2.2.0", summary="Removes a key's time to live.")
 def persist(client: Client, args: list[Argument]) -> Reply:
-    """1 if the key had a time to live, else 0."""
+    """Remove the key's expiry. Return 1 if it had one, else 0."""
     key, keyspace = plain(args[0]), client.server.keyspace
     entry = keyspace.contents.find(key)
     if entry is None or not entry.expires:

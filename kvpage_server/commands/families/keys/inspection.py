@@ -25,7 +25,7 @@ container("object", group="generic", summary="A container for how values are kep
 
 @_object("object|encoding key", since="2.2.3", reply="bulk | null", summary="Names a value's encoding as Redis would.")
 def object_encoding(client: Client, args: list[Argument]) -> Reply:
-    """int, embstr or raw; null if there is no such key."""
+    """Return int, embstr or raw, as Redis would; null if there is no such key."""
     entry = client.server.keyspace.contents.find(plain(args[0]))
     if entry is None:
         return None
@@ -36,7 +36,7 @@ def object_encoding(client: Client, args: list[Argument]) -> Reply:
 
 @_object("object|refcount key", since="2.2.3", reply="integer | null", summary="Counts the references to a value.")
 def object_refcount(client: Client, args: list[Argument]) -> Reply:
-    """1, since values are not shared; null if there is no such key."""
+    """Return 1, because values are not shared; null if there is no such key."""
     return None if client.server.keyspace.contents.find(plain(args[0])) is None else 1
 
 
@@ -44,7 +44,9 @@ def object_refcount(client: Client, args: list[Argument]) -> Reply:
     "object|idletime key", since="2.2.3", reply="integer | null", summary="Returns the seconds since a value was used."
 )
 def object_idletime(client: Client, args: list[Argument]) -> Reply:
-    """Using one page of a block counts for all of them. Null if there is no such key."""
+    """Return the seconds since the key was last used; null if there is no such key. A use of one page of a block counts
+    for all of them.
+    """
     key, keyspace = plain(args[0]), client.server.keyspace
     return None if keyspace.contents.find(key) is None else keyspace.reader.idle(key)
 
@@ -53,7 +55,7 @@ def object_idletime(client: Client, args: list[Argument]) -> Reply:
     "object|freq key", since="4.0.0", reply="null", summary="Returns how often a value was used, under an LFU policy."
 )
 def object_freq(client: Client, args: list[Argument]) -> Reply:
-    """An error, as there is no LFU policy; null if there is no such key."""
+    """Return null if there is no such key. Raises ReplyError otherwise, because there is no LFU policy."""
     if client.server.keyspace.contents.find(plain(args[0])) is None:
         return None
     raise ReplyError(
@@ -79,7 +81,9 @@ def _usage(key: bytes, entry: Entry) -> int:
     summary="Returns the bytes that a key and its value occupy.",
 )
 def memory_usage(client: Client, args: list[Argument]) -> Reply:
-    """The bytes; null if there is no such key. SAMPLES has no effect, as a value is one piece."""
+    """Return the bytes that a key and its value take; null if there is no such key. SAMPLES has no effect, because a
+    value is one piece.
+    """
     options = plain_all(args[1:])
     while options:
         if options[0].upper() != b"SAMPLES" or len(options) < 2:
@@ -93,7 +97,7 @@ def memory_usage(client: Client, args: list[Argument]) -> Reply:
 
 
 def _fragmentation(keyspace: Keyspace) -> tuple[float, int]:
-    """Return the ratio of held to used bytes of the arena, and their difference."""
+    """Return the quotient of held and used bytes of the arena, and their difference in bytes."""
     used, held = keyspace.arena.used, keyspace.arena.held
     return (held / used if used else 1.0), held - used
 
@@ -106,7 +110,9 @@ def _fragmentation(keyspace: Keyspace) -> tuple[float, int]:
     summary="Describes what the memory is used for.",
 )
 def memory_stats(client: Client, args: list[Argument]) -> Reply:
-    """Return the values that exist here under Redis's names. Everything but ratios and percentages is in bytes."""
+    """Return a map of those fields of Redis's MEMORY STATS that exist here. All but ratios and percentages are in
+    bytes.
+    """
     keyspace = client.server.keyspace
     keys, dataset, resident = len(keyspace), keyspace.memory.used, resident_memory()
     ratio, unused = _fragmentation(keyspace)
@@ -126,7 +132,7 @@ def memory_stats(client: Client, args: list[Argument]) -> Reply:
 
 @_memory("memory|doctor", flags="allkeys", reply="text", summary="Says what is wrong with the memory.")
 def memory_doctor(client: Client, args: list[Argument]) -> Reply:
-    """Text for people."""
+    """Return a text for people about problems with memory."""
     keyspace, memory = client.server.keyspace, client.server.keyspace.memory
     ratio, unused = _fragmentation(keyspace)
     found = []

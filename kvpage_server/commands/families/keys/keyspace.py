@@ -1,4 +1,4 @@
-"""The keyspace family: commands for keys of any kind, pages and strings; and KVLOST."""
+"""Commands for keys of any kind, pages and strings; and KVLOST."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _generic = partial(command, group="generic")
 
 @_for_each("del key [key ...]", flags="write", needs=extents, summary="Deletes keys.")
 def del_(client: Client, args: list[Argument]) -> Reply:
-    """The number of deleted keys."""
+    """Delete keys, and return the number of keys that existed."""
     return client.server.keyspace.contents.delete_all(plain_all(args))
 
 
@@ -44,17 +44,20 @@ def del_(client: Client, args: list[Argument]) -> Reply:
     "unlink key [key ...]", flags="write fast", needs=extents, since="4.0.0", summary="Deletes keys, as DEL does."
 )
 def unlink(client: Client, args: list[Argument]) -> Reply:
-    """The number of deleted keys."""
+    """Delete keys, exactly as DEL does, and return the number of keys that existed."""
     return del_(client, args)
 
 
 @_for_each("exists key [key ...]", flags="readonly fast", needs=nothing, summary="Counts the keys that exist.")
 def exists(client: Client, args: list[Argument]) -> Reply:
-    """The number of existing keys. A key named twice counts twice."""
+    """Return the number of arguments that are existing keys. A key that is named twice counts twice."""
     return sum(_is_there(client, key) for key in plain_all(args))
 
 
 def _is_there(client: Client, key: bytes) -> bool:
+    """Return whether a key exists. A key that exists is leased for a short time, unless the client has CLIENT NO-TOUCH,
+    because the client will probably read it next.
+    """
     keyspace = client.server.keyspace
     entry = keyspace.reader.look(key)
     if entry is None:
@@ -72,7 +75,7 @@ def _is_there(client: Client, key: bytes) -> bool:
     summary="Marks keys as used, and counts those that exist.",
 )
 def touch(client: Client, args: list[Argument]) -> Reply:
-    """The number of existing keys. A key named twice counts twice."""
+    """Count each existing key as used, and return the number of arguments that are existing keys."""
     keyspace = client.server.keyspace
     return sum(keyspace.reader.read(key) is not None or lists_pages(keyspace, key) for key in plain_all(args))
 
@@ -81,7 +84,7 @@ def touch(client: Client, args: list[Argument]) -> Reply:
     "type key", flags="readonly fast", keys=(1, 1, 1), needs=nothing, reply="simple", summary="Names a value's type."
 )
 def type_(client: Client, args: list[Argument]) -> Reply:
-    """string or none; set for an index key."""
+    """Return "string" for pages and strings, "set" for an index key, "none" for no value."""
     key, keyspace = plain(args[0]), client.server.keyspace
     if keyspace.reader.look(key) is not None:
         return simple("string")
@@ -89,7 +92,7 @@ def type_(client: Client, args: list[Argument]) -> Reply:
 
 
 def matcher(pattern: bytes) -> Matches | None:
-    """Return a function that matches keys with a pattern; None for ``*``. Raises PatternTooLong."""
+    """Return a function whose result is true for keys that match a pattern; None for ``*``. Raises PatternTooLong."""
     return None if pattern == b"*" else glob(pattern)
 
 
@@ -101,7 +104,9 @@ def matcher(pattern: bytes) -> Matches | None:
     summary="Returns the keys that match a pattern, all at once.",
 )
 def keys(client: Client, args: list[Argument]) -> Reply:
-    """The keys that the user may read, in no particular order. It works in steps, as there may be millions."""
+    """Return the keys that match the pattern and that the user may read, in no particular order. They are collected in
+    steps, because there may be millions.
+    """
     matches = matcher(plain(args[0]))
 
     def steps() -> Iterator[Reply]:
@@ -109,18 +114,19 @@ def keys(client: Client, args: list[Argument]) -> Reply:
         for some in _visible_keys(client):
             found += some if matches is None else filter(matches, some)
             yield ()
-        yield from _spelt(found)
+        yield from _encode_keys(found)
 
     return Stream(None, steps())
 
 
 def _visible_keys(client: Client) -> Iterator[list[bytes]]:
-    """Return the existing keys that the client may read, in groups for a step each."""
+    """Yield the existing keys that the client may read, in a group for each step. A group may be empty."""
     listing = client.server.keyspace.listing
     return map(client.visible, listing.groups(listing.places(), _keys_of_a_step(client)))
 
 
 def _keys_of_a_step(client: Client) -> int:
+    """Return the number of keys that one step may examine: fewer for a user with many key patterns."""
     return max(_STEP // client.cost_of_a_key, 1)
 
 
@@ -133,13 +139,13 @@ def _keys_of_a_step(client: Client) -> int:
     summary="Returns some keys, and the cursor to go on with.",
 )
 def scan(client: Client, args: list[Argument]) -> Reply:
-    """Cursor and keys; the cursor is 0 at the end. A key that is there from the first call to the last is returned.
+    """Return the next cursor, 0 at the end, and keys. A key that exists from the first call to the last is returned.
 
     MAXLEN, which Redis does not have, leaves out keys of more bytes.
 
     Index keys are sets, and the only ones: they are listed by TYPE set alone. A user without access to every key gets
     only keys that it may read. The cursor and the number of calls reveal how many keys the store has, because a call
-    that looked at all keys would delay other clients.
+    that examined all keys would delay other clients.
     """
     keyspace = client.server.keyspace
     cursor = scan_cursor(plain(args[0]))
@@ -160,24 +166,26 @@ def scan(client: Client, args: list[Argument]) -> Reply:
 
 
 def _scanned(client: Client, cursor: int, groups: Iterator[list[bytes]], matches: Matches | None) -> Iterator[Reply]:
-    """Yield the reply of SCAN in steps: the cursor, and the keys that match and that the client may read."""
+    """Yield the reply of SCAN in steps: the cursor, and those keys of the groups that match and that the client may
+    read.
+    """
     found = list[bytes]()
     for some in map(client.visible, groups):
         found += some if matches is None else filter(matches, some)
         yield ()
     yield Raw(b"*2\r\n$%d\r\n%d\r\n" % (len(b"%d" % cursor), cursor))
-    yield from _spelt(found)
+    yield from _encode_keys(found)
 
 
-def _spelt(keys: list[bytes]) -> Iterator[Reply]:
-    """Yield an array of keys, encoded in steps."""
+def _encode_keys(keys: list[bytes]) -> Iterator[Reply]:
+    """Yield an array of keys, encoded in steps of 1000 keys."""
     yield Raw(b"*%d\r\n" % len(keys))
     for start in range(0, len(keys), _STEP):
         yield (b"".join(b"$%d\r\n%b\r\n" % (len(key), key) for key in keys[start : start + _STEP]),)
 
 
 def scan_cursor(word: bytes) -> int:
-    """Return a cursor of SCAN or SSCAN, parsed as in Redis. Raises ReplyError."""
+    """Return a cursor of SCAN or SSCAN, an unsigned 64-bit number parsed as in Redis. Raises ReplyError."""
     word = word.partition(b"\0")[0]  # a string of C ends there
     value = int(word or b"0") if _CURSOR.match(word) else _U64_MAX + 1
     if abs(value) > _U64_MAX:
@@ -186,7 +194,11 @@ def scan_cursor(word: bytes) -> int:
 
 
 def scan_options(words: list[bytes], *, has_maxlen: bool = False) -> tuple[Matches | None, int, bytes]:
-    """Return the filter of MATCH and MAXLEN (None: every key), COUNT and TYPE, or defaults. Raises ReplyError."""
+    """Return the options of SCAN or SSCAN: a filter for MATCH and MAXLEN, None for every key; COUNT, by default 10;
+    TYPE in lower case, by default b"string".
+
+    MAXLEN is allowed if `has_maxlen`. Raises ReplyError, PatternTooLong.
+    """
     matches, count, wanted_type, longest = None, 10, b"string", None
     for option, value in zip_longest(words[::2], words[1::2]):
         if value is None:
@@ -205,10 +217,12 @@ def scan_options(words: list[bytes], *, has_maxlen: bool = False) -> tuple[Match
 
 
 def _no_longer(longest: int, matches: Matches | None) -> Matches:
+    """Return a filter for keys of at most `longest` bytes that also pass the filter `matches`, if there is one."""
     return lambda key: len(key) <= longest and (matches is None or matches(key))
 
 
 def _scan_count(word: bytes) -> int:
+    """Return the number after COUNT or MAXLEN. Raises ReplyError unless it is an integer from 1 on."""
     count = integer(word)
     if count < 1:
         raise ReplyError(SYNTAX_ERROR)
@@ -217,7 +231,7 @@ def _scan_count(word: bytes) -> int:
 
 @_generic("randomkey", flags="readonly filtered", reply="bulk | null", summary="Returns a random key.")
 def randomkey(client: Client, args: list[Argument]) -> Reply:
-    """One of the keys that the user may read; null if there are none."""
+    """Return a random key that the user may read; null if there is none."""
     if client.sees_all:
         return client.server.keyspace.listing.random_key()
 
@@ -240,7 +254,9 @@ def randomkey(client: Client, args: list[Argument]) -> Reply:
     group="server",
 )
 def dbsize(client: Client, args: list[Argument]) -> Reply:
-    """The number of keys that the user may read. For a user with access to every key, it includes overdue keys."""
+    """Return the number of keys that the user may read. For a user with access to every key, it includes expired keys
+    that were not removed yet.
+    """
     if client.sees_all:
         return len(client.server.keyspace)
 
@@ -257,7 +273,10 @@ def dbsize(client: Client, args: list[Argument]) -> Reply:
 @_flush("flushdb [ASYNC | SYNC]", summary="Removes every key; there is one database.")
 @_flush("flushall [ASYNC | SYNC]", summary="Removes every key.")
 def flushall(client: Client, args: list[Argument]) -> Reply:
-    """OK when the memory is free, or before that with ASYNC. The keys disappear for all clients at the same time."""
+    """Remove every key. All keys disappear for all clients at the same time.
+
+    Return OK when the memory is free, or before that with ASYNC.
+    """
     options = [word.upper() for word in plain_all(args)]
     if options not in ([], [b"ASYNC"], [b"SYNC"]):
         raise ReplyError(SYNTAX_ERROR)
@@ -290,10 +309,10 @@ _LOST_STEP = 1000  # keys that a step compares with patterns
     group="string",
 )
 def kvlost(client: Client, args: list[Argument]) -> Reply:
-    """A map. `strings` has a map for each removed string whose key matches, the latest first, at most COUNT (1 to
-    1000, by default 100): its `key`, the `reason` (expired, evicted, over quota, deleted, overwritten or
-    corrupt), `at`, when it was removed (unix milliseconds), and the `policy` or the pattern of the `quota` that evicted
-    it. A pattern does not find keys of more than 512 bytes; such a key is found by its whole name.
+    """Return a map. `strings` has a map for each removed string whose key matches, the latest first, at most COUNT (1
+    to 1000, by default 100): its `key`, the `reason` (expired, evicted, over quota, deleted, overwritten or corrupt),
+    `at`, when it was removed (unix milliseconds), and the `policy` or the pattern of the `quota` that evicted it. A
+    pattern does not find keys of more than 512 bytes; such a key is found by its whole name.
 
     `since` says from when on the server remembers all removals (unix milliseconds): a restart forgets them, and the
     oldest are dropped when all take more than 16 MB.
@@ -303,6 +322,9 @@ def kvlost(client: Client, args: list[Argument]) -> Reply:
     matches = matcher(pattern) if key is None else None
 
     def removed(some: Iterable[bytes]) -> Iterator[dict[str, Reply]]:
+        """Yield the description of each removed string of these keys that matches, that the client may read, and that
+        was not stored again.
+        """
         for name in client.visible(some if matches is None else filter(matches, some)):
             loss = keyspace.lost.of(name)
             if loss is not None and keyspace.contents.find(name) is None:
@@ -322,6 +344,7 @@ def kvlost(client: Client, args: list[Argument]) -> Reply:
 
 
 def _count(words: list[bytes]) -> int:
+    """Return the number after COUNT; 100 without words. Raises ReplyError."""
     if not words:
         return 100
     if len(words) != 2 or words[0].upper() != b"COUNT":
@@ -330,5 +353,6 @@ def _count(words: list[bytes]) -> int:
 
 
 def _described(key: bytes, loss: Loss) -> dict[str, Reply]:
+    """Return KVLOST's map of a removed string."""
     by: dict[str, Reply] = {"quota" if loss.reason == OVER_QUOTA else "policy": loss.by} if loss.by else {}
     return {"key": key, "reason": loss.reason, "at": loss.at, **by}

@@ -19,7 +19,9 @@ from kvpage_server.store.memory.entry import is_page
 
 
 def _request(client: Client, raw: Argument) -> bytes:
-    """Return the request id in an index key, b"" for another key. Raises ReplyError for a key with another value."""
+    """Return the request id in an index key; b"", which no request has, for another key without a value. Raises
+    ReplyError (WRONGTYPE) for a key that has a value.
+    """
     key = plain(raw)
     req_id = request_of(key)
     if req_id is None and client.keyspace.contents.find(key) is not None:
@@ -38,7 +40,7 @@ _index = partial(command, flags="readonly fast", keys=(1, 1, 1), needs=nothing, 
     summary="Returns the page keys of a request.",
 )
 def smembers(client: Client, args: list[Argument]) -> Reply:
-    """A set. It is collected in steps, and other clients are served in between."""
+    """Return the set of the request's page keys. It is collected in steps, and other clients are served in between."""
     req_id = _request(client, args[0])
 
     def steps() -> Iterator[Reply]:
@@ -55,7 +57,7 @@ def smembers(client: Client, args: list[Argument]) -> Reply:
 
 @_index("scard key", complexity="O(N) with N blocks", reply="integer", summary="Counts the pages of a request.")
 def scard(client: Client, args: list[Argument]) -> Reply:
-    """The number of pages, 0 if there is no such request."""
+    """Return the number of pages, 0 if there is no such request."""
     req_id = _request(client, args[0])
 
     def steps() -> Steps[int]:
@@ -66,7 +68,7 @@ def scard(client: Client, args: list[Argument]) -> Reply:
 
 @_index("sismember key member", reply="integer", summary="Says whether a request has a page key.")
 def sismember(client: Client, args: list[Argument]) -> Reply:
-    """1 or 0."""
+    """Return 1 if the request has a page with this key, else 0."""
     index, member = plain(args[0]), plain(args[1])
     if not client.keyspace.listing.has_pages(_request(client, index)):
         return 0
@@ -83,7 +85,9 @@ def sismember(client: Client, args: list[Argument]) -> Reply:
     summary="Returns some page keys of a request, and the cursor to go on with.",
 )
 def sscan(client: Client, args: list[Argument]) -> Reply:
-    """The next cursor and the keys of some whole blocks, at least `count` keys. A cursor is a page id plus one."""
+    """Return the next cursor and the keys of some whole blocks, at least `count` keys. A cursor is a page id
+    plus one.
+    """
     start = scan_cursor(plain(args[1]))
     req_id, keyspace = _request(client, args[0]), client.keyspace
     if not keyspace.listing.has_pages(req_id):

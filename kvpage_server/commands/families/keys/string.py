@@ -37,12 +37,16 @@ class Options:
     get: bool = False
 
     def expires(self, name: str) -> int:
-        """Return the expiry in unix milliseconds, 0 if no time was given. Raises ReplyError with the command's name."""
+        """Return the expiry in unix milliseconds; 0 if no time was given. Raises ReplyError, which has the command's
+        `name`, for an invalid time.
+        """
         return expiry(name, self.timing, self.time) if self.timing in _UNIT else 0
 
 
 def expiry(name: str, unit: bytes, raw: Argument) -> int:
-    """Return the unix milliseconds for a time after EX, PX, EXAT or PXAT. Raises ReplyError with the command's name."""
+    """Return the expiry in unix milliseconds for the word `raw` after `unit`, which is EX, PX, EXAT or PXAT. Raises
+    ReplyError, which has the command's `name`, for an invalid time.
+    """
     count = integer(raw)
     expires = count * _UNIT[unit] + (0 if unit.endswith(b"AT") else unix_ms())
     if count <= 0 or expires > I64[1]:
@@ -51,8 +55,8 @@ def expiry(name: str, unit: bytes, raw: Argument) -> int:
 
 
 def _options(args: list[Argument], *, words: tuple[bytes, ...]) -> Options:
-    """Parse options: those of `_UNIT`, and `words`. An option can be repeated, but not contradict another. Raises
-    ReplyError.
+    """Return the parsed options in `args`, which may be those of `_UNIT` and `words`. An option may be repeated, but
+    not contradict another. Raises ReplyError.
     """
     options, position = Options(), 0
     while position < len(args):
@@ -100,7 +104,7 @@ _setting_all = partial(_strings, flags="write denyoom", keys=(1, -1, 2), needs=e
     summary="Sets the string value of a key; a page blob under its own key becomes that page.",
 )
 def set_(client: Client, args: list[Argument]) -> Reply:
-    """OK, or null if a condition does not hold; with GET the old value."""
+    """Set a key's value. Return OK, or null if a condition does not hold; with GET the old value."""
     key = args[0] if type(args[0]) is bytes else plain(args[0])
     if len(args) == 2:
         store(client, key, args[1])
@@ -120,7 +124,9 @@ def set_(client: Client, args: list[Argument]) -> Reply:
 
 @_string("get key", flags="readonly fast", needs=values, reply="bulk | null", summary="Returns the value of a key.")
 def get(client: Client, args: list[Argument]) -> Reply:
-    """The value; for a page its blob. Null if there is no such key."""
+    """Return the value of a key, for a page its blob; null if there is no such key. Raises ReplyError for an index key,
+    which is a set.
+    """
     key = args[0] if type(args[0]) is bytes else plain(args[0])
     entry = client.keyspace.reader.read(key)
     if entry is None:
@@ -129,7 +135,9 @@ def get(client: Client, args: list[Argument]) -> Reply:
 
 
 def _read(client: Client, raw: Argument) -> Entry | None:
-    """Return a key's value, or None. Raises ReplyError for an index key, which is a set."""
+    """Return a key's entry, and count a hit and a use; None, counted as a miss, if there is none. Raises ReplyError for
+    an index key, which is a set.
+    """
     key = plain(raw)
     entry = client.server.keyspace.reader.read(key)
     if entry is None:
@@ -138,6 +146,9 @@ def _read(client: Client, raw: Argument) -> Entry | None:
 
 
 def _set_expiring(client: Client, args: list[Argument], name: str, unit: bytes) -> Reply:
+    """Set a value with an expiry, and return OK. `args` are key, time and value; `unit` is EX or PX, and `name` the
+    command's.
+    """
     key, time, value = plain(args[0]), args[1], args[2]
     store(client, key, value, expiry(name, unit, time))
     return OK
@@ -145,13 +156,13 @@ def _set_expiring(client: Client, args: list[Argument], name: str, unit: bytes) 
 
 @_setting("setex key seconds value", since="2.0.0", summary="Sets a value with a time to live in seconds.")
 def setex(client: Client, args: list[Argument]) -> Reply:
-    """SET with EX."""
+    """Set a key's value with a time to live in seconds, as SET with EX does. Return OK."""
     return _set_expiring(client, args, "setex", b"EX")
 
 
 @_setting("psetex key milliseconds value", since="2.6.0", summary="Sets a value with a time to live in milliseconds.")
 def psetex(client: Client, args: list[Argument]) -> Reply:
-    """SET with PX."""
+    """Set a key's value with a time to live in milliseconds, as SET with PX does. Return OK."""
     return _set_expiring(client, args, "psetex", b"PX")
 
 
@@ -159,7 +170,7 @@ def psetex(client: Client, args: list[Argument]) -> Reply:
     "setnx key value", flags="write denyoom fast", reply="integer", summary="Sets a value if its key does not exist."
 )
 def setnx(client: Client, args: list[Argument]) -> Reply:
-    """1 if it was set, else 0."""
+    """Set a key's value if the key does not exist. Return 1 if it was set, else 0."""
     key = plain(args[0])
     if client.server.keyspace.contents.find(key) is not None:
         return 0
@@ -169,7 +180,7 @@ def setnx(client: Client, args: list[Argument]) -> Reply:
 
 @_exchanging("getset key value", flags="write denyoom fast", summary="Sets a value and returns the old one.")
 def getset(client: Client, args: list[Argument]) -> Reply:
-    """The old value, or null."""
+    """Set a key's value, without an expiry. Return the old value, or null."""
     key = plain(args[0])
     reply = string_of(client.server.keyspace.reader.read(key))
     store(client, key, args[1])
@@ -178,7 +189,7 @@ def getset(client: Client, args: list[Argument]) -> Reply:
 
 @_exchanging("getdel key", flags="write fast", since="6.2.0", summary="Returns a value and deletes it.")
 def getdel(client: Client, args: list[Argument]) -> Reply:
-    """The value, or null."""
+    """Delete a key. Return its value, or null if there is no such key."""
     key = plain(args[0])
     reply = string_of(client.server.keyspace.reader.read(key))
     client.server.keyspace.contents.delete(key)
@@ -192,7 +203,7 @@ def getdel(client: Client, args: list[Argument]) -> Reply:
     summary="Returns a value and changes its time to live.",
 )
 def getex(client: Client, args: list[Argument]) -> Reply:
-    """The value, or null."""
+    """Change a key's expiry as the options say. Return its value, or null if there is no such key."""
     key, options, keyspace = plain(args[0]), _options(args[1:], words=(b"PERSIST",)), client.server.keyspace
     entry = keyspace.reader.read(key)
     if entry is None:
@@ -214,7 +225,9 @@ def getex(client: Client, args: list[Argument]) -> Reply:
     summary="Returns the values of keys.",
 )
 def mget(client: Client, args: list[Argument]) -> Reply:
-    """The values, with null for keys that do not exist. Long ones are looked up while the reply is sent."""
+    """Return an array of the values of keys, null for keys that do not exist. Long values are looked up while the reply
+    is sent.
+    """
     keys, tiered = plain_all(args), client.server.tiered
     found = client.server.keyspace.reader.read_all(keys)
     # not `cold_of(keys)`: the reads may have evicted one of the values, to make room on disk for another
@@ -226,13 +239,15 @@ def mget(client: Client, args: list[Argument]) -> Reply:
 
 
 def _is_cold(entry: Entry | None) -> bool:
+    """Return whether an entry is a value that is only on disk."""
     return not (entry is None or isinstance(entry, Text)) and is_only_on_disk(entry)
 
 
 def _in_parts(client: Client, keys: list[bytes], *, whole: bool) -> Iterator[Reply]:
-    """Yield an array of values in steps. With `whole`, all values are looked up in one step.
+    """Yield MGET's array of values in steps. With `whole`, all values are looked up in one step.
 
-    Raises ReplyError if values of the first step cannot be read from disk; later ones become error replies.
+    Raises ReplyError if values of the first step cannot be read from disk. In later steps, error replies replace the
+    values of that step.
     """
     at, find = 0, client.server.keyspace.contents.find
     while at < len(keys):
@@ -257,11 +272,14 @@ def _in_parts(client: Client, keys: list[bytes], *, whole: bool) -> Iterator[Rep
 
 
 def _values_of(keys: list[bytes], tiered: DiskTier) -> Iterable[Needed]:
+    """Return the values to load before these keys can be read."""
     return tiered.needs.values_of(keys)
 
 
 def _mset(client: Client, args: list[Argument]) -> None:
-    """Set all values, or none if one is a damaged page or too much. Raises ReplyError, OverLimit."""
+    """Set all values of `args` (keys and values in turn), or none if one is a damaged page or there is no space for
+    all. Raises ReplyError, OverLimit.
+    """
     keys, values = plain_all(args[::2]), args[1::2]
     pages = [page_of(client, key, value) for key, value in zip(keys, values, strict=True)]
     admit(client, zip(keys, values, pages, strict=True))
@@ -276,7 +294,7 @@ def _mset(client: Client, args: list[Argument]) -> None:
     summary="Sets the values of keys.",
 )
 def mset(client: Client, args: list[Argument]) -> Reply:
-    """Always OK."""
+    """Set the values of keys, and return OK."""
     if len(args) % 2:
         raise ReplyError("ERR wrong number of arguments for 'mset' command")
     _mset(client, args)
@@ -287,7 +305,7 @@ def mset(client: Client, args: list[Argument]) -> Reply:
     "msetnx key value [key value ...]", reply="integer", summary="Sets the values of keys if none of them exists."
 )
 def msetnx(client: Client, args: list[Argument]) -> Reply:
-    """1 if they were set, else 0."""
+    """Set the values of keys if none of the keys exists. Return 1 if they were set, else 0."""
     if len(args) % 2:
         raise ReplyError("ERR wrong number of arguments for 'msetnx' command")
     if any(client.server.keyspace.contents.find(key) is not None for key in plain_all(args[::2])):
@@ -305,7 +323,7 @@ def msetnx(client: Client, args: list[Argument]) -> Reply:
     summary="Returns the length of a value.",
 )
 def strlen(client: Client, args: list[Argument]) -> Reply:
-    """The number of bytes, including a page's header; 0 if there is no such key."""
+    """Return the length of a key's value in bytes, including a page's header; 0 if there is no such key."""
     entry = _read(client, args[0])
     return 0 if entry is None else length_of(entry)
 
@@ -313,7 +331,9 @@ def strlen(client: Client, args: list[Argument]) -> Reply:
 @_range("substr key start end", since="1.0.0", summary="Returns a part of a value; the old name of GETRANGE.")
 @_range("getrange key start end", since="2.4.0", summary="Returns a part of a value.")
 def getrange(client: Client, args: list[Argument]) -> Reply:
-    """The bytes from start to end, both included. Negative numbers count from the end. May be empty."""
+    """Return the bytes of a value from start to end, both included; an empty string if there are none. Negative numbers
+    count from the end.
+    """
     start, end = integer(args[1]), integer(args[2])
     entry = _read(client, args[0])
     if entry is None:
@@ -330,7 +350,10 @@ def getrange(client: Client, args: list[Argument]) -> Reply:
 
 
 def _add(client: Client, key: bytes, amount: int) -> Reply:
-    """Add `amount` to a number, and return the sum. The TTL stays. Raises ReplyError for another value."""
+    """Add `amount` to the number that a key has, 0 without a key, and return the sum. The expiry stays.
+
+    Raises ReplyError if the value is no 64-bit integer, or the sum is none; OverLimit.
+    """
     keyspace = client.server.keyspace
     entry = keyspace.contents.find(key)
     old = 0 if entry is None else as_integer(entry.data) if isinstance(entry, Text) else None
@@ -358,25 +381,25 @@ _counter = partial(
 
 @_counter("incr key", summary="Adds one to a number.")
 def incr(client: Client, args: list[Argument]) -> Reply:
-    """The new number. A missing key counts as 0."""
+    """Add 1 to the number that a key has, and return the sum. A missing key counts as 0."""
     return _add(client, plain(args[0]), 1)
 
 
 @_counter("decr key", summary="Subtracts one from a number.")
 def decr(client: Client, args: list[Argument]) -> Reply:
-    """The new number. A missing key counts as 0."""
+    """Subtract 1 from the number that a key has, and return the difference. A missing key counts as 0."""
     return _add(client, plain(args[0]), -1)
 
 
 @_counter("incrby key increment", summary="Adds to a number.")
 def incrby(client: Client, args: list[Argument]) -> Reply:
-    """The new number. A missing key counts as 0."""
+    """Add a number to the one that a key has, and return the sum. A missing key counts as 0."""
     return _add(client, plain(args[0]), integer(args[1]))
 
 
 @_counter("decrby key decrement", summary="Subtracts from a number.")
 def decrby(client: Client, args: list[Argument]) -> Reply:
-    """The new number. A missing key counts as 0."""
+    """Subtract a number from the one that a key has, and return the difference. A missing key counts as 0."""
     amount = integer(args[1])
     if amount == I64[0]:
         raise ReplyError("ERR decrement would overflow")

@@ -24,7 +24,9 @@ PageParts = tuple[PageName, bytes, Slot]  # name, header and body: the arguments
 
 
 def string_of(entry: Entry | None) -> Reply:
-    """Return a value as the reply of GET. Long values are borrowed, not copied. Raises NotLoaded."""
+    """Return a value as the reply of GET; null without an entry. Long values are borrowed, not copied. Raises NotLoaded
+    for a value on disk only.
+    """
     if entry is None:
         return None
     if type(entry) is Slot:
@@ -37,12 +39,14 @@ def string_of(entry: Entry | None) -> Reply:
 
 
 def length_of(entry: Entry) -> int:
-    """Return the length of the string that GET returns."""
+    """Return the length in bytes of the string that GET returns for a value."""
     return entry.size + (HEADER_SIZE if is_page(entry) else 0)
 
 
 def part_of(entry: Entry, start: int, stop: int) -> Reply:
-    """Return the bytes from `start` to `stop` of the string that GET returns, as a reply. Both must be within it."""
+    """Return the bytes from `start` to before `stop` of the string that GET returns, as a reply. Both must be within
+    the string. Raises NotLoaded for a value on disk only.
+    """
     if isinstance(entry, Text):
         return entry.data[start:stop]
     pieces: list[Piece] = [b"$%d\r\n" % (stop - start)]
@@ -53,8 +57,11 @@ def part_of(entry: Entry, start: int, stop: int) -> Reply:
 
 
 def store(client: Client, key: bytes, value: Argument, expires: int = 0) -> None:
-    """Store SET's value, which expires at `expires` (unix milliseconds, 0 for never). Raises ReplyError for a page with
-    a damaged body, OverLimit.
+    """Store SET's value, which expires at `expires` (unix milliseconds, 0 for never). If limits apply, space is made
+    first.
+
+    A valid page blob under its own key becomes that page. Raises ReplyError for a page with a damaged body, OverLimit
+    if there is no space.
     """
     keyspace = client.keyspace
     page = page_of(client, key, value) if key[:3] == b"kv:" else None
@@ -67,7 +74,7 @@ def store(client: Client, key: bytes, value: Argument, expires: int = 0) -> None
 
 
 def put(client: Client, key: bytes, value: Argument, page: PageParts | None) -> None:
-    """Store a value after `page_of` has checked it, and `admit` has made room. It does not expire."""
+    """Store a value without an expiry, after `page_of` has returned `page` for it, and `admit` has made space."""
     if page is None:
         client.keyspace.contents.set_string(key, value, 0)
     else:
@@ -75,13 +82,16 @@ def put(client: Client, key: bytes, value: Argument, page: PageParts | None) -> 
 
 
 def admit(client: Client, values: Iterable[tuple[bytes, Argument, PageParts | None]]) -> None:
-    """Make room for values that are stored together. Raises OverLimit."""
+    """Evict values until disk and quotas have space for values that are stored together. Each is a key, a value, and
+    the result of `page_of` for them. Raises OverLimit if not enough may be evicted.
+    """
     keyspace = client.server.keyspace
     if keyspace.is_limited:
         keyspace.admit(_coming(key, value, page) for key, value, page in values)
 
 
 def _coming(key: bytes, value: Argument, page: PageParts | None) -> PendingWrite:
+    """Return the amount of space that a value of `admit` will take."""
     size = len(value) if isinstance(value, bytes) else value.size
     if page is not None:
         return PendingWrite(key, size, (page[0].req_id, page[0].page))
@@ -89,8 +99,8 @@ def _coming(key: bytes, value: Argument, page: PageParts | None) -> PendingWrite
 
 
 def page_of(client: Client, key: bytes, value: Argument) -> PageParts | None:
-    """Return a page's name, header and body, copied to a slot; None if `value` is not the page that `key` names. Raises
-    as `checked_page`.
+    """Return a page's name, header and body, which is copied to a new slot; None if `value` is not the blob of the page
+    that `key` names. Raises as `checked_page`.
     """
     checked = checked_page(client, key, value)
     if checked is None:
@@ -102,9 +112,10 @@ def page_of(client: Client, key: bytes, value: Argument) -> PageParts | None:
 
 
 def checked_page(client: Client, key: bytes, value: Argument) -> tuple[PageKey, PageHeader, memoryview] | None:
-    """Return a page's name, header and body; None if `value` is not the blob of the page that `key` names.
+    """Return a page's name, header and body, without a copy; None if `value` is not the blob of the page that `key`
+    names.
 
-    Raises ReplyError for a damaged body, and with strict-page-shape for a body of another length than its shape has.
+    Raises ReplyError for a damaged body, and with strict-page-shape for a body whose length differs from its shape's.
     """
     if key[:3] != b"kv:":
         return None

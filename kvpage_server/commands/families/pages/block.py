@@ -58,8 +58,9 @@ _block = partial(command, flags="readonly", uses=requests(0), group="page")
     summary="Stores a block, replacing all its pages; ttl is in seconds, 0 for none.",
 )
 def kvblockset(client: Client, args: list[Argument]) -> Reply:
-    """OK. P is the number of planes, in the order of their type. The body is exactly layers x planes x heads x
-    page_size x head_dim elements."""
+    """Return OK. P is the number of planes, in the order of their type. The body is exactly layers x planes x heads x
+    page_size x head_dim elements.
+    """
     req_id, page, ttl = request_name(args[0]), page_id(args[1]), integer_in("ttl", args[5], 0, MAX_TTL)
     shape = read_shape(*plain_all([*args[2:5], *args[6:-1]]))
     keyspace, body = client.keyspace, args[-1]
@@ -82,7 +83,9 @@ def kvblockset(client: Client, args: list[Argument]) -> Reply:
 
 @lru_cache(maxsize=256)  # all blocks of a model have the same shape
 def read_shape(layers: bytes, heads: bytes, page_size: bytes, planes: bytes, *numbers: bytes) -> BlockShape:
-    """Return the shape in KVBLOCKSET's arguments. Raises ReplyError, which names the wrong argument."""
+    """Return the shape of a block from KVBLOCKSET's arguments. `planes` is P, and `numbers` are three words for each
+    plane. Raises ReplyError, which names the wrong argument.
+    """
     counts = (
         integer_in("layers", layers, 1, MAX_LAYER + 1),
         integer_in("heads", heads, 1, MAX_HEAD + 1),
@@ -101,6 +104,7 @@ def read_shape(layers: bytes, heads: bytes, page_size: bytes, planes: bytes, *nu
 
 
 def _read_plane(kv_type: bytes, dtype: bytes, head_dim: bytes) -> Plane:
+    """Return a plane from its three words. Raises ReplyError or PageError, which name the wrong argument."""
     return Plane(
         kv_type=integer_in("kv_type", kv_type, 0, MAX_KV_TYPE),
         dtype=check_dtype(integer_in("dtype", dtype, 0, 255)),
@@ -109,10 +113,14 @@ def _read_plane(kv_type: bytes, dtype: bytes, head_dim: bytes) -> Plane:
 
 
 def _on_disk_of(tiered: DiskTier, name: tuple[bytes, int]) -> list[OnDisk]:
+    """Return the values to load before the block `name` can be read."""
     return tiered.needs.cold_of_block(*name)
 
 
 def _read(client: Client, req_id: bytes, page: int, lent: BorrowedReads) -> Steps[Reply]:
+    """Return the reply for one block: its body, or None if it is not complete, which is counted as a miss. `lent` has
+    the extents that the reply borrows from the disk.
+    """
     block = yield from read_block(client.keyspace, client.keyspace.reader.block(req_id, page), lent)
     if block is None:
         block_missed(client, req_id, page)
@@ -120,7 +128,7 @@ def _read(client: Client, req_id: bytes, page: int, lent: BorrowedReads) -> Step
 
 
 def _is_small(client: Client, req_id: bytes, page: int) -> bool:
-    """Return whether reading a block takes one step: it is in memory, and has few pages or was stored as a whole."""
+    """Return whether a block can be read in one step: it is in memory, and has few pages or was stored as a whole."""
     block, tiered = client.keyspace.reader.block(req_id, page), client.server.tiered
     if block is None:
         return True
@@ -138,7 +146,7 @@ def _is_small(client: Client, req_id: bytes, page: int) -> bool:
     summary="Returns a block's body, or null if it is not complete.",
 )
 def kvblockget(client: Client, args: list[Argument]) -> Reply:
-    """One bulk string, in the order layer, plane, head, token, dim.
+    """Return one bulk string, in the order layer, plane, head, token, dim.
 
     A block is complete if it has all its pages and they fit together: one page_size, one dtype and head_dim in a plane,
     and every body exactly as long as that makes it.
@@ -164,8 +172,9 @@ def kvblockget(client: Client, args: list[Argument]) -> Reply:
     summary="Returns the bodies of N blocks, with null for those that are not complete.",
 )
 def kvblockmget(client: Client, args: list[Argument]) -> Reply:
-    """An array of bodies. A block is looked up when the reply gets to it. The eviction policy assumes that each block
-    extends the one before it. A block is complete if its pages fit together, as KVBLOCKGET says."""
+    """Return an array of bodies. A block is looked up when the reply gets to it. The eviction policy assumes that each
+    block extends the one before it. A block is complete if its pages fit together, as KVBLOCKGET says.
+    """
     check_batch("KVBLOCKMGET", args, 2, "block")
     index = client.keyspace.index
 
@@ -186,7 +195,7 @@ def kvblockmget(client: Client, args: list[Argument]) -> Reply:
     "kvblockexists req page", needs=nothing, reply="integer", summary="Says whether a block exists and is complete."
 )
 def kvblockexists(client: Client, args: list[Argument]) -> Reply:
-    """1 or 0. A block is complete if its pages fit together, as KVBLOCKGET says."""
+    """Return 1 if the block is complete, else 0. A block is complete if its pages fit together, as KVBLOCKGET says."""
     name = request_name(args[0]), page_id(args[1])
 
     def answer() -> Steps[Reply]:

@@ -1,4 +1,4 @@
-"""The page family's protection: KVPAGEPREFIX, KVPAGELEASE, KVPAGEPIN, KVPAGEUNPIN.
+"""The protection of blocks: KVPAGEPREFIX, KVPAGELEASE, KVPAGEPIN, KVPAGEUNPIN.
 
 Leases and pins protect a block from eviction. They do not protect it from expiry or deletion. `store/keyspace.py`
 limits the bytes that they may take together.
@@ -33,6 +33,9 @@ from kvpage_server.system.text import monotonic_ms
 
 
 def _too_many(keyspace: Keyspace, block: Block, wanted: Bytes) -> ReplyError:
+    """Return the error for a block that cannot be protected, because leases and pins would exceed their limit by
+    `wanted`, the bytes to add. It names the limit of memory if that is exceeded, otherwise the limit of the disk.
+    """
     most, memory_alone = keyspace.protection.most(block), Bytes(wanted.memory, 0)
     more, may, room = wanted.disk, most.disk, "what maxdisk has for values"
     if not keyspace.leases.have_room(block, memory_alone, most):
@@ -56,8 +59,8 @@ _pinning = partial(_protection, flags="write", parts=Parts(1), complexity="O(N) 
     summary="Counts the complete blocks before the first incomplete one, and leases them.",
 )
 def kvpageprefix(client: Client, args: list[Argument]) -> Reply:
-    """The number of blocks, from the first one, that have `pages_per_block` pages. They are leased for `lease_ms`
-    milliseconds; 0 leases nothing.
+    """Return the number of blocks, from the first one, that have `pages_per_block` pages. They are leased for
+    `lease_ms` milliseconds; 0 leases nothing.
 
     A block with that many pages is complete here, whether or not their shapes fit together as KVBLOCKGET wants.
 
@@ -90,7 +93,9 @@ def kvpageprefix(client: Client, args: list[Argument]) -> Reply:
 
 
 def _count_misses(client: Client, names: list[tuple[bytes, int]], pages_per_block: int) -> Steps[None]:
-    """Count the first incomplete block as missed, and the complete blocks behind it as missed because of the hole."""
+    """Count the block `names[0]` as a miss, and the complete blocks after it as misses with the reason "hole". A block
+    has (req_id, page_id) as its name.
+    """
     block_missed(client, *names[0])
 
     def lost(some: Sequence[tuple[bytes, int]]) -> list[bool]:
@@ -108,8 +113,8 @@ def _count_misses(client: Client, names: list[tuple[bytes, int]], pages_per_bloc
     summary="Protects a request, or some of its blocks, from eviction for a while.",
 )
 def kvpagelease(client: Client, args: list[Argument]) -> Reply:
-    """The number of leased blocks, from the first one. The limit on the bytes of all leases and pins may end it early.
-    A longer lease that a block has already stays.
+    """Return the number of leased blocks, from the first one. The limit on the bytes of all leases and pins may end it
+    early. A longer lease that a block has already stays.
 
     A cluster has its own eviction policy: behind a gateway the blocks count as just used and do not expire before the
     end of the lease, but may be evicted. There page ids have to be given.
@@ -139,7 +144,9 @@ def kvpagelease(client: Client, args: list[Argument]) -> Reply:
     summary="Protects a request, or some of its blocks, from eviction until they are unpinned.",
 )
 def kvpagepin(client: Client, args: list[Argument]) -> Reply:
-    """The number of pinned blocks: all that exist. An error if that would exceed the limit: then no pin is added."""
+    """Return the number of pinned blocks: all that exist. An error if that would exceed the limit: then no pin is
+    added.
+    """
     keyspace, leases, protection = client.keyspace, client.keyspace.leases, client.keyspace.protection
     few = are_few(client, args[0], args[1:])
 
@@ -169,7 +176,7 @@ def kvpagepin(client: Client, args: list[Argument]) -> Reply:
 
 @_pinning("kvpageunpin req [page ...]", summary="Ends the pins of a request, or of some of its blocks.")
 def kvpageunpin(client: Client, args: list[Argument]) -> Reply:
-    """The number of blocks that were pinned."""
+    """Return the number of blocks that were pinned."""
     leases = client.keyspace.leases
 
     def steps() -> Steps[int]:

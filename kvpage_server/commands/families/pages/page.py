@@ -40,7 +40,7 @@ FROM_DISK = 16  # pages that a step sends from disk
 
 
 def page_name(args: Sequence[Argument]) -> PageName:
-    """Return the page that five arguments name. Raises ReplyError, which names the wrong argument."""
+    """Return the page that the first five arguments name. Raises ReplyError, which names the first wrong argument."""
     try:
         return core.page_name(args)
     except PageError as error:
@@ -48,8 +48,8 @@ def page_name(args: Sequence[Argument]) -> PageName:
 
 
 def page_key(args: Sequence[Argument]) -> bytes:
-    """Return the key that five arguments name, without checking them. No page has a key with invalid numbers, so a
-    lookup of it finds nothing.
+    """Return the key that the first five arguments name, without a check of them. No page has a key with invalid
+    numbers, so a lookup of such a key finds nothing.
     """
     name: Sequence[Any] = args[:NAME_WORDS]
     try:
@@ -59,13 +59,16 @@ def page_key(args: Sequence[Argument]) -> bytes:
 
 
 def _at_once(client: Client) -> int:
-    """Return the number of pages that a step parses, stores or finds."""
+    """Return the number of pages that one step parses, stores or finds: less if each page needs a decision of
+    its own.
+    """
     return PAGES_PER_STEP if client.keyspace.stores_together else _DECIDED_PAGES_PER_STEP
 
 
 def page_names(args: Sequence[Argument], first: int, most: int) -> PageNames:
-    """Return the names of at most `most` pages of a batch from page `first` on. The batch has its number of pages, and
-    then five arguments for each. Raises ReplyError.
+    """Return the names of at most `most` pages of a batch, from page `first` (counted from 0) on.
+
+    `args` are the batch: N, and then five arguments for each page. Raises ReplyError, which names a wrong argument.
     """
     try:
         return PageNames(args, 1 + first * NAME_WORDS, most)
@@ -74,6 +77,9 @@ def page_names(args: Sequence[Argument], first: int, most: int) -> PageNames:
 
 
 def _page_names_in_steps(client: Client, args: Sequence[Argument], count: int) -> Steps[list[PageNames]]:
+    """Return the names of all `count` pages of a batch, in groups that were each parsed in a step. Raises
+    ReplyError.
+    """
     batches: list[PageNames] = []
     at_once = _at_once(client)
     for first in range(0, count, at_once):
@@ -83,15 +89,19 @@ def _page_names_in_steps(client: Client, args: Sequence[Argument], count: int) -
 
 
 def new_pages(client: Client, args: Sequence[Argument], first: int, most: int, now: int) -> NewPages:
-    """Return at most `most` pages from their arguments, which begin at `first` and are ten for each. Raises BadPage."""
+    """Return at most `most` pages of which `args` have ten arguments each, from index `first` on. The bodies are copied
+    into slots if they are short; long ones are in slots already.
+
+    `now` is the time of creation in unix milliseconds. Raises BadPage, which has the place of the wrong page.
+    """
     config = client.server.config
     strict, with_checksums = config.strict_page_shape, config.page_checksums
     return NewPages(args, first, most, client.keyspace.arena, now, strict, with_checksums)
 
 
 def _page_or_none(client: Client, args: list[Argument], entry: Entry | None) -> Reply:
-    """Return the reply of KVPAGEGET: the body, or null without an entry. Raises ReplyError for an invalid name and for
-    a string.
+    """Return KVPAGEGET's reply for the entry of a key: the body, or null without an entry. Raises ReplyError for an
+    invalid name in `args`, and if the entry is a string.
     """
     if entry is None:
         page_name(args)  # raises ReplyError for a bad name
@@ -102,7 +112,9 @@ def _page_or_none(client: Client, args: list[Argument], entry: Entry | None) -> 
 
 
 def encode_page_body(page: Page) -> tuple[Piece, ...]:
-    """Return a page's body as a bulk string. It is one borrowed piece if the page has a slot of its own."""
+    """Return a page's body as a bulk string in pieces, which borrow the memory of its slot. Raises NotLoaded for a page
+    on disk only.
+    """
     if isinstance(page, Slot):
         return (page,)
     return b"$%d\r\n" % page.size, page.part(0, page.size), b"\r\n"
@@ -121,7 +133,7 @@ _page = partial(command, group="page")
     summary="Stores a page; ttl is in seconds, 0 for none.",
 )
 def kvpageset(client: Client, args: list[Argument]) -> Reply:
-    """OK."""
+    """Return OK. The page replaces a page or string with the same key."""
     try:
         page = new_pages(client, args, 0, 1, unix_ms())
     except PageError as error:
@@ -140,7 +152,7 @@ def kvpageset(client: Client, args: list[Argument]) -> Reply:
     summary="Returns a page's body, or null if there is no such page.",
 )
 def kvpageget(client: Client, args: list[Argument]) -> Reply:
-    """The body."""
+    """Return the body of the page; null if there is no such page."""
     name: Sequence[Any] = args
     try:
         key = b":".join((b"kv", *name))
@@ -165,7 +177,7 @@ def kvpageget(client: Client, args: list[Argument]) -> Reply:
     summary="Stores N pages, or none of them.",
 )
 def kvpagemset(client: Client, args: list[Argument]) -> Reply:
-    """OK, or an error that says which page is wrong; then none is stored.
+    """Return OK, or an error that says which page is wrong; then none is stored.
 
     If the server is killed before it answers, a part of a batch of more than 128 pages may be stored.
     """
@@ -181,7 +193,9 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
 
 
 def _pages_of_batch(client: Client, args: Sequence[Argument], first: int, most: int, count: int, now: int) -> NewPages:
-    """Return at most `most` pages of a batch of `count` pages, from page `first` on. Raises ReplyError."""
+    """Return at most `most` pages of a batch of `count` pages, from page `first` (counted from 0) on. Raises ReplyError
+    with the number of the wrong page.
+    """
     try:
         return new_pages(client, args, 1 + first * PAGE_WORDS, most, now)
     except BadPage as error:
@@ -191,7 +205,9 @@ def _pages_of_batch(client: Client, args: Sequence[Argument], first: int, most: 
 def _store_in_steps(
     client: Client, args: Sequence[Argument], count: int, batches: deque[NewPages], now: int
 ) -> Iterator[Reply]:
-    """Parse the pages that are not in `batches` yet in steps, then store all pages in steps."""
+    """Parse the pages of KVPAGEMSET that are not in `batches` yet, in steps. Then store all `count` pages in steps, and
+    yield OK. Raises ReplyError or OverLimit before a page is stored, ReplyError if the disk fails later.
+    """
     read, at_once = sum(map(len, batches)), _at_once(client)
     while read < count:
         batches.append(_pages_of_batch(client, args, read, at_once, count, now))
@@ -210,10 +226,10 @@ def _store_in_steps(
 
 
 def _split(client: Client, batches: Iterable[PageNames]) -> Iterator[Reply]:
-    """Split the blocks that the pages belong to, if they were stored as a whole. Raises ReplyError.
+    """Split the extents (blocks that were stored as a whole) that the pages belong to, in steps. Raises ReplyError.
 
-    They have to be in memory for it, and the disk may fail. Afterwards, storing the pages does not depend on the disk.
-    Only a few blocks are in memory at the same time, because a split block leaves memory when it is written.
+    An extent has to be in memory for it, and the disk may fail. After this function, the pages can be stored without
+    the disk. Only a few extents are in memory at the same time, because a split block leaves memory when it is written.
     """
     for some in batches:
         for blocks in _whole(client, some):
@@ -227,8 +243,8 @@ def _split(client: Client, batches: Iterable[PageNames]) -> Iterator[Reply]:
 
 
 def _whole(client: Client, some: PageNames) -> Iterator[list[BlockName]]:
-    """Yield the blocks of pages that were stored as a whole, in groups that may be in memory together. A group has at
-    least one block.
+    """Yield the names of the extents (blocks that were stored as a whole) that the pages belong to, in groups that may
+    be in memory together. A group has at least one block.
     """
     most, limit = client.server.found_at_once, client.server.config.client_memory
     most = min(most, limit) if limit else most
@@ -247,11 +263,12 @@ def _whole(client: Client, some: PageNames) -> Iterator[list[BlockName]]:
 
 
 def _extents_of(blocks: Sequence[BlockName], tiered: DiskTier) -> Iterable[Needed]:
+    """Return the extents of these blocks, which must be in memory before pages of them are written."""
     return tiered.needs.extents_at(dict.fromkeys(blocks))
 
 
 class _Step(NamedTuple):
-    """Pages of a batch, from `first` to `stop`, that are loaded together."""
+    """Pages of a batch, from index `first` to before `stop`, that are read in one step."""
 
     names: PageNames
     first: int
@@ -270,7 +287,9 @@ class _Step(NamedTuple):
     summary="Returns the bodies of N pages, with null for missing ones.",
 )
 def kvpagemget(client: Client, args: list[Argument]) -> Reply:
-    """An array of bodies. A page is looked up when the reply gets to it, so pages may change during a long reply."""
+    """Return an array of bodies. A page is looked up when the reply gets to it, so pages may change during a long
+    reply.
+    """
     count, tiered = check_batch("KVPAGEMGET", args, NAME_WORDS, "page"), client.server.tiered
     if (count > _DECIDED_PAGES_PER_STEP and count > _at_once(client)) or (tiered is not None and tiered.any_on_disk):
         return Stream(None, _read_in_steps(client, args, count))
@@ -282,13 +301,14 @@ def kvpagemget(client: Client, args: list[Argument]) -> Reply:
 
 
 def _read_in_steps(client: Client, args: Sequence[Argument], count: int) -> Iterator[Reply]:
+    """Yield the whole reply of KVPAGEMGET, in steps: the names are parsed first, then the bodies are sent."""
     batches = yield from _page_names_in_steps(client, args, count)
     yield Raw(b"*%d\r\n" % count)
     yield from _read_rest(client, batches, 0)
 
 
 def _read_rest(client: Client, batches: Sequence[PageNames], at: int) -> Iterator[Reply]:
-    """Yield the bodies of the pages of some batches, in steps, from page `at` of the first batch on."""
+    """Yield the bodies of a batch's pages, in steps, from page `at` of the first group of names to the last page."""
     tiered = client.server.tiered
     for i, names in enumerate(batches):
         while at < len(names):
@@ -303,7 +323,7 @@ def _read_rest(client: Client, batches: Sequence[PageNames], at: int) -> Iterato
 
 
 def _read_step(client: Client, names: PageNames, at: int) -> tuple[tuple[Piece, ...], int]:
-    """Return the encoded bodies of a step's pages, from page `at` on, and their number."""
+    """Read the pages from `at` on, as many as one step may. Return their encoded bodies and their number."""
     found = client.keyspace.reader.read_pages(names, at, len(names), client.server.found_at_once)
     if found.missing:
         pages_missed(client, names, found.missing)
@@ -311,7 +331,7 @@ def _read_step(client: Client, names: PageNames, at: int) -> tuple[tuple[Piece, 
 
 
 def _from_disk(client: Client, batches: Sequence[_Step]) -> Iterator[Reply]:
-    """Yield the steps of a reply whose pages are partly on disk."""
+    """Yield the bodies of the pages of some steps, some of which are on disk, FROM_DISK pages at a time."""
     steps = [
         _Step(names, at, min(at + FROM_DISK, stop))
         for names, first, stop in batches
@@ -326,11 +346,14 @@ def _from_disk(client: Client, batches: Sequence[_Step]) -> Iterator[Reply]:
 
 
 def _cold_in(tiered: DiskTier, step: _Step) -> Sequence[OnDisk]:
+    """Return the values to load before the pages of a step can be read."""
     return tiered.needs.cold_of(step.names.keys[step.first : step.stop])
 
 
 def _encoded(client: Client, found: Found, ahead: ReadAhead[_Step] | None) -> tuple[Piece, ...]:
-    """Return the encoded bodies; null for a key that is not a page, or that cannot be read from disk."""
+    """Return the encoded bodies of the pages that were found, in order; null for a key that is no page, and for a page
+    that cannot be read from disk. `ahead` has the pages that the reply borrows from the disk.
+    """
     absent = b"_\r\n" if client.protocol == 3 else b"$-1\r\n"
     if not found.others:  # all pages have slots of their own, which contain encoded bodies
         return filled(found.entries, absent)
@@ -355,7 +378,7 @@ def _encoded(client: Client, found: Found, ahead: ReadAhead[_Step] | None) -> tu
     summary="Says whether a page exists, without reading it.",
 )
 def kvpageexists(client: Client, args: list[Argument]) -> Reply:
-    """1 or 0."""
+    """Return 1 if the page exists, else 0."""
     entry = client.keyspace.contents.find(page_key(args))
     if entry is None:
         page_name(args)
@@ -376,7 +399,7 @@ _query = partial(command, flags="readonly", needs=nothing, group="page")
     summary="Says for each of N pages whether it exists, without reading it.",
 )
 def kvpagemexists(client: Client, args: list[Argument]) -> Reply:
-    """An array of 1 or 0, in order."""
+    """Return an array with 1 for each page that exists, and 0 for the others, in order."""
     count = check_batch("KVPAGEMEXISTS", args, NAME_WORDS, "page")
     if count <= _DECIDED_PAGES_PER_STEP or count <= _at_once(client):
         return (b"*%d\r\n" % count, _existence(client, page_names(args, 0, count)))
@@ -391,7 +414,7 @@ def kvpagemexists(client: Client, args: list[Argument]) -> Reply:
 
 
 def _existence(client: Client, names: PageNames) -> bytes:
-    """Return an encoded 1 or 0 for each page."""
+    """Return an encoded 1 or 0 for each named page. It counts no hits or misses."""
     entries = client.keyspace.reader.find_pages(names)
     return b":%d\r\n" * len(entries) % (*map(is_page, entries),)
 
@@ -404,8 +427,8 @@ def _existence(client: Client, names: PageNames) -> bytes:
     summary="Returns a page's header, time to live, protection and tier.",
 )
 def kvpagestat(client: Client, args: list[Argument]) -> Reply:
-    """A map, or null if there is no such page. `tier` is memory or disk. `checksum` is null for a page of a block that
-    was stored whole and is only on disk: it would have to be computed.
+    """Return a map, or null if there is no such page. `tier` is memory or disk. `checksum` is null for a page of a
+    block that was stored whole and is only on disk: it would have to be computed.
     """
     name, keyspace = page_name(args), client.keyspace
     page = keyspace.contents.find(name.key)
@@ -425,7 +448,7 @@ def kvpagestat(client: Client, args: list[Argument]) -> Reply:
 
 
 def header_fields(header: PageHeader) -> dict[str, Reply]:
-    """Return the fields of KVPAGESTAT's reply that are in the header."""
+    """Return the fields of KVPAGESTAT's reply that are the contents of a page's header."""
     return {
         "dtype": int(header.dtype),
         "page_size": header.page_size,
@@ -442,7 +465,7 @@ def header_fields(header: PageHeader) -> dict[str, Reply]:
 
 
 def _header(page: Page) -> tuple[PageHeader, str | None]:
-    """Return a page's header, and its checksum in hexadecimal, None if it is not computed yet."""
+    """Return a page's header, and its checksum as 16 hexadecimal digits; None if the checksum is not computed yet."""
     if type(page) is ExtentPage and not page.extent.has_checksums:
         return PageHeader.parse(page.header_with(0)), None
     header = header_of(page)

@@ -40,18 +40,18 @@ REASONS = (NEVER_STORED, INCOMPLETE, HOLE, *OF_STRINGS[1:])
 
 
 def count_miss(client: Client, reason: str, times: int = 1) -> None:
-    """Count misses by reason."""
+    """Add `times` to the number of misses with a reason."""
     client.keyspace.counters.page_misses[reason] += times
 
 
 def _page_missed(client: Client, name: PageName) -> None:
-    """Count a missed page."""
+    """Count a miss of a page, with the reason in its ghost (the record of its removal), or as never stored."""
     ghost = client.keyspace.ghosts.of_page(name.req_id, name.layer, name.head, name.page, name.kv_type)
     count_miss(client, reason_of(ghost, NEVER_STORED))
 
 
 def pages_missed(client: Client, names: PageNames, places: list[int]) -> None:
-    """Count the missed pages of a batch. `places` are their positions."""
+    """Count a miss for each page of a batch that was not found. `places` are the indexes of these pages in `names`."""
     for block, some in names.runs(places):
         if client.keyspace.ghosts.has_block(*block):
             for i in some:
@@ -61,14 +61,14 @@ def pages_missed(client: Client, names: PageNames, places: list[int]) -> None:
 
 
 def block_missed(client: Client, req_id: bytes, page: int) -> None:
-    """Count a block that does not exist or is incomplete."""
+    """Count a miss of a block that does not exist or is incomplete."""
     block = client.keyspace.index.block(req_id, page)
     ghost = client.keyspace.ghosts.of_block(req_id, page, block)
     count_miss(client, reason_of(ghost, NEVER_STORED if block is None else INCOMPLETE))
 
 
 def reason_of(ghost: Ghost | None, otherwise: str) -> str:
-    """Return the reason in a ghost; `otherwise` without one."""
+    """Return the reason in a ghost (the record of a removal); `otherwise` without a ghost."""
     return ghost.reason if ghost is not None else otherwise
 
 
@@ -79,7 +79,7 @@ HASHED_BYTES_PER_STEP = 1024 * 1024  # takes about 0.1 ms
 
 
 def request_name(raw: Argument) -> bytes:
-    """Return an argument as a req_id. Raises ReplyError with the allowed values."""
+    """Return an argument as a request id. Raises ReplyError with the allowed values."""
     try:
         return check_req_id(plain(raw))
     except PageError as error:
@@ -87,24 +87,28 @@ def request_name(raw: Argument) -> bytes:
 
 
 def page_id(raw: Argument) -> int:
-    """Return an argument as a page_id. Raises ReplyError with the allowed values."""
+    """Return an argument as a page id. Raises ReplyError with the allowed values."""
     return integer_in("page_id", raw, 0, MAX_PAGE)
 
 
 def block_names(args: Sequence[Argument]) -> list[tuple[bytes, int]]:
-    """Return the names of blocks in pairs of arguments. Raises ReplyError."""
+    """Return (request id, page id) of each pair of arguments. Raises ReplyError for an invalid one."""
     return [(request_name(req), page_id(page)) for req, page in zip(args[::2], args[1::2], strict=True)]
 
 
 def chained(keyspace: Keyspace, blocks: list[Block]) -> Steps[None]:
-    """Link blocks in the index in steps: each extends the one before it."""
+    """Note in steps that each of these blocks extends the block before it, so that the eviction policy keeps the first
+    ones longer. Each step overlaps the last one by one block.
+    """
     for start in range(0, len(blocks), STEP):
         keyspace.chain(blocks[start : start + STEP + 1])
         yield ()
 
 
 def are_few(client: Client, req: Argument, pages: Sequence[Argument] = ()) -> bool:
-    """Return whether `req [page ...]` names so few blocks that one step can handle them."""
+    """Return whether `req [page ...]` names so few blocks that one step can handle them. Without `pages`, all blocks of
+    the request count.
+    """
     return len(pages) < WORDS_PER_STEP and (len(pages) > 0 or client.keyspace.index.count(plain(req)) <= WORDS_PER_STEP)
 
 
@@ -125,7 +129,7 @@ def named_blocks(client: Client, req: Argument, pages: Sequence[Argument]) -> St
 
 
 def blocks_of(client: Client, req_id: bytes) -> Steps[list[Block]]:
-    """Return the existing blocks of a request by page id, in steps. Overdue pages expire first."""
+    """Return the existing blocks of a request by ascending page id, in steps. Expired pages are removed before."""
     keyspace, ids = client.keyspace, client.keyspace.index.page_ids(req_id)
     sorted_ids: list[Iterable[int]] = []
     for start in range(0, len(ids), _SORTED):
@@ -141,14 +145,16 @@ def blocks_of(client: Client, req_id: bytes) -> Steps[list[Block]]:
 
 
 def keys_in(block: Block) -> Iterator[list[bytes]]:
-    """Yield the keys of a block's pages in groups. They are those of its pages at the first group."""
+    """Yield the keys of a block's pages in groups of up to 256. These are the pages that the block has when the first
+    group is requested.
+    """
     keys = block.page_keys()
     while some := [*islice(keys, _KEYS)]:
         yield some
 
 
 def _still_there(keyspace: Keyspace, blocks: list[Block]) -> Iterator[Block]:
-    """Yield the current blocks of these names. Skip a block that does not exist any more at its turn."""
+    """Yield the current block for the name of each of these blocks, at its turn. Skip a name without a block."""
     return (block for named in blocks if (block := keyspace.reader.block(named.req_id, named.page)))
 
 
@@ -165,7 +171,8 @@ _request = partial(command, group="page", uses=requests(0))
     summary="Deletes a request, or some of its blocks.",
 )
 def kvpagedel(client: Client, args: list[Argument]) -> Reply:
-    """The number of deleted pages. Blocks are deleted from the last to the first, so the rest is always a prefix.
+    """Return the number of deleted pages. Blocks are deleted from the last to the first, so the rest is always a
+    prefix.
 
     A block of more than 1024 pages that were stored one by one is deleted in parts, which others see.
     """
@@ -197,7 +204,8 @@ def kvpagedel(client: Client, args: list[Argument]) -> Reply:
     summary="Lists a request's blocks and what each holds.",
 )
 def kvpageindex(client: Client, args: list[Argument]) -> Reply:
-    """A map for each block, by page id: page, pages, layers, heads, planes, complete, and for WITHSIZES bytes, memory.
+    """Return a map for each block, by page id: page, pages, layers, heads, planes, complete, and for WITHSIZES bytes,
+    memory.
 
     `complete` is 1 if KVBLOCKGET would return the block, else 0: with all its pages it may still lack a common shape.
     `layers` and `heads` are the highest numbers plus one. `bytes` is the size of the bodies, `memory` is the size of
@@ -237,6 +245,7 @@ class _Total:
         self.maps: list[dict[str, Reply]] = []  # one, or none without a block
 
     def add(self, block: dict[str, Reply]) -> None:
+        """Add the map of a block. The first map determines `page` and `planes` of the sum."""
         if not self.maps:
             first = {name: block[name] for name in ("page", "planes")}
             self.maps = [{"blocks": 0, "pages": 0, "bytes": 0, "memory": 0, "complete": 1} | first]
@@ -248,6 +257,7 @@ class _Total:
 
 
 def _describe(keyspace: Keyspace, block: Block, with_sizes: bool) -> Steps[dict[str, Reply]]:
+    """Return KVPAGEINDEX's map of a block, in steps. `bytes` and `memory` are included if `with_sizes`."""
     pages, shape = yield from gathered(keyspace, block)
     layers, heads, planes = block.measure()
     described: dict[str, Reply] = {
@@ -277,7 +287,9 @@ def _describe(keyspace: Keyspace, block: Block, with_sizes: bool) -> Steps[dict[
     summary="Hashes the pages of a request, or of some of its blocks, and removes corrupt ones.",
 )
 def kvpageverify(client: Client, args: list[Argument]) -> Reply:
-    """A map: the number of checked pages, the number of pages without a checksum, and the keys of the corrupt ones."""
+    """Return a map: the number of checked pages, the number of pages without a checksum, and the keys of the corrupt
+    ones.
+    """
     keyspace = client.keyspace
 
     def steps() -> Iterator[Reply]:
@@ -318,7 +330,9 @@ def kvpageverify(client: Client, args: list[Argument]) -> Reply:
 
 
 def _keys_on_disk(client: Client, block: Block) -> Steps[list[list[bytes]]]:
-    """Return the keys of a block's pages in groups, in steps; none without a disk."""
+    """Return the keys of a block's pages in groups, in steps. Without a disk tier, return none: no page can be lost by
+    a read.
+    """
     keys: list[list[bytes]] = []
     for some in keys_in(block) if client.server.tiered is not None else ():
         keys.append(some)
@@ -327,7 +341,7 @@ def _keys_on_disk(client: Client, block: Block) -> Steps[list[list[bytes]]]:
 
 
 def _lost(keyspace: Keyspace, keys: list[list[bytes]]) -> Steps[list[bytes]]:
-    """Return, in steps, the keys of pages that were removed because their bytes on disk were damaged."""
+    """Return, in steps, those of these keys whose pages were removed because their bytes on disk were damaged."""
     ghosts, gone = keyspace.ghosts, list[PageKey]()
     for some in keys:
         gone += [PageKey.parse(key) for key in some if keyspace.contents.find(key) is None]
@@ -337,16 +351,18 @@ def _lost(keyspace: Keyspace, keys: list[list[bytes]]) -> Steps[list[bytes]]:
 
 
 def _values_of(block: Block, tiered: DiskTier) -> Iterator[Needed]:
+    """Return the values to load before a block can be read."""
     return tiered.needs.blocks_at([(block.req_id, block.page)])
 
 
 def _value_of(key: bytes, tiered: DiskTier) -> Iterator[Needed]:
+    """Return the values to load before a key can be read."""
     return tiered.needs.values_of([key])
 
 
 def _check_extent(extent: Extent) -> Generator[Reply, None, bool | None]:
-    """Return in steps whether a block's body is intact; None without a digest. The digest does not show which page is
-    damaged.
+    """Return, in steps, whether the body of an extent (a block that was stored as a whole) matches its digest; None
+    without a digest. A mismatch does not show which page is damaged.
     """
     if not extent.digest:
         return None
@@ -355,7 +371,7 @@ def _check_extent(extent: Extent) -> Generator[Reply, None, bool | None]:
 
 
 def _check(page: Page) -> Generator[Reply, None, bool | None]:
-    """Return in steps whether a page matches its header; None if the header has no checksum."""
+    """Return, in steps, whether a page matches its header in size and checksum; None if the header has no checksum."""
     try:
         header = header_of(page)
     except PageError:
@@ -369,7 +385,7 @@ def _check(page: Page) -> Generator[Reply, None, bool | None]:
 
 
 def hash_in_steps(body: memoryview) -> Generator[Reply, None, int]:
-    """Return the XXH3-64 of bytes, computed in steps."""
+    """Return the XXH3-64 of bytes, computed in steps of 1 MiB."""
     if len(body) <= HASHED_BYTES_PER_STEP:
         yield ()
         return checksum(body)

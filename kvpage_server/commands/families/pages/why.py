@@ -33,7 +33,8 @@ STORED = "stored"
     group="page",
 )
 def kvpagewhy(client: Client, args: list[Argument]) -> Reply:
-    """A map. `reason` is stored, never stored, expired, evicted, over quota, deleted, overwritten, corrupt or hole.
+    """Return a map. `reason` is stored, never stored, expired, evicted, over quota, deleted, overwritten, corrupt or
+    hole.
 
     A request is stored if every block from page id 0 to its last has all its pages, whether or not their shapes fit
     together as KVBLOCKGET wants; `blocks` is the number of its blocks.
@@ -60,7 +61,9 @@ def kvpagewhy(client: Client, args: list[Argument]) -> Reply:
 
 
 def _why_request(client: Client, req_id: bytes) -> Steps[dict[str, Reply]]:
-    """Return the reply for a request: its first missing or incomplete block, or that all are stored. In steps."""
+    """Return KVPAGEWHY's reply for a request, in steps: its first block that is missing or incomplete, or the number of
+    its blocks if there is none.
+    """
     keyspace = client.keyspace
     blocks = {block.page: block for block in (yield from blocks_of(client, req_id))}
     if not blocks:
@@ -80,6 +83,9 @@ def _why_request(client: Client, req_id: bytes) -> Steps[dict[str, Reply]]:
 
 
 def _explain(keyspace: Keyspace, ghost: Ghost | None, otherwise: str = NEVER_STORED) -> dict[str, Reply]:
+    """Return the part of the reply that explains why pages are missing. `ghost` is the record of their removal; without
+    one, the reason is `otherwise`.
+    """
     if ghost is None:
         return {"reason": otherwise, "since": keyspace.ghosts.since}
     by: dict[str, Reply] = {"quota" if ghost.reason == OVER_QUOTA else "policy": ghost.by} if ghost.by else {}

@@ -1,4 +1,4 @@
-"""ACL: users, their rights, and the log of denied requests."""
+"""The subcommands of ACL: users, their rights, and the log of refused commands."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ container("acl", group="server", since="6.0.0", summary="A container for access 
 
 @_own("acl|whoami", reply="bulk", summary="Returns the connection's user.")
 def acl_whoami(client: Client, args: list[Argument]) -> Reply:
-    """The user's name."""
+    """Return the name of the client's user."""
     assert client.user is not None
     return client.user.name
 
 
 @_admin("acl|users", complexity="O(N log N) with N users", reply="array of bulk", summary="Lists the users' names.")
 def acl_users(client: Client, args: list[Argument]) -> Reply:
-    """The names, sorted."""
+    """Return the names of all users, sorted."""
     return sorted(client.server.users.by_name)
 
 
@@ -57,13 +57,13 @@ def acl_users(client: Client, args: list[Argument]) -> Reply:
     summary="Lists users as lines of a configuration.",
 )
 def acl_list(client: Client, args: list[Argument]) -> Reply:
-    """A line each, with hashed passwords."""
+    """Return the line of a configuration file for each user, with hashed passwords, sorted by name."""
     users = client.server.users.by_name
     return Stream(len(users), map(bytes, [users[name] for name in sorted(users)]))
 
 
 def _lines(client: Client) -> Steps[list[bytes]]:
-    """Return the line of the configuration for each user, in steps."""
+    """Return, in steps, the line of a configuration file for each user, sorted by name."""
     by_name = client.server.users.by_name
     return (yield from each(sorted(by_name), lambda names: [bytes(by_name[name]) for name in names if name in by_name]))
 
@@ -72,12 +72,13 @@ def _lines(client: Client) -> Steps[list[bytes]]:
     "acl|getuser username", complexity="O(N) with N rules", reply="map | null", summary="Describes a user's rights."
 )
 def acl_getuser(client: Client, args: list[Argument]) -> Reply:
-    """A map, or null if there is no such user."""
+    """Return a map with a user's passwords and rights; null if there is no such user."""
     user = client.server.users.by_name.get(plain(args[0]))
     return None if user is None else _describe(user)
 
 
 def _describe(user: User) -> dict[str, Any]:
+    """Return ACL GETUSER's map of a user."""
     return {
         "flags": ["on" if user.enabled else "off", *(["nopass"] if user.no_password else [])],
         "passwords": list(user.passwords),
@@ -96,7 +97,9 @@ def _describe(user: User) -> dict[str, Any]:
     summary="Creates or changes a user.",
 )
 def acl_setuser(client: Client, args: list[Argument]) -> Reply:
-    """OK. Applies all of the rules or none, at once for all connections of the user."""
+    """Create a user or change its rights, and return OK. Either all rules are applied or none, immediately for all
+    connections of the user.
+    """
     name, *rules = plain_all(args)
 
     def steps() -> Steps[Reply]:
@@ -112,12 +115,15 @@ def acl_setuser(client: Client, args: list[Argument]) -> Reply:
 
 
 def _is_quiet(client: Client) -> bool:
+    """Return whether there are so few connections that one step can examine all."""
     return len(client.server.clients) <= STEP
 
 
 def _apply_changed_rights(client: Client, changed: Collection[bytes]) -> Steps[None]:
-    """Apply the changed rights of users to their connections. Then close, in steps, the connections of deleted users,
-    and connections with subscriptions to forbidden channels.
+    """Apply the new rights of the users named in `changed` to their connections.
+
+    Then close, in steps, the connections of deleted users, and connections with MONITOR or subscriptions that are not
+    allowed any more. The calling client's is closed last, after its reply.
     """
     users, left = client.server.users.by_name, list[Client]()
     for other in client.server.clients.values():
@@ -137,7 +143,7 @@ def _apply_changed_rights(client: Client, changed: Collection[bytes]) -> Steps[N
 
 
 def _listens_too_much(client: Client) -> bool:
-    """Return whether a client has no user, or has MONITOR or a channel that its user may not use."""
+    """Return whether a client has no user, or has MONITOR or a subscription that its user may not use."""
     if client in client.server.monitors and not client.sees_all:
         return True
     return not (client.user and all(map(client.may_subscribe, [*client.channels, *client.patterns])))
@@ -150,7 +156,7 @@ def _listens_too_much(client: Client) -> bool:
     summary="Removes users and ends their connections.",
 )
 def acl_deluser(client: Client, args: list[Argument]) -> Reply:
-    """The number of removed users."""
+    """Remove users and close their connections. Return the number of removed users."""
     names = plain_all(args)
     if DEFAULT in names:
         raise ReplyError("ERR The 'default' user cannot be removed")
@@ -171,7 +177,7 @@ def acl_deluser(client: Client, args: list[Argument]) -> Reply:
     summary="Lists the categories of commands, or the commands of one.",
 )
 def acl_cat(client: Client, args: list[Argument]) -> Reply:
-    """Redis's categories and `page`."""
+    """Return the categories, which are Redis's and `page`; with an argument, the commands of that category."""
     if not args:
         return list(CATEGORIES)
     category = plain(args[0]).decode("ascii", "backslashreplace")
@@ -188,7 +194,9 @@ def acl_cat(client: Client, args: list[Argument]) -> Reply:
     summary="Says whether a user may run a command, without running it.",
 )
 def acl_dryrun(client: Client, args: list[Argument]) -> Reply:
-    """OK, or why not."""
+    """Return OK if a user may run a command with these arguments, otherwise the text of the refusal. The command is not
+    run.
+    """
     name, words = plain(args[0]), args[1:]
     user = client.server.users.by_name.get(name)
     if user is None:
@@ -211,7 +219,7 @@ def acl_dryrun(client: Client, args: list[Argument]) -> Reply:
     summary="Lists the commands, keys, channels and logins that were refused.",
 )
 def acl_log(client: Client, args: list[Argument]) -> Reply:
-    """The newest first, 10 by default."""
+    """Return the last refusals, the newest first, 10 by default. With RESET, remove all and return OK."""
     refusals = client.server.refusals
     if args and plain(args[0]).upper() == b"RESET":
         refusals.entries.clear()
@@ -224,6 +232,7 @@ def acl_log(client: Client, args: list[Argument]) -> Reply:
 
 
 def _entry(refusal: Refusal) -> dict[str, Any]:
+    """Return ACL LOG's map of a refusal."""
     return {
         "count": refusal.count,
         "reason": refusal.reason,
@@ -240,7 +249,7 @@ def _entry(refusal: Refusal) -> dict[str, Any]:
 
 @_admin("acl|save", complexity="O(N) with N users", reply="OK", summary="Writes the users into the aclfile.")
 def acl_save(client: Client, args: list[Argument]) -> Reply:
-    """OK. The file is replaced as a whole."""
+    """Write the users to the aclfile, which is replaced as a whole, and return OK."""
     path = _file(client)
 
     def steps() -> Steps[Reply]:
@@ -261,7 +270,9 @@ def acl_save(client: Client, args: list[Argument]) -> Reply:
     summary="Replaces the users with those in the aclfile.",
 )
 def acl_load(client: Client, args: list[Argument]) -> Reply:
-    """OK, or an error and no change if a line is wrong. Connections of removed users are closed."""
+    """Replace the users by those in the aclfile, and return OK. An invalid line is an error, and nothing is changed
+    then. Connections of removed users are closed.
+    """
     path, users = _file(client), client.server.users
 
     def steps() -> Steps[Reply]:
@@ -282,6 +293,7 @@ def acl_load(client: Client, args: list[Argument]) -> Reply:
 
 
 def _file(client: Client) -> Path:
+    """Return the path of the aclfile. Raises ReplyError if none is configured."""
     if not client.server.config.aclfile:
         raise ReplyError(_NO_FILE)
     return Path(client.server.config.aclfile)
@@ -289,7 +301,7 @@ def _file(client: Client) -> Path:
 
 @_own("acl|genpass [bits]", most=3, reply="bulk", summary="Generates a password.")
 def acl_genpass(client: Client, args: list[Argument]) -> Reply:
-    """Random hexadecimal digits, 256 bits by default."""
+    """Return random hexadecimal digits for a number of bits, 256 by default."""
     bits = integer(args[0]) if args else 256
     if not 1 <= bits <= 4096:
         raise ReplyError(

@@ -1,4 +1,6 @@
-"""COMMAND: the command table for clients. redis-cli shows hints from it; cluster clients read the positions of keys."""
+"""COMMAND and its subcommands, which describe the command table. redis-cli shows hints from it; cluster clients read
+the positions of keys.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ _KEY_FLAGS = {READ: ["RO", "access"], WRITE: ["OW", "update"], READ | WRITE: ["R
 
 
 def _key_specs(spec: Spec) -> list[Any]:
-    """Return the positions of the keys, in Redis 7's format."""
+    """Return the key specifications of a command in Redis 7's format; none without keys at fixed positions."""
     flags = [simple(flag) for flag in _KEY_FLAGS[spec.access]]
     first, last, step = spec.keys
     if not first:
@@ -80,6 +82,7 @@ def document(spec: Spec) -> dict[str, Any]:
 
 
 def _with_status_flags(argument: dict[str, Any]) -> dict[str, Any]:
+    """Return an argument map of COMMAND DOCS with its flags as simple strings, also those of inner arguments."""
     shown = dict(argument)
     if "flags" in shown:
         shown["flags"] = [simple(flag) for flag in shown["flags"]]
@@ -89,6 +92,7 @@ def _with_status_flags(argument: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(args: list[Argument]) -> list[Spec | None]:
+    """Return the row of each named command, None for unknown ones."""
     return [TABLE.get(word.lower().decode("ascii", "replace")) for word in plain_all(args)]
 
 
@@ -99,22 +103,26 @@ _about = partial(command, flags="loading stale connection", group="server", sinc
     "command", arity=-1, complexity="O(N) with N commands", reply="array of array", summary="Describes every command."
 )
 def command_(client: Client, args: list[Argument]) -> Reply:
-    """An entry for each command."""
+    """Return an array with the description of each command."""
     return _all_described(client.protocol)
 
 
 @cache
 def _all_described(protocol: int) -> Raw:
-    """Return the reply to COMMAND. It is encoded once, since every redis-cli requests it."""
+    """Return the reply to COMMAND, encoded for RESP `protocol`. It is encoded once, because every redis-cli requests
+    it.
+    """
     return _encoded([describe(spec) for spec in top_level()], protocol)
 
 
 @cache
 def _all_documented(protocol: int) -> Raw:
+    """Return the reply to COMMAND DOCS, encoded once for RESP `protocol`."""
     return _encoded({spec.name: document(spec) for spec in top_level()}, protocol)
 
 
 def _encoded(reply: Reply, protocol: int) -> Raw:
+    """Return a reply encoded for RESP `protocol`."""
     out: list[Any] = []
     encode(reply, protocol, out)
     return Raw(b"".join(out))
@@ -122,7 +130,7 @@ def _encoded(reply: Reply, protocol: int) -> Raw:
 
 @_about("command|count", reply="integer", summary="Counts the commands.")
 def command_count(client: Client, args: list[Argument]) -> Reply:
-    """The number of commands, without subcommands."""
+    """Return the number of commands, without subcommands."""
     return len(top_level())
 
 
@@ -134,7 +142,7 @@ def command_count(client: Client, args: list[Argument]) -> Reply:
     summary="Describes some commands.",
 )
 def command_info(client: Client, args: list[Argument]) -> Reply:
-    """An entry for each named command, or null; without names, all commands."""
+    """Return the description of each named command, null for unknown ones; without names, of all commands."""
     if not args:
         return command_(client, args)
     return [describe(spec) if spec else None for spec in _named(args)]
@@ -148,7 +156,9 @@ def command_info(client: Client, args: list[Argument]) -> Reply:
     summary="Documents commands.",
 )
 def command_docs(client: Client, args: list[Argument]) -> Reply:
-    """A map by name, without unknown commands."""
+    """Return a map with the documentation of the named commands, without unknown ones; of all commands without
+    names.
+    """
     if not args:
         return _all_documented(client.protocol)
     return {spec.name: document(spec) for spec in dict.fromkeys(_named(args)) if spec}
@@ -162,7 +172,7 @@ def command_docs(client: Client, args: list[Argument]) -> Reply:
     summary="Names the commands.",
 )
 def command_list(client: Client, args: list[Argument]) -> Reply:
-    """The names; with a filter, subcommands too, as in Redis."""
+    """Return the names of the commands. With a filter, subcommands are included, as in Redis."""
     words = plain_all(args)
     if not words:
         return [spec.name for spec in top_level()]
@@ -181,6 +191,9 @@ def command_list(client: Client, args: list[Argument]) -> Reply:
 
 
 def _uses(args: list[Argument]) -> list[Use]:
+    """Return the keys, each with its access, that a command with these words would use. Raises ReplyError if it has no
+    keys, or an invalid number of words.
+    """
     name = plain(args[0]).lower().decode("latin1")
     if name in SUBCOMMANDS and len(args) > 1:
         name += "|" + plain(args[1]).lower().decode("latin1")
@@ -202,7 +215,9 @@ def _uses(args: list[Argument]) -> list[Use]:
     summary="Returns the keys that a command with these arguments would use.",
 )
 def command_getkeys(client: Client, args: list[Argument]) -> Reply:
-    """Keys in order; `kv:{req}:` stands for every page of a request."""
+    """Return the keys that a command with these words would use, in order; `kv:{req}:` stands for every page of a
+    request.
+    """
     return [bytes(key) for key, _ in _uses(args)]
 
 
@@ -215,7 +230,7 @@ def command_getkeys(client: Client, args: list[Argument]) -> Reply:
     summary="Returns the keys that a command with these arguments would use, and what it does to them.",
 )
 def command_getkeysandflags(client: Client, args: list[Argument]) -> Reply:
-    """Pairs of a key and its flags."""
+    """Return each key that a command with these words would use, and the flags of the access to it."""
     return [[bytes(key), {simple(flag) for flag in _KEY_FLAGS[access]}] for key, access in _uses(args)]
 
 

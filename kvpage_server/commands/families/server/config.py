@@ -1,4 +1,4 @@
-"""CONFIG: it reads parameters, changes them while the server runs, and writes them back into the file."""
+"""The subcommands of CONFIG, which read parameters, change them while the server runs, and write them to the file."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ container("config", group="server", since="2.0.0", summary="A container for conf
     summary="Returns parameters.",
 )
 def config_get(client: Client, args: list[Argument]) -> Reply:
-    """A map of the parameters that match one of the patterns. Each pattern is compiled in its own step.
+    """Return a map of the parameters whose names match one of the patterns. Each pattern is compiled in its own step.
 
     `requirepass` and `web-token` are for administrators: users with the rights to every command and every key.
     """
@@ -91,7 +91,7 @@ def config_get(client: Client, args: list[Argument]) -> Reply:
     summary="Changes parameters while the server runs.",
 )
 def config_set(client: Client, args: list[Argument]) -> Reply:
-    """OK. Changes all of them or none. Certificates are read in a thread."""
+    """Change parameters, and return OK. Either all are changed or none. Certificates are loaded in a thread."""
     words = [word.decode("utf-8", "surrogateescape") for word in plain_all(args)]
     if len(words) % 2:
         raise ReplyError(SYNTAX_ERROR)
@@ -113,6 +113,7 @@ def config_set(client: Client, args: list[Argument]) -> Reply:
 
 
 def _check_changeable(config: Config, names: list[str]) -> None:
+    """Raise ReplyError if a parameter does not exist, is named twice, or cannot be changed while the server runs."""
     known = set[str]()
     for name in names:
         if name not in config.parameters():
@@ -126,7 +127,7 @@ def _check_changeable(config: Config, names: list[str]) -> None:
 
 
 def _change_all(config: Config, changes: Mapping[str, str]) -> None:
-    """Change all parameters, or raise ReplyError and change none."""
+    """Change all parameters in `config`. Raises ReplyError, and changes none then."""
     before = vars(config).copy()
     try:
         for name, value in changes.items():
@@ -139,7 +140,11 @@ def _change_all(config: Config, changes: Mapping[str, str]) -> None:
 
 
 def _certificates(config: Config, changes: Mapping[str, str], name: str) -> Steps[ssl.SSLContext | None]:
-    """Load the certificates for changed parameters on a thread. Raises ReplyError, which names the parameter `name`."""
+    """Return the TLS context for changed parameters, loaded in a thread. Raises ReplyError, which names the parameter
+    `name`.
+
+    If another client changes TLS parameters meanwhile, the certificates are loaded once more.
+    """
     while True:
         before = {one: config.words(one) for one in certificates.PARAMETERS}
         asked = copy(config)
@@ -154,12 +159,13 @@ def _certificates(config: Config, changes: Mapping[str, str], name: str) -> Step
 
 
 def _refused(name: str, why: str) -> ReplyError:
+    """Return the error of CONFIG SET for the parameter `name` and the reason `why`."""
     return ReplyError(f"ERR CONFIG SET failed (possibly related to argument '{name}') - {why}")
 
 
 @_config("config|resetstat", complexity="O(N) with N connections", reply="OK", summary="Resets the statistics.")
 def config_resetstat(client: Client, args: list[Argument]) -> Reply:
-    """OK. Resets what INFO counts, but not the slow log."""
+    """Set the counts in INFO to 0, and return OK. The slow log and the counts of open connections stay."""
     server = client.server
 
     def steps() -> Steps[Reply]:
@@ -181,7 +187,9 @@ def config_resetstat(client: Client, args: list[Argument]) -> Reply:
     summary="Writes the parameters into the file.",
 )
 def config_rewrite(client: Client, args: list[Argument]) -> Reply:
-    """OK. The file is replaced as a whole, and keeps its comments and order."""
+    """Write the parameters to the configuration file, and return OK. The file is replaced as a whole, and keeps its
+    comments and order.
+    """
     server = client.server
     path = server.config.file
     if path is None:
@@ -204,7 +212,7 @@ def config_rewrite(client: Client, args: list[Argument]) -> Reply:
 
 
 def _other_users(server: Server) -> list[bytes]:
-    """Return the lines of all users, without the default user if it follows from `requirepass`."""
+    """Return the configuration lines of all users, without the default user if its line follows from `requirepass`."""
     usual = Users()
     usual.require_password(server.config.requirepass)
     return [line for line in server.users.lines() if line != bytes(usual.default)]

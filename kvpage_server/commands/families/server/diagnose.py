@@ -30,7 +30,9 @@ container("slowlog", group="server", since="2.2.12", summary="A container for sl
     summary="Returns the last slow calls.",
 )
 def slowlog_get(client: Client, args: list[Argument]) -> Reply:
-    """Id, unix time, microseconds, words, address and name of the client. 10 calls by default, all for -1."""
+    """Return the last slow calls, 10 by default, all for -1: id, unix time, microseconds, words, address and name of
+    the client.
+    """
     count = as_integer(args[0]) if args else 10
     if count is None or count < -1:
         raise ReplyError("ERR count should be greater than or equal to -1")
@@ -40,18 +42,19 @@ def slowlog_get(client: Client, args: list[Argument]) -> Reply:
 
 
 def _row(call: SlowCall) -> list[Reply]:
+    """Return SLOWLOG GET's array for a call."""
     return [call.id, call.unix_time, call.microseconds, call.words, call.address, call.name]
 
 
 @_slowlog("slowlog|len", reply="integer", summary="Counts the slow calls remembered.")
 def slowlog_len(client: Client, args: list[Argument]) -> Reply:
-    """The number of calls, at most slowlog-max-len."""
+    """Return the number of calls in the slow log, at most slowlog-max-len."""
     return len(client.server.slow_log.entries)
 
 
 @_slowlog("slowlog|reset", complexity="O(N) with N entries", reply="OK", summary="Forgets the slow calls.")
 def slowlog_reset(client: Client, args: list[Argument]) -> Reply:
-    """OK. New calls get higher ids."""
+    """Remove all calls from the slow log, and return OK. The ids go on from the last one."""
     log = client.server.slow_log
     calls = list(log.entries)
     log.entries = deque()
@@ -70,7 +73,9 @@ container("latency", group="server", since="2.8.13", summary="A container for la
     "latency|latest", complexity="O(N) with N events", reply="array of array", summary="Returns the last slow moments."
 )
 def latency_latest(client: Client, args: list[Argument]) -> Reply:
-    """For each event its name, unix time, milliseconds, and the longest time ever."""
+    """Return the last sample of each event: name, unix time, milliseconds, and the longest milliseconds since the
+    start.
+    """
     return [
         [name, *event.samples[-1], event.longest]
         for name, event in client.server.latency.events.items()
@@ -80,7 +85,7 @@ def latency_latest(client: Client, args: list[Argument]) -> Reply:
 
 @_latency("latency|history event", reply="array of array", summary="Returns when an event was slow.")
 def latency_history(client: Client, args: list[Argument]) -> Reply:
-    """Pairs of unix time and milliseconds, oldest first."""
+    """Return the samples of an event, the oldest first, each as unix time and milliseconds."""
     event = client.server.latency.events.get(plain_all(args)[0].decode("ascii", "replace"), LatencyEvent())
     return [list(sample) for sample in event.samples]
 
@@ -92,7 +97,7 @@ def latency_history(client: Client, args: list[Argument]) -> Reply:
     summary="Forgets slow moments.",
 )
 def latency_reset(client: Client, args: list[Argument]) -> Reply:
-    """The number of events that were removed."""
+    """Remove the named events, all without arguments. Return the number of removed events."""
     events = client.server.latency.events
     named = [word.decode("ascii", "replace") for word in plain_all(args)] or list(events)
     return sum(events.pop(name, None) is not None for name in named)
@@ -106,7 +111,9 @@ def latency_reset(client: Client, args: list[Argument]) -> Reply:
     summary="Returns how long calls of commands took.",
 )
 def latency_histogram(client: Client, args: list[Argument]) -> Reply:
-    """For each command the number of calls, and how many took at most so many microseconds."""
+    """Return a map of the commands with calls: the number of calls, and for some limits in microseconds the number of
+    calls that took at most so long.
+    """
     calls = client.server.stats.calls
     if not args:
         return {name: _histogram(of) for name, of in calls.items() if of.count}
@@ -116,12 +123,13 @@ def latency_histogram(client: Client, args: list[Argument]) -> Reply:
 
 
 def _histogram(calls: CallCounts) -> dict[str, Any]:
+    """Return LATENCY HISTOGRAM's map of a command."""
     return {"calls": calls.count, "histogram_usec": dict(calls.cumulative())}
 
 
 @_latency("latency|doctor", complexity="O(N) with N events", reply="text", summary="Says in words what was slow.")
 def latency_doctor(client: Client, args: list[Argument]) -> Reply:
-    """A line for each event."""
+    """Return a text for people with a line for each event."""
     server = client.server
     threshold = server.config.latency_monitor_threshold
     if not threshold:
@@ -144,7 +152,9 @@ def latency_doctor(client: Client, args: list[Argument]) -> Reply:
     summary="Shows every command that the server runs.",
 )
 def monitor(client: Client, args: list[Argument]) -> Reply:
-    """OK, then a line for each command, until RESET. Passwords and administration are not shown."""
+    """Return OK, and then send a line for each command that any client runs, until RESET. Passwords are redacted, and
+    administrative commands left out.
+    """
     client.server.monitors[client] = None
     client.update_fast_path()
     return OK

@@ -1,4 +1,7 @@
-"""INFO: sections of `name:value` lines. They have the fields that Redis's clients and exporters read, and others."""
+"""INFO's sections of `name:value` lines. They have the fields that Redis's clients and exporters read, and others.
+
+Each function named after a section returns its fields; see `SECTIONS`.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def resident_memory() -> int:
 
 
 def human(size: float) -> str:
-    """Return a number of bytes in Redis's human format, for example 1.50M."""
+    """Return a number of bytes as text in Redis's format, for example 1.50M."""
     for unit in "BKMGT":
         if size < 1024 or unit == "T":
             return f"{size:.0f}B" if unit == "B" else f"{size:.2f}{unit}"
@@ -43,6 +46,7 @@ def human(size: float) -> str:
 
 
 def _server(server: Server) -> Fields:
+    """Return the fields of the section server."""
     uptime = int(time.monotonic() - server.started)
     return {
         "redis_version": REDIS_VERSION,
@@ -72,6 +76,7 @@ def _server(server: Server) -> Fields:
 
 
 def _clients(server: Server) -> Fields:
+    """Return the fields of the section clients. Sums over connections are those of the last count."""
     totals = server.totals
     return {
         "connected_clients": totals.connections + len(server.handshakes),
@@ -89,6 +94,7 @@ def _clients(server: Server) -> Fields:
 
 
 def _memory(server: Server) -> Fields:
+    """Return the fields of the section memory, and update the peak."""
     keyspace = server.keyspace
     rss, used = resident_memory(), keyspace.memory.used
     server.peak_memory = max(server.peak_memory, used)
@@ -129,6 +135,7 @@ def _maxmemory(server: Server) -> Fields:
 
 
 def _persistence(server: Server) -> Fields:
+    """Return the fields of the section persistence."""
     tiered = server.tiered
     fields: Fields = {"loading": 0, "async_loading": 0, "aof_enabled": 0}
     if tiered is None:
@@ -145,6 +152,7 @@ def _persistence(server: Server) -> Fields:
 
 
 def _disk(tiered: DiskTier) -> Fields:
+    """Return the fields about the disk tier, a part of the section kvpage."""
     behind, counts = tiered.behind, tiered.stored.counts
     return {
         "disk_values": tiered.values_on_disk,
@@ -170,6 +178,7 @@ def _disk(tiered: DiskTier) -> Fields:
 
 
 def _stats(server: Server) -> Fields:
+    """Return the fields of the section stats."""
     stats, counters, refused = server.stats, server.keyspace.counters, server.refusals.total
     tracking = server.events.tracking
     ops, bytes_in, bytes_out = server.rates
@@ -207,6 +216,7 @@ def _stats(server: Server) -> Fields:
 
 
 def _replication(server: Server) -> Fields:
+    """Return the fields of the section replication: those of a master without replicas."""
     return {
         "role": "master",
         "connected_slaves": 0,
@@ -219,6 +229,7 @@ def _replication(server: Server) -> Fields:
 
 
 def _cpu(server: Server) -> Fields:
+    """Return the fields of the section cpu, in seconds."""
     own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     return {
         "used_cpu_sys": f"{own.ru_stime:.6f}",
@@ -229,10 +240,12 @@ def _cpu(server: Server) -> Fields:
 
 
 def _modules(server: Server) -> Fields:
+    """Return no fields: there are no modules."""
     return {}
 
 
 def _commandstats(server: Server) -> Fields:
+    """Return a field for each command with calls."""
     return {
         f"cmdstat_{name}": f"calls={calls.count},usec={calls.nanoseconds // 1000},"
         f"usec_per_call={calls.nanoseconds / 1000 / max(calls.count, 1):.2f},"
@@ -242,7 +255,9 @@ def _commandstats(server: Server) -> Fields:
 
 
 def _familystats(server: Server) -> Fields:
-    """Return the same as `_commandstats` by group of commands. `within` has the times; see `system.text.within`."""
+    """Return a field for each group of commands with calls. Its part `within` has a histogram of times, see
+    `system.text.within`.
+    """
     families: defaultdict[str, list[CallCounts]] = defaultdict(list)
     for name, calls in server.stats.calls.items():
         families[TABLE[name].group].append(calls)
@@ -256,10 +271,12 @@ def _familystats(server: Server) -> Fields:
 
 
 def _errorstats(server: Server) -> Fields:
+    """Return a field for each code of error replies."""
     return {f"errorstat_{code}": f"count={count}" for code, count in server.stats.error_codes.items()}
 
 
 def _latencystats(server: Server) -> Fields:
+    """Return a field with percentiles of the time, in microseconds, for each command with calls."""
     return {
         f"latency_percentiles_usec_{name}": ",".join(
             f"p{100 * share:g}={calls.percentile(share):.3f}" for share in (0.5, 0.99, 0.999)
@@ -270,15 +287,18 @@ def _latencystats(server: Server) -> Fields:
 
 
 def _cluster(server: Server) -> Fields:
+    """Return the field of the section cluster."""
     return {"cluster_enabled": 0}
 
 
 def _keyspace(server: Server) -> Fields:
+    """Return the field of the section keyspace; none if there are no keys."""
     keys = len(server.keyspace)
     return {"db0": f"keys={keys},expires={server.keyspace.contents.expirer.keys},avg_ttl=0"} if keys else {}
 
 
 def _kvpage(server: Server) -> Fields:
+    """Return the fields of the section kvpage: index, leases, misses by reason, evictions, disk tier."""
     index, guards, ghosts = server.keyspace.index, server.keyspace.leases, server.keyspace.ghosts
     guards.settle(monotonic_ms())
     counters = server.keyspace.counters
@@ -299,10 +319,12 @@ def _kvpage(server: Server) -> Fields:
 
 
 def _field(reason: str) -> str:
+    """Return the name of a reason in field names."""
     return reason.replace(" ", "_")
 
 
 def _quotas(server: Server) -> Fields:
+    """Return a field for each quota."""
     return {
         f"quota{number}": f"limit={quota.limit},bytes={quota.bytes},evicted_keys={quota.evicted},"
         f"index_bytes={quota.index},"
@@ -336,9 +358,11 @@ _TENANT = {"server": _server, "memory": _maxmemory, "replication": _replication,
 
 
 def info_text(client: Client, wanted: set[str]) -> str:
-    """Return the text of the named sections, or of the default ones. Unknown sections are ignored, as in Redis.
+    """Return the text of the sections named in `wanted`, in lower case; of the default ones if it is empty. Unknown
+    sections are ignored, as in Redis.
 
-    Sums over all connections are those of the last count, see `Server.totals`.
+    A client that may not read every key gets only the sections in `_TENANT`. Sums over all connections are those of the
+    last count, see `Server.totals`.
     """
     chosen = set(wanted)
     if not wanted or "default" in wanted:

@@ -1,4 +1,4 @@
-"""The server family: INFO, SHUTDOWN, SAVE, and the refusals of CLUSTER."""
+"""INFO, TIME, ROLE, SHUTDOWN, the commands that save to disk, and the refusal of CLUSTER."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ _server = partial(command, group="server")
     summary="Describes the server's state.",
 )
 def info(client: Client, args: list[Argument]) -> Reply:
-    """Return sections of `name:value` lines; users without access to every key do not see values about all keys."""
+    """Return the text of the named sections, or of the default ones: lines `name:value`. Users without access to every
+    key do not see values about all keys.
+    """
     wanted = {word.decode("ascii", "replace").lower() for word in plain_all(args)}
 
     def steps() -> Steps[Reply]:
@@ -42,7 +44,7 @@ def info(client: Client, args: list[Argument]) -> Reply:
 
 @_server("time", flags="loading stale fast", since="2.6.0", reply="array of bulk", summary="Returns the server's time.")
 def time_(client: Client, args: list[Argument]) -> Reply:
-    """Unix seconds and the microseconds of this one."""
+    """Return the unix seconds, and the microseconds since that second."""
     now = time.time_ns() // 1000
     return [b"%d" % (now // 1_000_000), b"%d" % (now % 1_000_000)]
 
@@ -55,7 +57,7 @@ def time_(client: Client, args: list[Argument]) -> Reply:
     summary="Returns the server's role.",
 )
 def role(client: Client, args: list[Argument]) -> Reply:
-    """Master, at offset 0, with no replicas."""
+    """Return master, the offset 0 and no replicas."""
     return [b"master", 0, []]
 
 
@@ -68,7 +70,7 @@ def role(client: Client, args: list[Argument]) -> Reply:
     group="connection",
 )
 def wait(client: Client, args: list[Argument]) -> Reply:
-    """0 at once."""
+    """Return 0 immediately: there are no replicas."""
     integer(args[0])
     if integer(args[1]) < 0:
         raise ReplyError("ERR timeout is negative")
@@ -80,7 +82,7 @@ container("module", group="server", since="4.0.0", summary="A container for modu
 
 @_server("module|list", flags="admin noscript filtered", since="4.0.0", reply="array", summary="Lists modules: none.")
 def module_list(client: Client, args: list[Argument]) -> Reply:
-    """Empty: the page commands are built in."""
+    """Return an empty array: the page commands are no module."""
     return []
 
 
@@ -92,9 +94,10 @@ def module_list(client: Client, args: list[Argument]) -> Reply:
     summary="Ends the server.",
 )
 def shutdown(client: Client, args: list[Argument]) -> Reply:
-    """No reply: the connection closes. An error, and the server goes on, when something cannot be written to disk.
+    """Write dirty values to disk, and stop the server. There is no reply: the connection is closed. If values cannot be
+    written, the reply is an error, and the server goes on.
 
-    FORCE or NOSAVE end the server in any case.
+    FORCE or NOSAVE stop the server in any case.
     """
     words = {word.upper() for word in plain_all(args)}
     if not words <= {b"NOSAVE", b"SAVE", b"NOW", b"FORCE", b"ABORT"} or {b"NOSAVE", b"SAVE"} <= words:
@@ -138,7 +141,7 @@ container("cluster", group="cluster", since="3.0.0", summary="A container for Re
 @_cluster("cluster|shards", since="7.0.0", reply="array of map")
 @_cluster("cluster|slots", reply="array of array")
 def cluster_disabled(client: Client, args: list[Argument]) -> Reply:
-    """Raise ReplyError, by which clients recognise a server without cluster support."""
+    """Raise ReplyError with Redis's text, by which clients recognise a server without cluster support."""
     raise ReplyError("ERR This instance has cluster support disabled")
 
 
@@ -146,6 +149,7 @@ def cluster_disabled(client: Client, args: list[Argument]) -> Reply:
 
 
 def _tiered(client: Client) -> DiskTier:
+    """Return the disk tier. Raises ReplyError if the store has none."""
     tiered = client.server.tiered
     if tiered is None:
         raise ReplyError("ERR there is no disk to save to: the parameter `store` is memory")
@@ -153,8 +157,8 @@ def _tiered(client: Client) -> DiskTier:
 
 
 def saved(tiered: DiskTier) -> Generator[Reply, None, None]:
-    """Yield a step of a reply, which waits until the write-behind queue is flushed. Raises ReplyError with the
-    unwritten values and the reason.
+    """Yield a Wait until all dirty values are on disk. Raises ReplyError with the number of unwritten values and the
+    reason.
     """
     saving = tiered.begin_save()
     yield Wait(lambda then: saving.add_done_callback(lambda _: then()))
@@ -173,7 +177,9 @@ _save = partial(command, group="server")
     summary="Writes everything to disk before it answers.",
 )
 def save(client: Client, args: list[Argument]) -> Reply:
-    """Return OK after the flush, or an error with the unwritten values and the reason. Others do not wait."""
+    """Return OK when all dirty values are on disk, or an error with the number of unwritten values and the reason.
+    Other clients are served meanwhile.
+    """
     tiered = _tiered(client)
 
     def steps() -> Iterator[Reply]:
@@ -195,7 +201,7 @@ def save(client: Client, args: list[Argument]) -> Reply:
     summary="Starts writing everything to disk, and returns at once.",
 )
 def bgsave(client: Client, args: list[Argument]) -> Reply:
-    """A simple string, as Redis words it."""
+    """Start to write all dirty values to disk, and return Redis's confirmation."""
     if [word.upper() for word in plain_all(args)] not in ([], [b"SCHEDULE"]):
         raise ReplyError(SYNTAX_ERROR)
     _tiered(client).begin_save()
@@ -210,6 +216,6 @@ def bgsave(client: Client, args: list[Argument]) -> Reply:
     summary="Returns the unix second of the last commit to disk, or of the start if there was none.",
 )
 def lastsave(client: Client, args: list[Argument]) -> Reply:
-    """Unix seconds."""
+    """Return the unix second of the last commit to disk, or of the server's start if there was none."""
     server = client.server
     return (server.started_ms if server.tiered is None else server.tiered.behind.last_commit) // 1000
