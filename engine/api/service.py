@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
+
+from kvpage_server.web import page_response
 
 from ..chains import is_unnamed, unnamed_agent
 from ..startup import Engine
@@ -28,12 +30,13 @@ from .worker import EngineThread, Generation, Prompt
 
 # -- /: the page in the browser, and its events ------------------------------------------------------------------------
 
-PAGE = Path(__file__).with_name("browser")
+PAGE = Path(__file__).with_name("browser") / "main.html"
+_FORGET_TOKEN = '<button class="button" id="leave" type="button" hidden>Forget the token</button>'
 
 
 async def page(request: Request) -> Response:
     """Return the web page. It contains no data; its script requests them from `events`."""
-    return FileResponse(PAGE / "index.html")
+    return page_response("engine", PAGE, source="model", leave=_FORGET_TOKEN)
 
 
 async def events(request: Request) -> Response:

@@ -22,7 +22,7 @@ from kvpage_server.observe.asking import Reading, named, refused, text
 from kvpage_server.observe.context import pages_of
 from kvpage_server.observe.memory_by_agent import Agent, ContextBlock, Holdings
 from kvpage_server.observe.observer import Observer
-from kvpage_server.web import views
+from kvpage_server.web import page_response, views
 
 # -- Further queries of the page: slow commands, clients, and blocks that agents have lost -----------------------------
 
@@ -177,6 +177,7 @@ def feed_of(observer: Observer) -> Feed:
 
 
 PAGE = Path(__file__).with_name("store")
+_LOG_OUT = '<form method="post" action="/logout"><button class="button" id="leave">Log out</button></form>'
 MOST_WATCHERS = 64  # of one user
 
 
@@ -188,7 +189,7 @@ async def index(request: Request) -> Response:
     if token := request.query_params.get("token"):
         return await log_in(request, DEFAULT, token)
     await login_of(request)
-    return FileResponse(PAGE / "index.html")
+    return page_response("store", PAGE / "main.html", source="server", leave=_LOG_OUT)
 
 
 async def login(request: Request) -> Response:

@@ -58,6 +58,7 @@ ENGINE_MAY_KNOW = {
     "bounded",
     "address",
     "http",
+    "web",
     "tracing",
     "__init__",
 }

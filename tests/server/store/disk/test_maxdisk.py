@@ -91,7 +91,7 @@ def test_a_disk_that_is_full_is_shown_in_red(tmp_path: Path) -> None:
         with seen.browser() as browser:
             until(lambda: seen.event("overview", browser)["disk"]["full"], "figures of the full disk")
             assert seen.event("overview", browser)["disk"]["for_values"] == 12 * MB
-        page = ROOT / "kvpage_server" / "web" / "store" / "index.html"
+        page = ROOT / "kvpage_server" / "web" / "store" / "main.html"
         assert 'class="bad" id="full"' in page.read_text(encoding="utf-8")
         assert seen.metrics()["kvpage_disk_full",] == 1
         assert "maxdisk is reached: " in kvpage("status", url=seen.server.url)[1]
