@@ -27,7 +27,7 @@ from kvpage_server.configuration.kinds import integer, memory
 from kvpage_server.look.cluster_stats import cluster_as_one, is_cluster, status_of_several, top_of_several
 from kvpage_server.look.ls import ROWS, ls
 from kvpage_server.look.multi_store import NO_ANSWER, MultiStore, SlotsMoved, Unavailable, by_segment
-from kvpage_server.look.output import WRONG_ARGUMENTS, LookError, UsageError, leave_no_trace
+from kvpage_server.look.output import WRONG_ARGUMENTS, LookError, UsageError, connect_without_touch
 from kvpage_server.look.pages_on_strings import PagesOnStrings
 from kvpage_server.look.status import status
 from kvpage_server.look.top import top
@@ -35,24 +35,24 @@ from kvpage_server.look.why import stat, verify, why
 from kvpage_server.system.program import ends_quietly, missing_extra, reason_of, say
 from kvpage_server.system.terminal import out, print_json
 
-_OF_ONE = {  # commands that take one server, and the alternative for several
+_ONE_SERVER_ONLY = {  # commands that take one server, with the advice for several
     "restore": "a dump of several has a directory for each, restore each into its server",
     "bench": "measure one after the other",
 }
-_OF_NO_CLUSTER = {  # commands that take no cluster, and the alternative
+_NO_CLUSTER = {  # commands that take no cluster, with the advice for a cluster
     "dump": "a Valkey or Redis Cluster has BGSAVE",
     "restore": "restore into one kvpage-server",
     "bench": "--url takes one kvpage-server, and --against one Valkey or Redis",
 }
 
-_FAILURES = LookError, redis.RedisError, ValueError, OSError  # exceptions of a command
+_FAILURES = LookError, redis.RedisError, ValueError, OSError  # exceptions that end a command with a message
 
-_OF_A_GATEWAY = "; look into the cluster by its own URL, as valkey-cluster://HOST:PORT"
+_GATEWAY_HINT = "; look into the cluster by its own URL, as valkey-cluster://HOST:PORT"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command, and exit: with status 2 if a server does not answer or the arguments are wrong, with 1 for every
-    other failure, and if data is missing or damaged.
+    """Run a command, and exit with status 2 if a server does not answer or the arguments are wrong, with 1 for any
+    other failure or if data is missing or corrupt, otherwise with 0.
     """
     with ends_quietly("kvpage"):
         args = _parser().parse_args(arguments)
@@ -60,57 +60,59 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Run the command, and return the exit code."""
+    """Run the command on the server, servers or cluster of the URL. Return the exit code. Raises BrokenPipeError."""
     try:
         args.url = _url(args)
         urls = urls_of(args.url)
         if is_cluster(args.url):
-            return _ask_cluster(args)
+            return _run_on_cluster(args)
         if len(urls) == 1:
-            return _ask(args)
-        return _ask_as_one(args) if args.show in (ls, stat, top, verify, why) else _ask_all(args, urls)
+            return _run_on_server(args)
+        return _run_on_all_as_one(args) if args.show in (ls, stat, top, verify, why) else _run_on_each(args, urls)
     except WRONG_ARGUMENTS as error:
         return say("kvpage", str(error), 2)
     except BrokenPipeError:
         raise
     except _FAILURES as failure:
-        return _failed(args, args.url, failure)
+        return _report_failure(args, args.url, failure)
 
 
-def _ask(args: argparse.Namespace) -> int:
+def _run_on_server(args: argparse.Namespace) -> int:
+    """Run the command on one server. Return the exit code."""
     with _connected(args.url) as store:
         url = shown(args.url)
         args.home, args.unreachable = lambda key: url, list
-        return _shown(store, args)
+        return _run_command(store, args)
 
 
-def _ask_cluster(args: argparse.Namespace) -> int:
-    if instead := _OF_NO_CLUSTER.get(args.show.__name__):
+def _run_on_cluster(args: argparse.Namespace) -> int:
+    """Run the command on a cluster, again if its slots move meanwhile. Return the exit code. Raises UsageError."""
+    if instead := _NO_CLUSTER.get(args.show.__name__):
         raise UsageError(f"kvpage {args.show.__name__} takes no cluster: {instead}")
     while True:
         with suppress(SlotsMoved), cluster_as_one(args) as masters:
             if args.show is status:
                 return 0 if status_of_several(masters, args) else 2
-            return _shown(PagesOnStrings(masters), args, masters)
+            return _run_command(PagesOnStrings(masters), args, masters)
 
 
-def _ask_as_one(args: argparse.Namespace) -> int:
-    """Run the command for several servers as one store, because an agent's blocks are on all of them. Return the exit
+def _run_on_all_as_one(args: argparse.Namespace) -> int:
+    """Run the command on several servers as one store, because an agent's blocks are on all of them. Return the exit
     code.
     """
     with ExitStack() as stack:
         stores = {server: stack.enter_context(_connected(server.url)) for server in servers_of(args.url)}
         several = MultiStore(stores, by_segment([*stores]))
         args.home, args.unreachable, args.changed = several.home, lambda: several.unreachable, lambda: False
-        return _shown(several, args, several)
+        return _run_command(several, args, several)
 
 
-def _shown(
+def _run_command(
     store: redis.Redis | MultiStore | PagesOnStrings, args: argparse.Namespace, several: MultiStore | None = None
 ) -> int:
     """Run the command on `store`, and return the exit code.
 
-    It is 2 if `store` consists of the servers `several`, and one of these did not answer.
+    `several` has the connections of a store that consists of several servers. The code is 2 if one did not answer.
     """
     try:
         as_one = args.show is top and several
@@ -118,31 +120,38 @@ def _shown(
     except Unavailable:  # `MultiStore` has reported the server
         return 2
     except (LookError, redis.ResponseError) as failure:
-        code = _failed(args, args.url, failure)
+        code = _report_failure(args, args.url, failure)
     return 2 if several and several.unreachable else code
 
 
 def _connected(url: str) -> redis.Redis:
-    return plain_client(url, protocol=3, socket_connect_timeout=5, max_connections=2, redis_connect_func=leave_no_trace)
+    """Return a client of the server, which connects at its first command."""
+    return plain_client(
+        url, protocol=3, socket_connect_timeout=5, max_connections=2, redis_connect_func=connect_without_touch
+    )
 
 
-def _ask_all(args: argparse.Namespace, urls: list[str]) -> int:
-    """Run the command for each server, one after another. Return the highest exit code."""
-    if instead := _OF_ONE.get(args.show.__name__):
+def _run_on_each(args: argparse.Namespace, urls: list[str]) -> int:
+    """Run the command for each server, one after another, and repeat it with --watch. Return the highest exit code.
+
+    Raises UsageError for a command that takes one server.
+    """
+    if instead := _ONE_SERVER_ONLY.get(args.show.__name__):
         raise UsageError(f"kvpage {args.show.__name__} takes one server, and --url names several: {instead}")
     every = getattr(args, "watch", None)
     while True:
         if every is not None and out.is_terminal and not args.json:
             out.clear()
-        code = max(_ask_each(args, urls))
+        code = max(_exit_codes(args, urls))
         if every is None:
             return code
         time.sleep(every)
 
 
-def _ask_each(args: argparse.Namespace, urls: list[str]) -> Iterator[int]:
-    """Run the command for each server, and yield its exit code. With `dump`, each server gets a directory of its
-    own.
+def _exit_codes(args: argparse.Namespace, urls: list[str]) -> Iterator[int]:
+    """Run the command for each server, and yield its exit code. `dump` writes a directory for each server.
+
+    Raises UsageError, PageError, BrokenPipeError.
     """
     for url in urls:
         of_one = argparse.Namespace(**{**vars(args), "url": url, "watch": None})
@@ -151,16 +160,17 @@ def _ask_each(args: argparse.Namespace, urls: list[str]) -> Iterator[int]:
         if not getattr(args, "json", False):
             out.print(f"[bold]{escape(shown(url))}[/]")
         try:
-            yield _ask(of_one)
+            yield _run_on_server(of_one)
         except (*WRONG_ARGUMENTS, BrokenPipeError):
             raise
         except _FAILURES as failure:
-            yield _failed(args, url, failure)
+            yield _report_failure(args, url, failure)
 
 
-def _failed(args: argparse.Namespace, url: str, failure: Exception) -> int:
-    """Report the failure of a command, with --json also as an object if the server does not answer. Return the exit
-    code.
+def _report_failure(args: argparse.Namespace, url: str, failure: Exception) -> int:
+    """Print the failure of a command. With --json, also print an object for a server that does not answer.
+
+    Return the exit code.
     """
     silent, why = False, str(failure)
     if isinstance(failure, redis.AuthenticationError):
@@ -170,8 +180,8 @@ def _failed(args: argparse.Namespace, url: str, failure: Exception) -> int:
     elif isinstance(failure, OSError):
         why = reason_of(failure)
     elif why.startswith("a gateway does not support"):
-        why += _OF_A_GATEWAY
-    if getattr(args, "json", False) is True and silent:  # of `bench` and `replay` it is a file
+        why += _GATEWAY_HINT
+    if getattr(args, "json", False) is True and silent:  # for `bench` and `replay`, `json` is a file
         print_json({"url": shown(url), "error": why})
     return say("kvpage", why, 2 if silent else 1)
 
@@ -179,7 +189,8 @@ def _failed(args: argparse.Namespace, url: str, failure: Exception) -> int:
 def _url(args: argparse.Namespace) -> str:
     """Return the store's URL from the options and the environment, with user and password.
 
-    Raises UsageError for an invalid URL, LookError if no password can be asked for.
+    With --askpass, asks for the password in the terminal. Raises UsageError for an invalid URL, LookError without a
+    terminal or password.
     """
     url = args.url or os.environ.get(URL) or DEFAULT_URL
     password = ""
@@ -201,7 +212,7 @@ def _url(args: argparse.Namespace) -> str:
 
 
 def _check_url(url: str) -> None:
-    """Raise ValueError for a URL that no client takes."""
+    """Raise ValueError if a URL of a server, several servers or a cluster is invalid."""
     if is_cluster(url):
         Address(url)
         return
@@ -211,6 +222,7 @@ def _check_url(url: str) -> None:
 
 
 def _access_error(url: str) -> str:
+    """Return the error text for a missing or wrong password."""
     asks = urlsplit(url)
     if not asks.password:
         return (
@@ -220,17 +232,17 @@ def _access_error(url: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="kvpage", description="Looks into a running page store.")
+    parser = argparse.ArgumentParser(prog="kvpage", description="Inspect a running page store.")
     parser.add_argument("--version", action="version", version=f"kvpage {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, show: Any, help: str, *, asks: bool = True) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=help, description=f"{help[:1].upper()}{help[1:]}.")
-        # A command that reads files only has a URL already, so that it does not read the environment's.
+        # a command that reads only files gets a fixed URL, so that an invalid one in the environment is not an error
         command.set_defaults(show=show, url="" if asks else DEFAULT_URL, user="", askpass=False)
         if asks:
-            more = "" if name in _OF_ONE else ", of several with commas"
-            more += "" if name in _OF_NO_CLUSTER else ", or of a cluster"
+            more = "" if name in _ONE_SERVER_ONLY else ", of several with commas"
+            more += "" if name in _NO_CLUSTER else ", or of a cluster"
             help = f"URL of the store{more} (default: {URL} or {DEFAULT_URL})"
             command.add_argument("--url", default="", help=help)
             help = "user to log in as, with the password in KVPAGE_PASSWORD or REDISCLI_AUTH in the environment"
@@ -244,26 +256,30 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     watch: dict[str, Any] = {"metavar": "SECONDS", "type": _seconds}
-    status_ = shows("status", status, "show how the store is doing")
+    status_ = shows("status", status, "show memory, contents, hit ratio, disk and clients of the store")
     status_.add_argument("--watch", nargs="?", const=1.0, help="repeat every SECONDS (default: 1)", **watch)
-    top_ = shows("top", top, "show rates and who uses the memory, until interrupted")
+    top_ = shows("top", top, "show rates, engines and memory by agent, until interrupted")
     top_.add_argument("--watch", default=1.0, help="seconds between updates (default: 1)", **watch)
-    ls_ = shows("ls", ls, "list agents, what they share, and other requests; or the blocks of one request")
+    ls_ = shows("ls", ls, "list agents, shared prefixes and other requests, or the blocks of one request")
     ls_.add_argument("req", metavar="REQ", nargs="?")
     help = f"rows of each table, 0 for all (default: {ROWS}); --json prints all"
     ls_.add_argument("--limit", metavar="N", type=_rows, default=ROWS, help=help)
-    shows("stat", stat, "show what the store knows about a page or an agent").add_argument(
+    shows("stat", stat, "show the metadata of a page, or the blocks of an agent").add_argument(
         "key", metavar="KEY|AGENT", help="the key of a page is kv:REQ:LAYER:HEAD:PAGE:TYPE"
     )
-    verify_ = shows("verify", verify, "hash the pages of a request, or of an agent, and remove corrupt ones")
+    verify_ = shows(
+        "verify", verify, "check the checksums of a request's or an agent's pages, and remove corrupt pages"
+    )
     verify_.add_argument("req", metavar="REQ|AGENT")
     verify_.add_argument("pages", metavar="PAGE", nargs="*", type=int, default=[])
-    why_ = shows("why", why, "say why reading a request, a page or a string, or loading an agent, would miss")
+    why_ = shows("why", why, "explain why a read of a request, page or string, or a load of an agent, would miss")
     why_.add_argument("req", metavar="REQ|AGENT|KEY")
     why_.add_argument("name", metavar="LAYER HEAD PAGE TYPE", nargs="*", type=int, default=[])
     _add_snapshots(shows)
     _add_replay(add)
-    bench_ = add("bench", bench, "measure how fast pages and blocks are written and read; deletes what it writes")
+    bench_ = add(
+        "bench", bench, "measure the speed of writes and reads of pages and blocks; deletes its data afterwards"
+    )
     bench_.add_argument("--against", metavar="URL", help="server to compare with: any Redis or Valkey")
     seconds = partial(_seconds, least=0.001)
     bench_.add_argument("--seconds", type=seconds, default=0.5, help="seconds for each kind of call (default: 0.5)")
@@ -278,6 +294,7 @@ def _add_figures(command: argparse.ArgumentParser) -> None:
 
 
 def _seconds(word: str, least: float = 0.1) -> float:
+    """Parse an argument in seconds, from `least` to a day. Raises ValueError, ArgumentTypeError."""
     seconds = float(word) if word.isascii() else 0.0
     if not least <= seconds <= 86400:
         raise argparse.ArgumentTypeError(f"must be {least} to 86400 seconds, got {word}")
@@ -285,6 +302,7 @@ def _seconds(word: str, least: float = 0.1) -> float:
 
 
 def _rows(word: str) -> int:
+    """Parse a number of rows. Raises ArgumentTypeError."""
     if not re.fullmatch(r"\d{1,9}", word):
         raise argparse.ArgumentTypeError(f"must be a number of rows, 0 for all, got {word}")
     return int(word)
@@ -324,7 +342,7 @@ def _add_snapshots(shows: Callable[..., argparse.ArgumentParser]) -> None:
     of_requests(which)
     which.add_argument("--match", metavar="GLOB", default="*", help="only pages and strings whose keys match")
     dump_.add_argument("--update", action="store_true", help="bring a finished dump up to date")
-    restore_ = shows("restore", restore, "load a dump into a store, leaving out corrupt entries")
+    restore_ = shows("restore", restore, "load a dump into a store, without its corrupt entries")
     restore_.add_argument("directory", metavar="DIRECTORY", type=Path)
     of_requests(restore_)
     how = restore_.add_mutually_exclusive_group()
@@ -340,7 +358,10 @@ def _add_snapshots(shows: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def replay(store: redis.Redis, args: argparse.Namespace) -> bool:
-    """Replay a trace; the store is not used."""
+    """Simulate eviction policies on the trace `args.trace`, without the store. Return True.
+
+    Raises UsageError for arguments that do not fit --nodes, LookError if a library for --plot is missing.
+    """
     from kvpage_server.replay import CAPACITIES, ON_NODES, USUAL, Destination, run, run_nodes
 
     to = Destination(out, args.json, args.plot)
@@ -368,21 +389,21 @@ def replay(store: redis.Redis, args: argparse.Namespace) -> bool:
 
 
 def dump(store: redis.Redis, args: argparse.Namespace) -> bool:
-    """Write the store's content to files."""
+    """Write the store's pages and strings to files in `args.directory`. Return whether all were written."""
     from kvpage_server.snapshot.command import run_dump  # imported here, since it is slow to load
 
     return run_dump(store, args)
 
 
 def restore(store: redis.Redis, args: argparse.Namespace) -> bool:
-    """Load a dump into the store."""
+    """Load the dump in `args.directory` into the store. Return whether all of it was loaded."""
     from kvpage_server.snapshot.command import run_restore
 
     return run_restore(store, args)
 
 
 def inspect(store: redis.Redis, args: argparse.Namespace) -> bool:
-    """Show the contents of a dump."""
+    """Print the contents of a dump, without the store. Return whether it is intact."""
     from kvpage_server.snapshot.command import run_inspect
 
     return run_inspect(args)
@@ -392,7 +413,10 @@ def inspect(store: redis.Redis, args: argparse.Namespace) -> bool:
 
 
 def bench(store: redis.Redis, args: argparse.Namespace) -> bool:
-    """Measure the speed of writes and reads of pages and blocks."""
+    """Print the speed of writes and reads of pages and blocks, on one server or on two to compare. Return True.
+
+    Raises RedisError, and LookError if a library for --plot is missing.
+    """
     from kvpage_server.bench import run  # imported here, since numpy and the page client are slow to load
 
     urls = [args.url, *([args.against] if args.against else [])]

@@ -1,4 +1,6 @@
-"""`kvpage status` and `kvpage top` of a Valkey or Redis Cluster, or of several servers."""
+"""Statistics of several servers, for `kvpage status` and `kvpage top`: the primaries of a cluster, or
+kvpage-servers.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from kvpage_server.client.cluster.topology import SCHEMES, SLOTS, Address, Node,
 from kvpage_server.client.wire.connection import plain_client
 from kvpage_server.look.ls import remarks
 from kvpage_server.look.multi_store import NO_ANSWER, MultiStore, SlotsMoved, Unavailable
-from kvpage_server.look.output import LookError, leave_no_trace, watch
+from kvpage_server.look.output import LookError, connect_without_touch, watch
 from kvpage_server.look.top import EngineSubscription, MemoryByAgent, room_for_rows, tables
 from kvpage_server.observe.asking import QueriedStore, text
 from kvpage_server.observe.engines import EngineFigures
@@ -37,9 +39,11 @@ def is_cluster(url: str) -> bool:
 
 @contextmanager
 def cluster_as_one(args: argparse.Namespace) -> Iterator[MultiStore]:
-    """Yield the primaries of a cluster as one store, and set `args.home`, `args.unreachable` and `args.changed`.
+    """Yield the primaries of a cluster as one store, with a connection to each.
 
-    Raises RedisError, ValueError, LookError.
+    Sets three functions in `args`: `home(key)` returns the URL of the server of a key, `unreachable()` the URLs of
+    servers that did not answer, and `changed()` whether slots have other primaries than at the start. Raises RedisError
+    if no node answers, ValueError for an invalid URL, LookError if a slot has no primary.
     """
     address = Address(args.url)
     slots = _slots(address)
@@ -51,7 +55,7 @@ def cluster_as_one(args: argparse.Namespace) -> Iterator[MultiStore]:
         return ServerUrl(address.url(shard.primary))
 
     def home(key: bytes) -> str:
-        """Return the address of the server that stores a manifest, or the blocks of a request."""
+        """Return the URL of the server of a manifest, named by its key, or of a request's blocks, named by its id."""
         return shown(server_of(key if key.startswith(PREFIX) else block_key((key, 0))).url)
 
     with ExitStack() as stack:
@@ -73,18 +77,21 @@ def cluster_as_one(args: argparse.Namespace) -> Iterator[MultiStore]:
 
 
 def _primaries(slots: SlotMap) -> list[Node | None]:
+    """Return the primary of each of the 16,384 slots; None for a slot without one."""
     return [shard.primary if shard else None for shard in map(slots.shard, range(SLOTS))]
 
 
 def _client(address: Address, node: Node) -> redis.Redis:
     tls = {name: value for name, value in address.options.items() if name.startswith("ssl_")}
     timeouts = {"socket_connect_timeout": 5, "socket_timeout": 10}
-    connecting = {"redis_connect_func": leave_no_trace}
+    connecting = {"redis_connect_func": connect_without_touch}
     return plain_client(address.url(node), protocol=3, max_connections=2, **connecting, **timeouts, **tls)
 
 
 def _slots(address: Address) -> SlotMap:
-    """Return the slot map of the first node in the URL that answers. Raises RedisError, LookError."""
+    """Return the slot map from the first node of the URL that answers. Raises RedisError if none does, LookError if the
+    URL has no node.
+    """
     failure: redis.RedisError | None = None
     for seed in address.seeds:
         try:
@@ -123,7 +130,10 @@ def _shares_of(several: MultiStore) -> list[Share]:
 
 
 def _shares_now(several: MultiStore, args: argparse.Namespace) -> list[Share]:
-    """Return the statistics of each server. Raises RedisError, and SlotsMoved if another server has replaced one."""
+    """Return the statistics of each server.
+
+    Raises RedisError as `_shares_of`, and SlotsMoved if a server does not answer and another has taken its slots.
+    """
     shares = _shares_of(several)
     if any("error" in share for share in shares) and args.changed():
         raise SlotsMoved
@@ -131,6 +141,7 @@ def _shares_now(several: MultiStore, args: argparse.Namespace) -> list[Share]:
 
 
 def _share(url: str, answer: Any) -> Share:
+    """Return the statistics of a server from its reply to INFO. Raises ResponseError if `answer` is one."""
     if isinstance(answer, Unavailable):
         return {"url": url, "error": str(answer)}
     if isinstance(answer, redis.ResponseError):
@@ -143,6 +154,7 @@ def _share(url: str, answer: Any) -> Share:
 
 
 def _name(info: Mapping[str, str]) -> str:
+    """Return the name and version of the server software."""
     if "kvpage_version" in info:
         return f"kvpage-server {info['kvpage_version']}"
     valkey = info.get("valkey_version")
@@ -150,16 +162,17 @@ def _name(info: Mapping[str, str]) -> str:
 
 
 def _reporting(shares: list[Share]) -> list[Share]:
-    """Return the servers that answer and show their statistics to this user."""
+    """Return the statistics of servers that answer and permit this user to read them."""
     return [share for share in shares if share.get("commands") is not None]
 
 
-def _silent(share: Share) -> Text:
-    """Return the text for a server without statistics."""
-    return Text("does not answer", "red") if "error" in share else Text("tells who may use every key", "dim")
+def _no_statistics(share: Share) -> Text:
+    """Return the cell for a server without statistics: it does not answer, or hides them from a restricted user."""
+    return Text("does not answer", "red") if "error" in share else Text("needs access to every key", "dim")
 
 
-def _total(shares: list[Share]) -> dict[str, int]:
+def _totals(shares: list[Share]) -> dict[str, int]:
+    """Return the sum of each count over the servers that report it."""
     return {name: sum(share[name] for share in _reporting(shares)) for name in ("keys", *_COUNTS)}
 
 
@@ -176,20 +189,20 @@ def status_of_several(several: MultiStore, args: argparse.Namespace) -> bool:
 
     def as_json() -> dict[str, Any]:
         shares[:] = _shares_now(several, args)
-        return {"url": shown(args.url), "nodes": shares, "total": _total(shares)}
+        return {"url": shown(args.url), "nodes": shares, "total": _totals(shares)}
 
     watch(args, frame, as_json)
     return not any("error" in share for share in shares)
 
 
 def _status_table(shares: list[Share]) -> RenderableType:
-    columns = "node", "server", "keys", "memory", "limit", "hits", "reads", "evicted", "clients"
+    columns = "node", "server", "keys", "memory", "limit", "hit ratio", "reads", "evicted", "clients"
     table = table_of(*columns, numbers_from=2, drop=("clients", "server", "limit", "evicted", "reads"))
     for share in shares:
-        cells = [share["server"], *_status_cells(share)] if share in _reporting(shares) else [_silent(share)]
+        cells = [share["server"], *_status_cells(share)] if share in _reporting(shares) else [_no_statistics(share)]
         table.add_row(share["url"], *cells)
-    table.add_row(how_many(len(shares), "node"), "", *_status_cells(_total(shares)), style="bold")
-    return Group(table, Text("Valkey and Redis tell nothing of pages, blocks or why something was missed"))
+    table.add_row(how_many(len(shares), "node"), "", *_status_cells(_totals(shares)), style="bold")
+    return Group(table, Text("Valkey and Redis report no pages, blocks or reasons of misses"))
 
 
 def _status_cells(share: Mapping[str, Any]) -> list[str]:
@@ -197,14 +210,15 @@ def _status_cells(share: Mapping[str, Any]) -> list[str]:
         f"{share['keys']:,}",
         as_size(share["used_bytes"]),
         as_size(share["limit_bytes"]) if share["limit_bytes"] else "none",
-        _hits(share),
+        _hit_ratio(share),
         f"{share['hits'] + share['misses']:,}",
         f"{share['evicted_keys']:,}",
         f"{share['clients']:,}",
     ]
 
 
-def _hits(counts: Mapping[str, float]) -> str:
+def _hit_ratio(counts: Mapping[str, float]) -> str:
+    """Return hits as a percentage of reads; empty if there were no reads."""
     reads = counts["hits"] + counts["misses"]
     return f"{counts['hits'] / reads:.1%}" if reads else ""
 
@@ -213,7 +227,10 @@ def _hits(counts: Mapping[str, float]) -> str:
 
 
 def top_of_several(several: MultiStore, store: QueriedStore, args: argparse.Namespace) -> bool:
-    """Show the rates of each server and the memory by agent, read from `store`, every `args.watch` seconds."""
+    """Show the rates of each server and the memory by agent, read from `store`, every `args.watch` seconds.
+
+    Return True. Raises SlotsMoved after a change of the cluster, RedisError if no server answers.
+    """
     view = _ViewOfSeveral(several, store, args)
     return watch(args, view.frame, view.as_json, screen=True)
 
@@ -223,13 +240,13 @@ class _ViewOfSeveral:
 
     def __init__(self, several: MultiStore, store: QueriedStore, args: argparse.Namespace) -> None:
         self._several, self._args = several, args
-        self._whose = MemoryByAgent(store, holdings_of_store)
-        self._engines = [*_listening(several, args.url)]
+        self._memory_by_agent = MemoryByAgent(store, holdings_of_store)
+        self._engines = [*_subscriptions(several, args.url)]
         self._before: tuple[float, list[Share]] = 0.0, []  # monotonic time and statistics of the last frame
 
     def frame(self) -> RenderableType:
         """Return the current screen."""
-        shares, holdings, engines = self._shares(), self._holdings(), self._connected()
+        shares, holdings, engines = self._shares(), self._holdings(), self._connected_engines()
         return Group(
             Text(f"{how_many(len(shares), 'server')} at {shown(self._args.url)}\n", "bold"),
             _top_table(shares),
@@ -239,12 +256,15 @@ class _ViewOfSeveral:
 
     def as_json(self) -> dict[str, Any]:
         shares = self._shares()
-        engines = [asdict(engine) for engine in self._connected()]
-        total = _total(shares) | {"per_second": _total_rates(shares)}
+        engines = [asdict(engine) for engine in self._connected_engines()]
+        total = _totals(shares) | {"per_second": _total_rates(shares)}
         return {"url": shown(self._args.url), "at": time.time(), "nodes": shares, "total": total, "engines": engines}
 
     def _shares(self) -> list[Share]:
-        """Return each server's statistics with `per_second`, which is None for the first frame and after a restart."""
+        """Return each server's statistics, and in `per_second` its rates since the last frame.
+
+        `per_second` is None in the first frame, and in the first frame after a restart of the server.
+        """
         shares, now = _shares_now(self._several, self._args), time.monotonic()
         (at, before), self._before = self._before, (now, shares)
         was = {share["url"]: share for share in _reporting(before)}
@@ -253,48 +273,54 @@ class _ViewOfSeveral:
         return shares
 
     def _holdings(self) -> Holdings:
+        """Return the memory by agent. Raises SlotsMoved instead of LookError if the cluster has changed."""
         try:
-            return self._whose.now()
+            return self._memory_by_agent.now()
         except LookError:
             if self._args.changed():
                 raise SlotsMoved from None
             raise
 
-    def _connected(self) -> list[EngineFigures]:
-        """Return the engines that at least one server reports, by name; an engine publishes to all servers."""
+    def _connected_engines(self) -> list[EngineFigures]:
+        """Return the engines that published to at least one server, sorted by name. An engine publishes to all servers,
+        so the same engine is listed once.
+        """
         found: dict[str, EngineFigures] = {}
-        for heard in self._engines:
+        for subscription in self._engines:
             with suppress(*NO_ANSWER):
-                found |= {engine.name: engine for engine in heard.connected()}
+                found |= {engine.name: engine for engine in subscription.connected()}
         return sorted(found.values(), key=lambda engine: engine.name)
 
 
-def _listening(several: MultiStore, url: str) -> Iterator[EngineSubscription]:
+def _subscriptions(several: MultiStore, url: str) -> Iterator[EngineSubscription]:
+    """Yield a subscription to the engines' statistics on each server that answers."""
     for store in several.stores.values():
         with suppress(*NO_ANSWER):
             yield EngineSubscription(store, url)
 
 
 def _rates(was: Share | None, share: Share, seconds: float) -> dict[str, float] | None:
+    """Return counts per second between two readings of a server; None without an earlier one, or after a restart."""
     if was is None or share["commands"] < was["commands"]:
         return None
     return {name: max(share[name] - was[name], 0) / seconds for name in _RATES}
 
 
 def _total_rates(shares: list[Share]) -> dict[str, float] | None:
+    """Return the sum of each rate over the servers that have rates; None if no server has."""
     known = [share["per_second"] for share in _reporting(shares) if share["per_second"]]
     return {name: sum(rates[name] for rates in known) for name in _RATES} if known else None
 
 
 def _top_table(shares: list[Share]) -> RenderableType:
-    a_second = "commands/s", "received/s", "sent/s", "reads/s", "hits", "evicted/s"
+    a_second = "commands/s", "received/s", "sent/s", "reads/s", "hit ratio", "evicted/s"
     drop = "clients", "limit", "evicted/s", "received/s", "sent/s"
     table = table_of("server", "memory", "limit", "clients", *a_second, numbers_from=1, drop=drop)
     for share in shares:
-        cells = _top_cells(share, share["per_second"]) if share in _reporting(shares) else [_silent(share)]
+        cells = _top_cells(share, share["per_second"]) if share in _reporting(shares) else [_no_statistics(share)]
         table.add_row(share["url"], *cells)
     if _reporting(shares):
-        table.add_row("together", *_top_cells(_total(shares), _total_rates(shares)), style="bold")
+        table.add_row("total", *_top_cells(_totals(shares), _total_rates(shares)), style="bold")
     return table
 
 
@@ -305,4 +331,4 @@ def _top_cells(share: Mapping[str, Any], rates: Mapping[str, float] | None) -> l
         return cells
     moved = [as_size(int(rates[name])) for name in ("bytes_in", "bytes_out")]
     reads = f"{rates['hits'] + rates['misses']:,.0f}"
-    return [*cells, f"{rates['commands']:,.0f}", *moved, reads, _hits(rates), f"{rates['evicted_keys']:,.0f}"]
+    return [*cells, f"{rates['commands']:,.0f}", *moved, reads, _hit_ratio(rates), f"{rates['evicted_keys']:,.0f}"]

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from kvpage_server.address import shown
 from kvpage_server.look.output import LookError
-from kvpage_server.look.pages_on_strings import is_an_agent, may_say_why
+from kvpage_server.look.pages_on_strings import agent_hint, why_hint
 from kvpage_server.observe.asking import QueriedStore, ask, named
 from kvpage_server.observe.memory_by_agent import (
     Agent,
@@ -30,16 +30,19 @@ from kvpage_server.system.text import as_size, how_many
 
 LIMITS = LookLimits(agents=10_000, blocks=50_000, requests=10_000)
 ROWS = 50  # default of --limit: rows of each table
-_MOST_NAMED = 3  # agents in the row of a shared prefix
-_MOST_LETTERS = 128  # characters of a name that are shown: the limit of an agent id
+_MAX_NAMES = 3  # agents in the row of a shared prefix
+_MAX_NAME_CHARACTERS = 128  # characters of a name that are shown: the limit of an agent id
 
 
 def ls(store: QueriedStore, args: argparse.Namespace) -> bool:
-    """Show the agents, shared prefixes and other requests, or the blocks of one request."""
+    """Print the agents, shared prefixes and other requests of a store, or the blocks of the request `args.req`.
+
+    Return True. Raises RedisError, and LookError if the request has no page or the server refuses SCAN with MAXLEN.
+    """
     if args.req is not None:
-        return _ls_blocks(store, args)
+        return _ls_request(store, args)
     holdings = ask(store, holdings_of_store(LIMITS))
-    raise_if_blind(store, holdings)
+    raise_if_scan_refused(store, holdings)
     if args.json:
         print_json(as_json(holdings, args))
         return True
@@ -49,14 +52,14 @@ def ls(store: QueriedStore, args: argparse.Namespace) -> bool:
     if not tables:
         out.print("no request has a page")
     counts = {"agent": holdings.agents, "shared prefix": holdings.prefixes, "request": holdings.requests}
-    _say_more(args, {noun: len(rows) for noun, rows in counts.items()})
+    _print_omitted(args, {noun: len(rows) for noun, rows in counts.items()})
     for line in remarks(holdings):
         out.print(line)
     return True
 
 
-def _say_more(args: argparse.Namespace, counts: Mapping[str, int]) -> None:
-    """Print the number of rows of each kind that the tables omit."""
+def _print_omitted(args: argparse.Namespace, counts: Mapping[str, int]) -> None:
+    """Print how many rows of each kind the limit `args.limit` omits. `counts` has the number of all rows by noun."""
     more = {noun: count - args.limit for noun, count in counts.items() if 0 < args.limit < count}
     if more:
         omitted = " and ".join(
@@ -65,9 +68,11 @@ def _say_more(args: argparse.Namespace, counts: Mapping[str, int]) -> None:
         out.print(f"and {omitted}; --limit 0 shows all")
 
 
-def raise_if_blind(store: QueriedStore, holdings: Holdings) -> None:
-    """Raise ResponseError or LookError if nothing was found because the store refuses to list its keys, as a gateway
-    does, or to list them with MAXLEN, as another Redis does.
+def raise_if_scan_refused(store: QueriedStore, holdings: Holdings) -> None:
+    """Raise an error if nothing was found because the store refused SCAN.
+
+    Raises ResponseError if it refuses every SCAN, as a gateway does, and LookError if it refuses only the argument
+    MAXLEN, as another Redis does.
     """
     if holdings.refused and not (holdings.agents or holdings.requests or holdings.unreadable):
         store.execute_command(b"SCAN", b"0")
@@ -85,22 +90,22 @@ def tables_of(holdings: Holdings, rows: int | None = None) -> Iterator[Renderabl
 
 
 def remarks(holdings: Holdings) -> Iterator[str]:
-    """Yield lines about unreadable manifests, and about entries beyond the limits."""
+    """Yield a line about unreadable manifests, and one about entries that were not read because of the limits."""
     if holdings.unreadable:
         yield f"{how_many(len(holdings.unreadable), 'manifest')} cannot be read"
     if holdings.cut:
-        yield f"there are more {' and '.join(holdings.cut)} than were looked at"
+        yield f"incomplete: the store has more {' and '.join(holdings.cut)} than were read"
 
 
 def _agents(agents: tuple[Agent, ...]) -> Table:
-    drop = "saved", "its own", "model", "blocks", "tokens"
-    columns = "agent", "model", "tokens", "blocks", "size", "its own", "saved", "used"
+    drop = "saved", "unshared", "model", "blocks", "tokens"
+    columns = "agent", "model", "tokens", "blocks", "size", "unshared", "saved", "used"
     table = table_of(*columns, numbers_from=2, drop=drop)
     for agent in agents:
         missing = f"{len(agent.blocks) - agent.missing:,} of " if agent.missing else ""
         table.add_row(
-            readable(agent.agent_id, _MOST_LETTERS),
-            readable(agent.model, _MOST_LETTERS),
+            readable(agent.agent_id, _MAX_NAME_CHARACTERS),
+            readable(agent.model, _MAX_NAME_CHARACTERS),
             f"{agent.tokens:,}",
             f"{missing}{len(agent.blocks):,}",
             as_size(agent.bytes),
@@ -120,8 +125,8 @@ def _prefixes(prefixes: tuple[SharedPrefix, ...]) -> Table:
     columns = "shared by", "agents", "tokens", "blocks", "size", "saves"
     table = table_of(*columns, numbers_from=1, drop=("blocks", "tokens", "size"))
     for prefix in prefixes:
-        others = len(prefix.agents) - _MOST_NAMED
-        names = [readable(agent, _MOST_LETTERS) for agent in prefix.agents[:_MOST_NAMED]]
+        others = len(prefix.agents) - _MAX_NAMES
+        names = [readable(agent, _MAX_NAME_CHARACTERS) for agent in prefix.agents[:_MAX_NAMES]]
         who = Text(", ").join(names).append(f" and {others:,} more" if others > 0 else "")
         counts = f"{len(prefix.agents):,}", f"{prefix.tokens:,}", f"{prefix.blocks:,}"
         table.add_row(who, *counts, as_size(prefix.bytes), as_size(prefix.saved))
@@ -132,12 +137,13 @@ def _requests(requests: tuple[OtherRequest, ...]) -> Table:
     table = table_of("request", "blocks", "pages", "size", "in memory", numbers_from=1, drop=("in memory", "blocks"))
     for request in requests:
         sizes = as_size(request.bytes), as_size(request.memory)
-        name = readable(request.label, _MOST_LETTERS) if request.label else readable(request.req_id)
+        name = readable(request.label, _MAX_NAME_CHARACTERS) if request.label else readable(request.req_id)
         table.add_row(name, f"{request.blocks:,}", f"{request.pages:,}", *sizes)
     return table
 
 
 def agent_as_json(agent: Agent, args: argparse.Namespace) -> dict[str, Any]:
+    """Return an agent's context for JSON, without its blocks; sizes in bytes."""
     manifest = agent.manifest
     return {
         "url": args.home(manifest.key),
@@ -160,6 +166,7 @@ def agent_as_json(agent: Agent, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def as_json(holdings: Holdings, args: argparse.Namespace) -> dict[str, Any]:
+    """Return agents, shared prefixes and other requests for JSON, all rows, whatever `args.limit` is."""
     return {
         "url": shown(args.url),
         "unreachable": args.unreachable(),
@@ -191,12 +198,13 @@ def as_json(holdings: Holdings, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _ls_blocks(store: QueriedStore, args: argparse.Namespace) -> bool:
+def _ls_request(store: QueriedStore, args: argparse.Namespace) -> bool:
+    """Print the blocks of the request `args.req`. Return True. Raises LookError if it has no page."""
     req = check_req_id(os.fsencode(args.req))
     answer = store.execute_command("KVPAGEINDEX", req, "WITHSIZES")
     blocks = [named(block) for block in answer]
     if not blocks:
-        raise LookError(is_an_agent(store, req) or f"request {args.req} has no page{may_say_why(store, args.req)}")
+        raise LookError(agent_hint(store, req) or f"request {args.req} has no page{why_hint(store, args.req)}")
     if args.json:
         rows = [block | {"memory_bytes": block["memory"], "complete": bool(block["complete"])} for block in blocks]
         shown = [{k: row[k] for k in row if k != "memory"} for row in rows]
@@ -210,5 +218,5 @@ def _ls_blocks(store: QueriedStore, args: argparse.Namespace) -> bool:
         sizes = [as_size(block[name]) for name in ("bytes", "memory")]
         table.add_row(str(block["page"]), "yes" if block["complete"] else "no", planes, *counts, *sizes)
     out.print(table, soft_wrap=False)
-    _say_more(args, {"block": len(blocks)})
+    _print_omitted(args, {"block": len(blocks)})
     return True

@@ -18,29 +18,30 @@ from kvpage_server.observe.asking import Command, text
 from kvpage_server.system.program import say
 
 NO_ANSWER = redis.ConnectionError, redis.TimeoutError
-_LEFT_ALONE = 60.0  # seconds without commands to a server that timed out, because each command would wait again
-_CHANGING = AskError, ClusterDownError, TryAgainError  # while slots move; MovedError is a subclass of AskError
-_GONE = {b"KVPAGEWHY": {b"reason": b"gone"}}  # replies for an unreachable server, by command
+_PAUSE_SECONDS = 60.0  # seconds without commands to a server that timed out, because each command would wait again
+_SLOTS_CHANGING = AskError, ClusterDownError, TryAgainError  # while slots move; MovedError is a subclass of AskError
+_UNREACHABLE_REPLIES = {b"KVPAGEWHY": {b"reason": b"gone"}}  # reply in place of an unreachable server's, by command
 
 
 class Unavailable(redis.ResponseError):
-    """An error in place of the reply of an unreachable server. The message has the reason."""
+    """Error in place of a reply, because the server is unreachable. The message has the reason."""
 
 
 class SlotsMoved(Exception):
-    """The signal that slots of the cluster have moved to nodes without a connection."""
+    """Signal that slots of the cluster have moved to other primaries, so that the connections must be made again."""
 
 
 def by_segment(servers: Sequence[ServerUrl]) -> Callable[[bytes], ServerUrl]:
-    """Return a function that returns the server of a key or request id, as PageClient computes it."""
+    """Return a function from a key or request id to its server, by the same hash as PageClient's."""
     rendezvous = Rendezvous(servers)
     return lambda key: rendezvous.server(segment_of(key))
 
 
 class MultiStore:
-    """Several servers with the interface of `redis.Redis`.
+    """Several servers with `execute_command` and `pipeline` of `redis.Redis`.
 
     Keys of an unreachable server seem to be absent. A message on stderr reports each server that becomes unreachable.
+    If all of them are, methods raise the error of the last one.
     """
 
     def __init__(self, stores: dict[ServerUrl, redis.Redis], server_of: Callable[[bytes], ServerUrl]) -> None:
@@ -48,13 +49,17 @@ class MultiStore:
         self.stores = stores
         self._servers = list(stores)
         self._server_of = server_of
-        self._gone: dict[ServerUrl, str] = {}  # the last error of each unreachable server
-        self._missed: set[ServerUrl] = set()  # servers that were unreachable at least once
-        self._with_strays: set[ServerUrl] = set()  # servers with misplaced requests that were reported
-        self._silent_until: dict[ServerUrl, float] = {}  # end of the time without commands, in monotonic seconds
+        self._unreachable: dict[ServerUrl, str] = {}  # the last error of each unreachable server
+        self._ever_unreachable: set[ServerUrl] = set()  # servers that were unreachable at least once
+        self._reported: set[ServerUrl] = set()  # servers with misplaced requests that were reported
+        self._paused_until: dict[ServerUrl, float] = {}  # end of the time without commands, in monotonic seconds
 
     def execute_command(self, *words: Any) -> Any:
-        """Return the reply of the key's server; send CLIENT to all servers. Raises RedisError, LookError."""
+        """Send a command to its key's server, or CLIENT to all servers, and return the reply, or the first one.
+
+        Raises ResponseError if a server refuses it, Unavailable if the server is unreachable, LookError while slots of
+        the cluster move.
+        """
         servers = self._servers if encoded(words[0]) == b"CLIENT" else [self._server(words)]
         answers = [self._answers(server, [words])[0] for server in servers]
         if refusal := next((answer for answer in answers if isinstance(answer, redis.ResponseError)), None):
@@ -68,7 +73,7 @@ class MultiStore:
     @property
     def unreachable(self) -> list[str]:
         """URLs of servers that were unreachable at least once."""
-        return sorted(shown(server.url) for server in self._missed)
+        return sorted(shown(server.url) for server in self._ever_unreachable)
 
     def of_each(self, *words: Any) -> dict[ServerUrl, Any]:
         """Return each server's reply to a command: Unavailable for an unreachable server, an error for a refusal."""
@@ -92,71 +97,79 @@ class MultiStore:
         found: list[Any] = [None] * len(asked)
         for server, some in parts.items():
             for i, answer in zip(some, self._answers(server, [asked[i] for i in some]), strict=True):
-                found[i] = self._scanned(server, answer) if asked[i][0] == b"SCAN" else answer
+                found[i] = self._scan_reply(server, answer) if asked[i][0] == b"SCAN" else answer
         return found
 
     def _server(self, command: Sequence[Any]) -> ServerUrl:
+        """Return the server of a command's key: the second argument of OBJECT, and the first of other commands."""
         return self._server_of(encoded(command[2 if command[0] == b"OBJECT" else 1]))
 
     def _answers(self, server: ServerUrl, commands: Sequence[Sequence[Any]]) -> list[Any]:
-        if self._silent_until.get(server, 0.0) > monotonic():
+        """Return a server's replies to commands, with errors among them; Unavailable for each if it is unreachable.
+
+        After a timeout, it gets no commands for `_PAUSE_SECONDS`. Raises ConnectionError or TimeoutError if all servers
+        are unreachable, LookError while slots move, AuthenticationError for a wrong password.
+        """
+        if self._paused_until.get(server, 0.0) > monotonic():
             return self._unavailable_replies(server, commands)
         pipeline = self.stores[server].pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(*command)  # type: ignore[no-untyped-call]
         try:
             answers = pipeline.execute(raise_on_error=False)
-            if changing := next((answer for answer in answers if isinstance(answer, _CHANGING)), None):
+            if changing := next((answer for answer in answers if isinstance(answer, _SLOTS_CHANGING)), None):
                 raise LookError(f"the cluster is changing, try again: {changing}")
-            self._gone.pop(server, None)
+            self._unreachable.pop(server, None)
             return answers
         except redis.AuthenticationError:
             raise
         except NO_ANSWER as error:
-            if len(self._gone.keys() | {server}) == len(self._servers):
+            if len(self._unreachable.keys() | {server}) == len(self._servers):
                 raise
-            if server not in self._gone:
+            if server not in self._unreachable:
                 say("kvpage", f"cannot reach {shown(server.url)}: {error}", 0)
-            self._gone[server] = str(error)
-            self._missed.add(server)
+            self._unreachable[server] = str(error)
+            self._ever_unreachable.add(server)
             if isinstance(error, redis.TimeoutError):
-                self._silent_until[server] = monotonic() + _LEFT_ALONE
+                self._paused_until[server] = monotonic() + _PAUSE_SECONDS
             return self._unavailable_replies(server, commands)
 
     def _unavailable_replies(self, server: ServerUrl, commands: Sequence[Sequence[Any]]) -> list[Any]:
-        gone = Unavailable(f"{server} is gone: {self._gone[server]}")
-        return [_GONE.get(encoded(command[0]), gone) for command in commands]
+        gone = Unavailable(f"{server} is gone: {self._unreachable[server]}")
+        return [_UNREACHABLE_REPLIES.get(encoded(command[0]), gone) for command in commands]
 
-    def _scanned(self, server: ServerUrl, answer: Any) -> Any:
-        """Return a server's reply to SCAN with a cursor that names the server and its own cursor.
+    def _scan_reply(self, server: ServerUrl, answer: Any) -> Any:
+        """Return a server's reply to SCAN with its cursor replaced by one for all servers.
 
-        After the last key of a server, the cursor is the start of the next server, and 0 after the last server. An
-        unreachable server counts as finished. An error is returned unchanged. A server that has requests of other
-        servers is reported on stderr, once.
+        The new cursor is `cursor * servers + number of the server`. After a server's last key it is the start of the
+        next server, and after the last server 0. An unreachable server counts as finished. An error is returned
+        unchanged.
         """
         if isinstance(answer, redis.ResponseError) and not isinstance(answer, Unavailable):
             return answer
         cursor, keys = (0, []) if isinstance(answer, Unavailable) else answer
-        self._find_misplaced(server, keys)
+        self._report_misplaced(server, keys)
         number, count = self._servers.index(server), len(self._servers)
         upcoming = int(cursor) * count + number if int(cursor) else (number + 1) % count
         return [b"%d" % upcoming, keys]
 
-    def _find_misplaced(self, server: ServerUrl, keys: Sequence[bytes]) -> None:
-        """Report a server once if it has requests of other servers, for example after a change of the list."""
+    def _report_misplaced(self, server: ServerUrl, keys: Sequence[bytes]) -> None:
+        """Print a message, once for each server, if it has requests that belong to another server of the list.
+
+        That happens after a change of the list. `keys` are index keys from SCAN.
+        """
         requests = [key[len(b"kv:") : -len(b":index")] for key in keys if key.endswith(b":index")]
         stray = next((name for name in requests if self._server_of(name) != server), None)
-        if stray is not None and server not in self._with_strays:
-            self._with_strays.add(server)
+        if stray is not None and server not in self._reported:
+            self._reported.add(server)
             where = f"{shown(server.url)} has requests that belong to others of the list, as {text(stray)} to"
             say("kvpage", f"{where} {self.home(stray)}: they are left out. Do the engines have this list?", 0)
 
 
 class Pipeline:
-    """A list of commands that are sent together: `execute_command` and `execute` of redis-py's pipeline.
+    """Commands that are sent together, with `execute_command` and `execute` of redis-py's pipeline; for one `execute`.
 
-    `execute` returns the replies in order. Errors are among them, whatever `raise_on_error` is. A pipeline is executed
-    once.
+    `execute` returns the replies in order. Errors are among them, whatever `raise_on_error` is.
     """
 
     def __init__(self, answers: Callable[[Sequence[Command]], list[Any]]) -> None:

@@ -1,4 +1,6 @@
-"""Functions that the commands for inspecting a store share."""
+"""Parts that several commands of `kvpage` use: errors, repeated output, tables, and connections without side
+effects.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ from kvpage_server.system.terminal import Terminal, out, print_json
 
 
 class LookError(Exception):
-    """The failure of a command that has nothing to show. The message has the reason."""
+    """Error: a command has nothing to show. The message has the reason."""
 
 
 class UsageError(Exception):
-    """Error: the arguments of a command are wrong, for every content of the store. The message has the reason."""
+    """Error: the arguments of a command are wrong, whatever the store contains. The message has the reason."""
 
 
 WRONG_ARGUMENTS = UsageError, PageError  # PageError: an argument is no name or number of a page
@@ -35,9 +37,10 @@ def watch(
     *,
     screen: bool = False,
 ) -> bool:
-    """Show a frame every `args.watch` seconds, or once if that is None. In a terminal, it replaces the last frame.
+    """Print `frame()` every `args.watch` seconds, or once if that is None, and return True.
 
-    Return True. With `screen`, the frames have the whole terminal. With `args.json`, print JSON instead.
+    In a terminal, each frame replaces the last one; with `screen`, it fills the terminal. With `args.json`, print the
+    JSON of `as_json()` instead, one line each time.
     """
     replaces = out.is_terminal and not args.json and args.watch is not None
     live = Live(console=Terminal(highlight=False), auto_refresh=False, screen=screen) if replaces else nullcontext()
@@ -55,7 +58,7 @@ def watch(
 
 
 def titled(rows: Iterable[Iterable[Any]]) -> Table:
-    """Return a table without a header, with a bold first column."""
+    """Return a table of `rows` without a header, with a bold first column."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     for row in rows:
@@ -63,7 +66,7 @@ def titled(rows: Iterable[Iterable[Any]]) -> Table:
     return table
 
 
-def leave_no_trace(connection: redis.Connection) -> None:
+def connect_without_touch(connection: redis.Connection) -> None:
     """Connect with CLIENT NO-TOUCH, so that reads do not count as uses, if the user has the right to it.
 
     redis-py calls this as `redis_connect_func` for each connection of a pool, also after a reconnection.

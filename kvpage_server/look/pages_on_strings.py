@@ -26,12 +26,12 @@ from kvpage_server.observe.memory_by_agent import holdings_of_agent, literally
 from kvpage_server.page import HEADER_SIZE, PageError, PageHeader, PageKey, decode_page, index_key
 
 Answers: TypeAlias = list[Any]
-# commands for strings, and the function that decodes their replies
-Asked: TypeAlias = tuple[list[Command], Callable[[Answers], Any]]
-_OF_AGENTS = (0, 1)  # page ids of an agent's blocks: of tokens, and of the state after them
-_THERE = {"tier": b"memory", "pinned": None, "lease_left_ms": None}  # fields of KVPAGESTAT; leases are unknown
-ABSENT = "absent"  # the reason of every miss
-_SCANS = 1_000_000  # SCAN calls for the keys of a request at most
+# commands for strings that replace a page command, and the function that makes its reply from theirs
+Translation: TypeAlias = tuple[list[Command], Callable[[Answers], Any]]
+_AGENT_PAGE_IDS = (0, 1)  # page ids of an agent's blocks: tokens, and the state after them
+_STAT_FIELDS = {"tier": b"memory", "pinned": None, "lease_left_ms": None}  # fields of KVPAGESTAT; leases are unknown
+ABSENT = "absent"  # the reason of every miss, because strings have no records of their removal
+_MAX_SCAN_CALLS = 1_000_000  # for the keys of one request
 
 
 class PagesOnStrings:
@@ -46,18 +46,18 @@ class PagesOnStrings:
         self._pages: dict[bytes, set[PageKey]] = defaultdict(set)  # pages that are strings, by request
 
     def execute_command(self, *words: Any) -> Any:
-        """Return the reply to a command.
+        """Return the reply to a page command, or pass another command to the cluster.
 
-        KVPAGEINDEX, KVPAGEWHY and KVPAGEVERIFY scan for all strings of their request first.
+        KVPAGEINDEX, KVPAGEWHY and KVPAGEVERIFY scan for all strings of their request first. Raises ResponseError.
         """
         name = encoded(words[0])
         if name == b"KVPAGESTAT":
             return self._stat(PageKey(encoded(words[1]), *map(int, words[2:])))
         if name in (b"KVPAGEINDEX", b"KVPAGEWHY", b"KVPAGEVERIFY"):
-            self._look_for(encoded(words[1]))
+            self._scan_request(encoded(words[1]))
         if name == b"KVPAGEVERIFY":
             return self._verify(encoded(words[1]), [*map(int, words[2:])])
-        commands, read = self._asked([name, *map(encoded, words[1:])])
+        commands, read = self._translate([name, *map(encoded, words[1:])])
         return read([self._store.execute_command(*command) for command in commands])
 
     def pipeline(self, transaction: bool) -> Pipeline:
@@ -66,7 +66,7 @@ class PagesOnStrings:
 
     def answers(self, commands: Sequence[Command]) -> Answers:
         """Return the replies to commands in their order. All commands for strings are in one pipeline."""
-        asked = [self._asked(command) for command in commands]
+        asked = [self._translate(command) for command in commands]
         pipeline = self._store.pipeline(transaction=False)
         for some, _ in asked:
             for command in some:
@@ -74,10 +74,10 @@ class PagesOnStrings:
         received = iter(pipeline.execute(raise_on_error=False))
         return [read([next(received) for _ in some]) for some, read in asked]
 
-    def _look_for(self, req_id: bytes) -> None:
+    def _scan_request(self, req_id: bytes) -> None:
         """Scan for the strings of a request, to fill `_blocks` and `_pages`. Raises ResponseError."""
         cursor = b"0"
-        for _ in range(_SCANS):
+        for _ in range(_MAX_SCAN_CALLS):
             (answer,) = self.answers(
                 [[b"SCAN", cursor, b"MATCH", b"kv:%b:*" % literally(req_id), b"COUNT", 1000, b"TYPE", b"set"]]
             )
@@ -87,8 +87,8 @@ class PagesOnStrings:
             if cursor == b"0":
                 return
 
-    def _asked(self, command: Command) -> Asked:
-        """Return the commands for strings that a command needs, and the decoder of their replies."""
+    def _translate(self, command: Command) -> Translation:
+        """Return the commands for strings that replace a command, and the function that makes its reply from theirs."""
         if command[0] == b"SCAN" and b"MAXLEN" in command:  # an argument that Valkey does not have
             at = command.index(b"MAXLEN")
             command = [*command[:at], *command[at + 2 :]]
@@ -98,23 +98,23 @@ class PagesOnStrings:
             if req_id == b"0":  # a new scan; the results of the last one may be outdated
                 self._blocks.clear()
                 self._pages.clear()
-            return [[*command[:-1], b"string"]], self._requests
+            return [[*command[:-1], b"string"]], self._read_scan
         if name == b"KVPAGEINDEX":
-            asked, read = self._parts(req_id)
+            asked, read = self._translate_index(req_id)
             return asked, (lambda received: _total(read(received))) if more == [b"TOTAL"] else read
         if name == b"KVPAGESTAT":
             return [
                 [b"EXISTS", block_key((req_id, int(more[2])))]
-            ], lambda received: _THERE if received == [1] else None
+            ], lambda received: _STAT_FIELDS if received == [1] else None
         if name == b"KVPAGEWHY" and more:
-            return self._why_page(PageKey(req_id, *map(int, more)))
+            return self._translate_why(PageKey(req_id, *map(int, more)))
         if name == b"KVPAGEWHY":
-            asked, read = self._parts(req_id)
+            asked, read = self._translate_index(req_id)
             return asked, lambda received: _why(read(received))
         return [command], lambda received: received[0]
 
     def _stat(self, key: PageKey) -> dict[str, Any] | None:
-        """Return KVPAGESTAT's reply for a page, which is a string of its own or a part of its block's string."""
+        """Return KVPAGESTAT's reply for a page that is stored as a string, or in its block's string; None if absent."""
         ask, place = self._store.execute_command, (bytes(key), 0, HEADER_SIZE - 1)
         block = block_key((key.req_id, key.page))
         shape = shape_of(ask(b"GETRANGE", block, 0, OPENING_SIZE - 1))
@@ -132,31 +132,39 @@ class PagesOnStrings:
             "checksum": b"%016x" % described["checksum"],
         }
         left = {"ttl_left_ms": ask(b"PTTL", place[0]), "url": self._store.home(place[0])}
-        return described | named | _THERE | left
+        return described | named | _STAT_FIELDS | left
 
     def _verify(self, req_id: bytes, pages: Sequence[int]) -> dict[str, Any]:
-        """Return KVPAGEVERIFY's reply. Read one string at a time, and delete corrupt strings."""
+        """Check the pages of a request, only those with an id in `pages` unless it is empty, and delete corrupt
+        strings.
+
+        Reads one string at a time. Return KVPAGEVERIFY's reply: the numbers of checked and unchecked pages, and the
+        keys of corrupt pages.
+        """
         checked, unchecked, corrupt = 0, 0, list[bytes]()
         blocks = [number for number in sorted(self._blocks[req_id]) if not pages or number in pages]
         for name in ((req_id, number) for number in blocks):
             if value := self._store.execute_command(b"GET", block_key(name)):
-                intact, keys = _checked_block(name, value)
+                intact, keys = _check_block(name, value)
                 checked += len(keys)
-                corrupt += [] if intact else self._deleted(block_key(name), keys)
+                corrupt += [] if intact else self._delete(block_key(name), keys)
         for key in sorted(self._pages[req_id], key=bytes):
             if (not pages or key.page in pages) and (value := self._store.execute_command(b"GET", bytes(key))):
-                hashed, intact = _checked_page(key, value)
+                hashed, intact = _check_page(key, value)
                 checked, unchecked = checked + hashed, unchecked + (not hashed)
-                corrupt += [] if intact else self._deleted(bytes(key), [bytes(key)])
+                corrupt += [] if intact else self._delete(bytes(key), [bytes(key)])
         return {"checked": checked, "unchecked": unchecked, "corrupt": corrupt}
 
-    def _deleted(self, key: bytes, pages: list[bytes]) -> list[bytes]:
+    def _delete(self, key: bytes, pages: list[bytes]) -> list[bytes]:
         """Delete a string. Return `pages`, the keys of its pages."""
         self._store.execute_command(b"UNLINK", key)
         return pages
 
-    def _requests(self, received: Answers) -> Any:
-        """Return SCAN's reply, with an index key for each request. Note the requests' pages and blocks."""
+    def _read_scan(self, received: Answers) -> Any:
+        """Return SCAN's reply with the requests' index keys in place of their strings' keys.
+
+        Adds the pages and blocks of the strings to `_pages` and `_blocks`.
+        """
         (answer,) = received
         if isinstance(answer, redis.ResponseError):
             return answer
@@ -175,11 +183,12 @@ class PagesOnStrings:
             found.add(index_key(req_id))
         return [cursor, sorted(found)]
 
-    def _parts(self, req_id: bytes) -> Asked:
-        """Return commands for the openings of a request's blocks, and the lengths of its strings; and their decoder,
-        which returns KVPAGEINDEX's reply.
+    def _translate_index(self, req_id: bytes) -> Translation:
+        """Return the commands that replace KVPAGEINDEX, and the function that makes its reply from theirs.
+
+        They read the first bytes of each known block, which describe its shape, and the length of each known string.
         """
-        numbers = sorted({*_OF_AGENTS, *self._blocks.get(req_id, ())})
+        numbers = sorted({*_AGENT_PAGE_IDS, *self._blocks.get(req_id, ())})
         pages = sorted(self._pages.get(req_id, ()), key=bytes)
         asked: list[Command] = []
         for key in (block_key((req_id, number)) for number in numbers):
@@ -190,13 +199,14 @@ class PagesOnStrings:
             if refusal := next((one for one in received if isinstance(one, redis.ResponseError)), None):
                 return refusal
             openings, lengths = received[: 2 * len(numbers) : 2], received[1 : 2 * len(numbers) : 2]
-            found = [*map(_of_block, numbers, openings, lengths)]
-            found += _of_pages(pages, received[2 * len(numbers) :])
+            found = [*map(_index_row, numbers, openings, lengths)]
+            found += _index_rows(pages, received[2 * len(numbers) :])
             return sorted(filter(None, found), key=lambda part: int(part["page"]))
 
         return asked, read
 
-    def _why_page(self, key: PageKey) -> Asked:
+    def _translate_why(self, key: PageKey) -> Translation:
+        """Return the commands that replace KVPAGEWHY of a page, and the function that makes its reply from theirs."""
         block = block_key((key.req_id, key.page))
 
         def read(received: Answers) -> Any:
@@ -209,8 +219,8 @@ class PagesOnStrings:
         return [[b"EXISTS", bytes(key)], [b"GETRANGE", block, 0, OPENING_SIZE - 1]], read
 
 
-def _checked_block(name: BlockName, value: bytes) -> tuple[bool, list[bytes]]:
-    """Return whether a block is intact, and the keys of its pages, or the block's key if its pages are unknown."""
+def _check_block(name: BlockName, value: bytes) -> tuple[bool, list[bytes]]:
+    """Return whether a block is intact, and the keys of its pages; the block's own key if its shape is unreadable."""
     view, shape = memoryview(value), shape_of(value[:OPENING_SIZE])
     before = head_size(shape) if shape else 0
     if shape is None or len(view) != before + shape.nbytes:
@@ -220,7 +230,7 @@ def _checked_block(name: BlockName, value: bytes) -> tuple[bool, list[bytes]]:
     return mismatch(name[1], shape, view[:before], view[before:], verify=True) is None, keys
 
 
-def _checked_page(key: PageKey, value: bytes) -> tuple[bool, bool]:
+def _check_page(key: PageKey, value: bytes) -> tuple[bool, bool]:
     """Return whether a page has a checksum, and whether it is intact."""
     try:
         header, _ = decode_page(value)
@@ -230,7 +240,7 @@ def _checked_page(key: PageKey, value: bytes) -> tuple[bool, bool]:
 
 
 def _why(parts: Any) -> Any:
-    """Return KVPAGEWHY's reply for a request."""
+    """Return KVPAGEWHY's reply for a request, from KVPAGEINDEX's reply `parts`. An error is returned unchanged."""
     if isinstance(parts, redis.ResponseError):
         return parts
     if not parts:
@@ -243,8 +253,8 @@ def _why(parts: Any) -> Any:
     )
 
 
-def _of_block(number: int, opening: bytes, length: int) -> dict[str, Any] | None:
-    """Return a block in the form of KVPAGEINDEX, or None if there is none."""
+def _index_row(number: int, opening: bytes, length: int) -> dict[str, Any] | None:
+    """Return KVPAGEINDEX's row for a block, from its first bytes and its length in bytes; None if there is no block."""
     shape = shape_of(opening)
     if shape is None:
         return None
@@ -255,7 +265,7 @@ def _of_block(number: int, opening: bytes, length: int) -> dict[str, Any] | None
 
 
 def _total(parts: Any) -> Any:
-    """Return KVPAGEINDEX's reply with TOTAL."""
+    """Return KVPAGEINDEX's reply with TOTAL, from its reply without. An error is returned unchanged."""
     if isinstance(parts, redis.ResponseError) or not parts:
         return parts
     sums = {name: sum(part[name] for part in parts) for name in ("pages", "bytes", "memory")}
@@ -264,8 +274,8 @@ def _total(parts: Any) -> Any:
     return [sums | first | {"blocks": len(parts), "complete": complete}]
 
 
-def _of_pages(keys: Sequence[PageKey], lengths: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the blocks of pages that are strings, in the form of KVPAGEINDEX."""
+def _index_rows(keys: Sequence[PageKey], lengths: Sequence[int]) -> list[dict[str, Any]]:
+    """Return KVPAGEINDEX's rows for pages that are strings of their own; `lengths` are the strings' bytes."""
     blocks: dict[int, list[tuple[PageKey, int]]] = defaultdict(list)
     for key, length in zip(keys, lengths, strict=True):
         if length > HEADER_SIZE:
@@ -284,25 +294,25 @@ def _of_pages(keys: Sequence[PageKey], lengths: Sequence[int]) -> list[dict[str,
 # -- Hints for the next command, which can be pasted into a shell ------------------------------------------------------
 
 
-def typed(name: str) -> str:
-    """Return a name, quoted for a shell; empty if it cannot be pasted, or looks like an option."""
+def shell_word(name: str) -> str:
+    """Return a name, quoted for a shell; empty if it has unprintable characters, or looks like an option."""
     return shlex.quote(name) if name.isprintable() and not name.startswith("-") else ""
 
 
-def is_an_agent(store: QueriedStore, name: bytes) -> str:
+def agent_hint(store: QueriedStore, name: bytes) -> str:
     """Return a message with the commands that show an agent; empty if no agent has this name."""
     holdings = ask(store, holdings_of_agent(name))
     if not holdings.agents and not holdings.unreadable:
         return ""
     label = text(name)
-    word = typed(os.fsdecode(name))
+    word = shell_word(os.fsdecode(name))
     shows = f": kvpage stat {word} shows its blocks, kvpage verify {word} checks them" if word else ""
     return f"{label} is an agent, and no request{shows}"
 
 
-def may_say_why(store: QueriedStore, name: str, *page: str) -> str:
+def why_hint(store: QueriedStore, name: str, *page: str) -> str:
     """Return the hint to use `kvpage why`; empty if the store records no reasons."""
-    word = typed(name)
+    word = shell_word(name)
     return (
         f"; kvpage why {' '.join([word, *page])} may say why" if word and not isinstance(store, PagesOnStrings) else ""
     )

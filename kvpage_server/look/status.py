@@ -1,4 +1,4 @@
-"""`kvpage status`: the state of a store, shown once or repeatedly."""
+"""`kvpage status`: memory, contents, hit ratio, disk and clients of a store, shown once or repeatedly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpage_server.address import shown
 from kvpage_server.look.output import LookError, titled, watch
 from kvpage_server.observe.asking import ask
 from kvpage_server.observe.overview import (
-    KEEPS_NOTHING,
+    STORES_NOTHING,
     DiskFigures,
     MemoryFigures,
     NotAStore,
@@ -28,7 +28,11 @@ from kvpage_server.system.text import as_size, how_many
 
 
 def status(store: redis.Redis, args: argparse.Namespace) -> bool:
-    """Show the state of a store once, or every `args.watch` seconds. Return True."""
+    """Print the state of a store once, or every `args.watch` seconds. Return True.
+
+    A user without access to every key gets only the counts of their own keys. Raises RedisError, and LookError if the
+    server is not a kvpage-server.
+    """
 
     def frame() -> RenderableType:
         now = overview(store, args.url)
@@ -50,6 +54,7 @@ def _as_json(store: redis.Redis, url: str) -> dict[str, Any]:
 
 
 def _requests_of(store: redis.Redis) -> int:
+    """Return the number of requests whose keys the user may read, by a scan."""
     return sum(1 for _ in store.scan_iter(count=1000, _type="set"))
 
 
@@ -72,24 +77,25 @@ def headline(url: str, now: Overview) -> Text:
 
 
 def _tenant_lines(store: redis.Redis, now: Overview) -> Iterator[tuple[str, Any]]:
-    """Yield the lines for a restricted user, without other users' data."""
+    """Yield titles and lines for a user without access to every key: limits, and counts of the user's own keys."""
     limit = now.memory.limit
     yield "memory", f"limit {as_size(limit)}, {now.memory.policy}" if limit else "no limit"
     requests = how_many(_requests_of(store), "request")
-    yield "store", f"{requests}, {how_many(store.dbsize(), 'key')} that you may use"
-    yield "", "a user who may use every key is shown the rest"
+    yield "store", f"{requests}, {how_many(store.dbsize(), 'key')} that this user may access"
+    yield "", "other statistics need a user with access to every key"
 
 
 def _all_lines(now: Overview) -> Iterator[tuple[str, Any]]:
+    """Yield titles and lines for a user with access to every key. A line without a title continues the one above."""
     traffic = now.traffic
     if is_gateway(now):
-        yield "memory", f"the process has {as_size(now.memory.resident)}"
-        yield "store", KEEPS_NOTHING
+        yield "memory", f"RSS {as_size(now.memory.resident)}"
+        yield "store", STORES_NOTHING
     else:
         yield from _memory_lines(now.memory)
         yield from _store_lines(now)
     clients = f"{now.connections.now:,} connected"
-    yield "clients", f"{clients}, {how_many(traffic.commands, 'command')} so far"
+    yield "clients", f"{clients}, {how_many(traffic.commands, 'command')} processed"
     yield "network", f"{as_size(traffic.bytes_in)} received, {as_size(traffic.bytes_out)} sent"
 
 
@@ -100,18 +106,24 @@ def _memory_lines(memory: MemoryFigures) -> Iterator[tuple[str, Any]]:
             ProgressBar(total=memory.limit, completed=min(memory.used, memory.limit), width=min(40, out.width - 12)),
         )
     yield "memory", f"{as_size(memory.used)}{of_limit(memory.used, memory.limit)}, {memory.policy}"
-    parts = f"{as_size(memory.spare)} spare, {as_size(memory.fragmentation)} between values"
-    yield "", f"the process has {as_size(memory.resident)}: {as_size(memory.live)} in values, {parts}"
+    free = f"{as_size(memory.spare)} allocated and free, {as_size(memory.fragmentation)} fragmentation"
+    yield "", f"RSS {as_size(memory.resident)}: {as_size(memory.live)} values, {free}"
 
 
 def _store_lines(now: Overview) -> Iterator[tuple[str, Any]]:
     contents, traffic = now.contents, now.traffic
     counts = how_many(contents.requests, "request"), how_many(contents.blocks, "block"), how_many(contents.keys, "key")
     yield "store", ", ".join(counts)
-    yield "", f"{how_many(contents.expiring, 'key')} will expire, {traffic.expired:,} did; evicted: {traffic.evicted:,}"
-    yield "protected", f"{how_many(contents.protected, 'value')}, {as_size(contents.protected_bytes)}"
+    yield (
+        "",
+        f"{how_many(contents.expiring, 'key')} with a TTL; expired: {traffic.expired:,}; evicted: {traffic.evicted:,}",
+    )
+    yield "protected", f"{how_many(contents.protected, 'value')} leased or pinned, {as_size(contents.protected_bytes)}"
     ratio, reads = traffic.hit_ratio, traffic.hits + traffic.misses
-    yield "reads", "none yet" if ratio is None else f"{ratio:.1%} hits ({traffic.hits:,} of {reads:,})"
+    yield (
+        "hit ratio",
+        "no reads yet" if ratio is None else f"{ratio:.1%} ({traffic.hits:,} of {how_many(reads, 'read')})",
+    )
     yield "misses", ", ".join(f"{count:,} {reason}" for reason, count in now.misses.items() if count) or "none"
     if now.disk is not None:
         yield from _disk_lines(now.disk)
@@ -124,18 +136,19 @@ def _disk_lines(disk: DiskFigures) -> Iterator[tuple[str, Any]]:
         f"{how_many(disk.values, 'value')}, {as_size(disk.bytes)}{of_limit(disk.bytes, disk.for_values)}{limit}",
     )
     if disk.is_full:
-        yield "", Text(f"maxdisk is reached: {how_many(disk.evicted, 'value')} evicted from disk so far", "red")
+        yield "", Text(f"maxdisk is reached: {how_many(disk.evicted, 'value')} evicted from disk", "red")
     waiting = f"{as_size(disk.waiting_bytes)} in the write queue" if disk.waiting_bytes else "write queue empty"
-    commits = f", commits take {_milliseconds(disk.commits.percentile(0.99))} at the most" if disk.commits.count else ""
+    commits = f", commit p99 {_milliseconds(disk.commits.percentile(0.99))}" if disk.commits.count else ""
     yield "", f"{waiting}; {how_many(disk.fetched, 'value')} fetched, {disk.dropped:,} dropped from memory{commits}"
     if disk.failing:
-        yield "", Text(f"writes fail: {disk.failing}; a crash would cost {how_many(disk.unsaved, 'change')}", "red")
-    # the quarantine may contain records of earlier runs
+        yield "", Text(f"writes fail: {disk.failing}; a crash would lose {how_many(disk.unsaved, 'change')}", "red")
+    # the counts begin at the server's start, and the quarantine may have records of earlier runs
     if damaged := max(disk.corrupt + disk.repaired, disk.quarantined):
-        yield "", Text(f"{how_many(damaged, 'value')} found damaged: the disk may be failing", "red")
+        yield "", Text(f"{how_many(damaged, 'value')} corrupt: the disk may be failing", "red")
 
 
 def of_limit(used: int, limit: int) -> str:
+    """Return a limit in bytes, and the used share of it, as text that follows the used bytes."""
     return f" of {as_size(limit)} ({used / limit:.0%})" if limit else ", no limit"
 
 

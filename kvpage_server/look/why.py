@@ -1,4 +1,4 @@
-"""`kvpage why`, `stat` and `verify`: the reason of a miss, metadata, and checksums of pages, requests and agents."""
+"""`kvpage why`, `stat` and `verify`: reasons of misses, metadata, and checksums, of pages, requests and agents."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import redis
 from rich.text import Text
 
 from kvpage_server.address import shown
-from kvpage_server.look.ls import agent_as_json, ago, raise_if_blind
+from kvpage_server.look.ls import agent_as_json, ago, raise_if_scan_refused
 from kvpage_server.look.multi_store import MultiStore
 from kvpage_server.look.output import LookError, UsageError, titled
-from kvpage_server.look.pages_on_strings import ABSENT, PagesOnStrings, may_say_why, typed
+from kvpage_server.look.pages_on_strings import ABSENT, PagesOnStrings, shell_word, why_hint
 from kvpage_server.observe.asking import QueriedStore, Reading, ask, named, refused, text
 from kvpage_server.observe.context import BlockPlace, context_of
 from kvpage_server.observe.memory_by_agent import (
@@ -34,16 +34,19 @@ from kvpage_server.system.text import as_size, how_many
 
 
 def stat(store: QueriedStore, args: argparse.Namespace) -> bool:
-    """Show the metadata of a page, or an agent's contexts, block by block."""
+    """Print the metadata of the page `args.key`, or the blocks of the agent's contexts. Return True.
+
+    Raises LookError if there is no such page or agent, UsageError for the key of an index, PageError for a wrong key.
+    """
     if not args.key.startswith("kv:"):
         return _stat_agent(store, args)
-    if args.key.endswith(":index") and (word := typed(args.key[len("kv:") : -len(":index")])):
+    if args.key.endswith(":index") and (word := shell_word(args.key[len("kv:") : -len(":index")])):
         raise UsageError(f"{args.key} is the index of a request: kvpage ls {word} lists its blocks")
     key = PageKey.parse(os.fsencode(args.key))
     name = (key.req_id, key.layer, key.head, key.page, key.kv_type)
     found = store.execute_command("KVPAGESTAT", *name)
     if found is None:
-        raise LookError(f"{args.key} is not there{may_say_why(store, *args.key.split(':')[1:])}")
+        raise LookError(f"{args.key} is not there{why_hint(store, *args.key.split(':')[1:])}")
     page = named(found)
     dtype, plane = DType(page["dtype"]).name.lower(), KVType(page["type"]).name
     of_leases = page["pinned"] is not None
@@ -53,17 +56,17 @@ def stat(store: QueriedStore, args: argparse.Namespace) -> bool:
         return True
     matrix = f"{how_many(page['page_size'], 'token')} x {page['head_dim']} {dtype}"
     left, lease = page["ttl_left_ms"], page["lease_left_ms"]
-    lives = "for ever" if left < 0 else f"{for_people(left / 1000)} more, of {page['ttl']} s"
+    ttl = "none" if left < 0 else f"{for_people(left / 1000)} left of {page['ttl']} s"
     leases = [
-        ("leased", f"for {for_people(lease / 1000)} more" if lease else "no"),
+        ("leased", f"{for_people(lease / 1000)} left" if lease else "no"),
         ("pinned", "yes" if page["pinned"] else "no"),
     ]
     rows = [
-        ("holds", f"{plane}, {matrix}, {how_many(page['bytes'], 'byte')}"),
-        ("where", f"layer {page['layer']}, head {page['head']}, page {page['page']}"),
-        ("checksum", page["checksum"].decode() if page["checksum"] else "not looked up on disk"),
+        ("content", f"{plane}, {matrix}, {how_many(page['bytes'], 'byte')}"),
+        ("position", f"layer {page['layer']}, head {page['head']}, page {page['page']}"),
+        ("checksum", page["checksum"].decode() if page["checksum"] else "not read from disk"),
         ("created", when(page["created_ms"])),
-        ("lives", lives),
+        ("TTL", ttl),
         *(leases if of_leases else []),
         ("tier", page["tier"].decode()),
     ]
@@ -72,11 +75,12 @@ def stat(store: QueriedStore, args: argparse.Namespace) -> bool:
 
 
 def _stat_agent(store: QueriedStore, args: argparse.Namespace) -> bool:
+    """Print the contexts of the agent `args.key`. Return True. Raises LookError if the store has no such agent."""
     holdings = ask(store, holdings_of_store())
     found = [agent for agent in holdings.agents if agent.agent_id == text(os.fsencode(args.key))]
     if not found:
-        raise_if_blind(store, holdings)
-        raise LookError(_unseen(args.key, args) or _no_agent(store, args.key))
+        raise_if_scan_refused(store, holdings)
+        raise LookError(_maybe_unreachable(args.key, args) or _no_agent(store, args.key))
     contexts = [(agent, ask(store, context_of(agent, holdings))) for agent in found]
     if args.json:
         described = [context_as_json(agent, places, args) for agent, places in contexts]
@@ -88,7 +92,7 @@ def _stat_agent(store: QueriedStore, args: argparse.Namespace) -> bool:
 
 
 def _no_agent(store: QueriedStore, name: str) -> str:
-    """Return the hint for a name that is not an agent."""
+    """Return the error text for a name that is not an agent: it may be a request."""
     try:
         blocks = store.execute_command("KVPAGEINDEX", os.fsencode(name))
     except redis.ResponseError:  # not a valid request id either
@@ -96,39 +100,40 @@ def _no_agent(store: QueriedStore, name: str) -> str:
     if not blocks:
         return f"{name} is no agent, and a page's key is kv:REQ:LAYER:HEAD:PAGE:TYPE"
     page = named(blocks[0])["page"]
-    if not (word := typed(name)):
+    if not (word := shell_word(name)):
         return f"{name} is a request, and no agent"
-    of_a_page = f"kvpage stat kv:{word}:LAYER:HEAD:{page}:TYPE tells of a page"
+    of_a_page = f"kvpage stat kv:{word}:LAYER:HEAD:{page}:TYPE shows a page"
     return f"{name} is a request: kvpage ls {word} lists its blocks, {of_a_page}"
 
 
-def _unseen(name: str, args: argparse.Namespace) -> str:
+def _maybe_unreachable(name: str, args: argparse.Namespace) -> str:
     """Return the message for an agent that may be on an unreachable server; empty if all servers have answered."""
     return f"{name} is not on the servers that answered" if args.unreachable() else ""
 
 
 def _show_context(agent: Agent, places: list[BlockPlace]) -> None:
+    """Print a context and a table of its blocks. `places` has an entry for each of `agent.blocks`."""
     rows = [
         ("agent", readable(agent.agent_id)),
         ("model", readable(agent.model)),
         ("context", f"{how_many(agent.tokens, 'token')} in {how_many(len(agent.blocks), 'block')}"),
-        ("size", f"{as_size(agent.bytes)}, {as_size(agent.own_bytes)} of it shared with nobody"),
-        ("used", f"{ago(agent.idle)} ago" if agent.idle is not None else "unknown"),
+        ("size", f"{as_size(agent.bytes)}, {as_size(agent.own_bytes)} of it unshared"),
+        ("last used", f"{ago(agent.idle)} ago" if agent.idle is not None else "unknown"),
     ]
     out.print(titled(rows))
     protected = ["protected"] if all(place.pinned is not None for place in places) else []
-    columns = "block", "tokens", "size", "lies in", "shared by", *protected
+    columns = "block", "tokens", "size", "tier", "shared by", *protected
     table = table_of(*columns, numbers_from=0, drop=("shared by", "tokens"))
     for i, place in enumerate(places):
-        lies = Text(place.tier) if place.block.complete else Text(place.why or "incomplete", "red")
+        tier = Text(place.tier) if place.block.complete else Text(place.why or "incomplete", "red")
         how = "pinned" if place.pinned else "leased" if place.lease else ""
         size, tokens = as_size(place.block.bytes), f"{place.block.tokens:,}"
-        table.add_row(f"{i:,}", tokens, size, lies, how_many(len(place.agents), "agent"), *[how for _ in protected])
+        table.add_row(f"{i:,}", tokens, size, tier, how_many(len(place.agents), "agent"), *[how for _ in protected])
     out.print(table, soft_wrap=False)
 
 
 def context_as_json(agent: Agent, places: list[BlockPlace], args: argparse.Namespace) -> dict[str, Any]:
-    """Return an agent's context and its blocks for JSON."""
+    """Return an agent's context and the places of its blocks for JSON."""
     blocks = [
         {
             "url": args.home(place.block.name),
@@ -150,21 +155,26 @@ def context_as_json(agent: Agent, places: list[BlockPlace], args: argparse.Names
 
 
 def verify(store: QueriedStore, args: argparse.Namespace) -> bool:
-    """Check the pages of a request, or of an agent's contexts. Return whether all are stored and intact."""
+    """Check the checksums of the request's pages, or of all blocks of the agent's contexts, and remove corrupt pages.
+
+    `args.req` names the request or agent, and `args.pages` limits the check to these page ids. Prints the counts, and
+    returns whether all are stored and intact. Raises LookError if there is nothing to check, PageError for a wrong
+    name.
+    """
     name = check_req_id(os.fsencode(args.req))
     for page in args.pages:
         check_range("page_id", page, 0, MAX_PAGE)
     with out.status("hashing"):
-        found = _verified(store, name, args.pages)
+        found = _verify_pages(store, name, args.pages)
         agents = () if any(found.values()) or args.pages else ask(store, holdings_of_agent(name)).agents
         blocks = dict.fromkeys(block.name for agent in agents for block in agent.blocks)
         missing = sum(not block.complete for agent in agents for block in agent.blocks)
         for block in blocks:
-            found = {count: found[count] + more for count, more in _verified(store, block, ()).items()}
+            found = {count: found[count] + more for count, more in _verify_pages(store, block, ()).items()}
     checked, unchecked, corrupt = found["checked"], found["unchecked"], found["corrupt"]
     if not (checked or corrupt or unchecked or agents):
-        no_page = f"request {args.req} has no such page{may_say_why(store, args.req)}"
-        raise LookError((not args.pages and _unseen(args.req, args)) or no_page)
+        no_page = f"request {args.req} has no such page{why_hint(store, args.req)}"
+        raise LookError((not args.pages and _maybe_unreachable(args.req, args)) or no_page)
     if args.json:
         of_agent = {"url": shown(args.url), "agent": text(name), "missing_blocks": missing}
         print_json((of_agent if agents else {"url": args.home(name), "request": name}) | found)
@@ -172,7 +182,7 @@ def verify(store: QueriedStore, args: argparse.Namespace) -> bool:
     if unchecked:
         out.print(f"{how_many(unchecked, 'page')} written without a checksum")
     if missing:
-        why = f": kvpage why {word} says why" if (word := typed(args.req)) else ""
+        why = f": kvpage why {word} says why" if (word := shell_word(args.req)) else ""
         out.print(f"{how_many(missing, 'block')} missing{why}")
     if not corrupt:
         of_blocks = f" in {how_many(len(blocks), 'block')}" if agents else ""
@@ -184,7 +194,7 @@ def verify(store: QueriedStore, args: argparse.Namespace) -> bool:
     return False
 
 
-def _verified(store: QueriedStore, req: bytes, pages: Sequence[int]) -> dict[str, Any]:
+def _verify_pages(store: QueriedStore, req: bytes, pages: Sequence[int]) -> dict[str, Any]:
     """Return KVPAGEVERIFY's counts `checked` and `unchecked`, and the keys of `corrupt` pages."""
     found = named(store.execute_command("KVPAGEVERIFY", req, *pages))
     return {count: found[count] for count in ("checked", "unchecked", "corrupt")}
@@ -192,100 +202,112 @@ def _verified(store: QueriedStore, req: bytes, pages: Sequence[int]) -> dict[str
 
 _MOST_MISSING = 20  # missing blocks in the output
 _MOST_RUNS = 5  # runs of page ids in the output
-_UNKNOWN = "never stored", "gone", ABSENT  # reasons for a name without a stored request
-Answer = dict[str, Any]  # KVPAGEWHY's reply
+_UNKNOWN = "never stored", "gone", ABSENT  # KVPAGEWHY's reasons for a name that no stored request has
+Answer = dict[str, Any]  # KVPAGEWHY's reply, decoded: `reason`, and the fields that this reason has
 
 
 def why(store: QueriedStore, args: argparse.Namespace) -> bool:
-    """Print the reason why a read of a request, a page or a string, or the load of an agent, would miss.
+    """Print why a read of a request, a page or a string, or the load of an agent, would miss.
 
-    `args.name` has layer, head, page id and type of a page. Return whether the read would hit.
+    `args.req` is a request id, an agent or a key. `args.name` is empty, or the layer, head, page id and type of a page
+    of the request. Return whether the read would hit. Raises UsageError for an incomplete `args.name`, PageError for a
+    name or number that no page has.
     """
     if args.name and len(args.name) != 4:
         raise UsageError(f"a page is named by LAYER HEAD PAGE TYPE, got {len(args.name)} of the four")
     name = os.fsencode(args.req)
     if args.name:
         PageKey(name, *args.name)  # raises PageError for a name or number that no page has
-    elif (key := _page_key(name)) is not None:
+    elif (key := _parsed_key(name)) is not None:
         name, args.name = key.req_id, [key.layer, key.head, key.page, key.kv_type]
     try:
-        answer = _of_pages(store, name, args.name)
+        answer = _why_pages(store, name, args.name)
     except redis.ResponseError as error:
-        found = _of_string(store, os.fsencode(args.req)) if str(error).startswith("WRONGTYPE") else None
+        found = _why_string(store, os.fsencode(args.req)) if str(error).startswith("WRONGTYPE") else None
         if found is None:
             raise
-        return _show(args, {"url": args.home(name), "string": args.req}, found)
+        return _print_answer(args, {"url": args.home(name), "string": args.req}, found)
     if answer["reason"] in _UNKNOWN and not args.name:  # no request has this name
         holdings = ask(store, holdings_of_agent(name))
-        losses, since = _lost(store, b"%b%b:*" % (PREFIX, literally(name)))
+        losses, since = _removed_strings(store, b"%b%b:*" % (PREFIX, literally(name)))
         if holdings.agents or holdings.unreadable or losses:
             return _show_agent(store, args, holdings, losses)
-        if (of_string := _of_string(store, name)) is not None:
-            return _show(args, {"url": args.home(name), "string": text(name)}, of_string)
+        if (of_string := _why_string(store, name)) is not None:
+            return _print_answer(args, {"url": args.home(name), "string": text(name)}, of_string)
         if args.unreachable():
-            return _show(args, {"url": shown(args.url), "request": name, "page": []}, {"reason": "gone"})
+            return _print_answer(args, {"url": shown(args.url), "request": name, "page": []}, {"reason": "gone"})
         answer |= {"since": max(answer.get("since", 0), since)} if since else {}
     if answer["reason"] == "hole":
         blocks = [named(block) for block in store.execute_command("KVPAGEINDEX", name)]
         whole = sum(block["complete"] for block in blocks)
         answer |= {"pages": sum(block["pages"] for block in blocks), "whole_blocks": whole}
         answer |= {"page_ids": [block["page"] for block in blocks]}
-    return _show(args, {"url": args.home(name), "request": name, "page": args.name}, answer)
+    return _print_answer(args, {"url": args.home(name), "request": name, "page": args.name}, answer)
 
 
-def _show(args: argparse.Namespace, about: Answer, answer: Answer) -> bool:
-    """Print the answer about a request, a page or a string. Return whether a read would hit."""
+def _print_answer(args: argparse.Namespace, about: Answer, answer: Answer) -> bool:
+    """Print the answer about a request, a page or a string. Return whether a read would hit.
+
+    `about` has the fields for JSON that name it.
+    """
     if args.json:
         found = about | {"unreachable": args.unreachable()} | answer
         print_json({key: value for key, value in found.items() if key != "page_ids"})
     else:
-        for line in _said(args.req, answer):
+        for line in _request_lines(args.req, answer):
             out.print(readable(line))
     return bool(answer["reason"] == "stored")
 
 
-def _page_key(name: bytes) -> PageKey | None:
+def _parsed_key(name: bytes) -> PageKey | None:
+    """Return the page key that `name` is; None if it is not a page key."""
     try:
         return PageKey.parse(name)
     except PageError:
         return None
 
 
-def _of_pages(store: QueriedStore, name: bytes, page: Sequence[int]) -> Answer:
-    """Return KVPAGEWHY's reply, or "never stored" for an invalid request id."""
+def _why_pages(store: QueriedStore, name: bytes, page: Sequence[int]) -> Answer:
+    """Return KVPAGEWHY's reply about a request, or about its `page` (layer, head, page id, type) unless that is empty.
+
+    A name that is no valid request id was never stored.
+    """
     if not page:
         try:
             check_req_id(name)
         except PageError:
             return {"reason": "never stored"}
-    return _texts(named(store.execute_command("KVPAGEWHY", name, *page)))
+    return _decoded(named(store.execute_command("KVPAGEWHY", name, *page)))
 
 
-def _texts(answer: Answer) -> Answer:
+def _decoded(answer: Answer) -> Answer:
     return {name: text(value) if isinstance(value, bytes) else value for name, value in answer.items()}
 
 
 # -- strings -----------------------------------------------------------------------------------------------------------
 
 
-def _of_string(store: QueriedStore, key: bytes) -> Answer | None:
-    """Return "stored", or the reason of a string's removal; None if the store has no record of the key."""
+def _why_string(store: QueriedStore, key: bytes) -> Answer | None:
+    """Return an answer about a string: stored, or the reason of its removal. None if the store has no record of it."""
     if isinstance(store, PagesOnStrings):
         return None
-    (idle,) = ask(store, _idle(key))
+    (idle,) = ask(store, _idle_time(key))
     if isinstance(idle, int):
         return {"reason": "stored"}
-    losses, _ = _lost(store, literally(key))
+    losses, _ = _removed_strings(store, literally(key))
     return next(({k: v for k, v in loss.items() if k != "key"} for loss in losses), None)
 
 
-def _idle(key: bytes) -> Reading[list[Any]]:
+def _idle_time(key: bytes) -> Reading[list[Any]]:
     """Query the idle time of a key. The query does not count as a use."""
     return (yield [[b"OBJECT", b"IDLETIME", key]])
 
 
-def _lost(store: QueriedStore, pattern: bytes) -> tuple[list[Answer], int]:
-    """Return removed strings that match, the latest first, and the start of the records (unix ms; 0: none)."""
+def _removed_strings(store: QueriedStore, pattern: bytes) -> tuple[list[Answer], int]:
+    """Return the removed strings whose keys match a glob, the latest first, and the start of the records.
+
+    The start is in unix milliseconds, and 0 if the store keeps no records.
+    """
     if isinstance(store, PagesOnStrings):
         return [], 0
     try:
@@ -297,29 +319,30 @@ def _lost(store: QueriedStore, pattern: bytes) -> tuple[list[Answer], int]:
     except redis.ResponseError:  # from a gateway, an earlier version, or for a long pattern
         return [], 0
     received = [named(answer) for answer in answers if not refused(answer)]
-    losses = [_texts(named(loss)) for answer in received for loss in answer["strings"]]
+    losses = [_decoded(named(loss)) for answer in received for loss in answer["strings"]]
     return sorted(losses, key=lambda loss: -loss["at"]), max((answer["since"] for answer in received), default=0)
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
-def _said(req: str, answer: Answer) -> Iterator[str]:
+def _request_lines(req: str, answer: Answer) -> Iterator[str]:
+    """Yield the lines that explain an answer about a request, a page or a string."""
     if answer["reason"] != "hole":
-        yield _explained(answer["reason"], answer)
+        yield _reason_text(answer["reason"], answer)
         return
     pages, block = answer["page_ids"], answer["block"]
     yield f"{how_many(answer['pages'], 'page')} stored, in {_blocks(pages)}"
     if not answer["whole_blocks"]:  # a request that is read page by page
-        how = f": kvpage why {word} LAYER HEAD PAGE TYPE tells of a page" if (word := typed(req)) else ""
+        how = f": kvpage why {word} LAYER HEAD PAGE TYPE explains one page" if (word := shell_word(req)) else ""
         yield f"no block is complete{how}"
     first = "nothing" if block == 0 else "block 0" if block == 1 else f"blocks 0 to {block - 1:,}"
     state = "is not complete" if block in pages else "is not there"
-    yield f"a read from the start finds {first}; block {block:,} {state}: {_explained(answer['cause'], answer)}"
+    yield f"a read from the start finds {first}; block {block:,} {state}: {_reason_text(answer['cause'], answer)}"
 
 
 def _blocks(pages: Sequence[int]) -> str:
-    """Return page ids of blocks as text, with a range for each run."""
+    """Return sorted page ids of blocks as text, with a range for each run, such as "blocks 0 to 3, 7"."""
     starts = [pages[0], *(after for before, after in pairwise(pages) if after != before + 1)]
     ends = [*(before for before, after in pairwise(pages) if after != before + 1), pages[-1]]
     runs = [f"{start:,}" if start == end else f"{start:,} to {end:,}" for start, end in zip(starts, ends, strict=True)]
@@ -327,7 +350,8 @@ def _blocks(pages: Sequence[int]) -> str:
     return f"block{'' if len(pages) == 1 else 's'} {', '.join(runs[:_MOST_RUNS])}{more}"
 
 
-def _explained(reason: str, answer: Answer) -> str:
+def _reason_text(reason: str, answer: Answer) -> str:
+    """Return a reason with the policy, quota, limit and time that the answer has."""
     if "at" in answer:
         by = f" by {answer['policy']}" if "policy" in answer else ""
         by += f" of {answer['quota']}" if "quota" in answer else ""
@@ -336,7 +360,7 @@ def _explained(reason: str, answer: Answer) -> str:
     if "since" in answer:
         return f"{reason}, as far as is known since {when(answer['since'])}"
     if reason == ABSENT:
-        return f"{reason}; a Valkey or Redis Cluster does not tell why"
+        return f"{reason}; a Valkey or Redis Cluster records no reasons"
     of_others = {"stored": ": a read would not miss", "gone": ": it is not on the servers that answered"}
     return reason + of_others.get(reason, "")
 
@@ -345,7 +369,10 @@ def _explained(reason: str, answer: Answer) -> str:
 
 
 def _show_agent(store: QueriedStore, args: argparse.Namespace, holdings: Holdings, losses: list[Answer]) -> bool:
-    """Print an agent's contexts, including removed ones. Return whether a load would find a complete context."""
+    """Print an agent's contexts, and the records of its removed manifests in `losses`.
+
+    Return whether a load would find a complete context.
+    """
     contexts = [(agent, ask(store, context_of(agent, holdings))) for agent in holdings.agents]
     whole = any(not agent.missing for agent in holdings.agents)
     if args.json:
@@ -354,42 +381,43 @@ def _show_agent(store: QueriedStore, args: argparse.Namespace, holdings: Holding
         print_json({"url": shown(args.url), "unreachable": args.unreachable()} | of_agent | {"lost": losses})
         return whole
     for agent, places in contexts:
-        for line in _lines(agent, places):
+        for line in _context_lines(agent, places):
             out.print(readable(line))
     for key in holdings.unreadable:
-        model = _of_model(text(key).split(":")[2:])
+        model = _model_suffix(text(key).split(":")[2:])
         out.print(readable(f"an agent's context{model}: its manifest cannot be read"))
     for loss in losses:
-        model = _of_model(loss["key"].split(":")[2:])
+        model = _model_suffix(loss["key"].split(":")[2:])
         out.print(
-            readable(f"an agent's context{model} is missing: its manifest was {_explained(loss['reason'], loss)}")
+            readable(f"an agent's context{model} is missing: its manifest was {_reason_text(loss['reason'], loss)}")
         )
     return whole
 
 
-def _of_model(model: list[str]) -> str:
+def _model_suffix(model: list[str]) -> str:
     return f" of model {model[0]}" if model and model[0] else ""
 
 
-def _lines(agent: Agent, places: list[BlockPlace]) -> Iterator[str]:
-    """Yield lines about the restorable prefix, the author and time of the save, and missing blocks."""
-    whose, tokens, count = _of_model([agent.model]), how_many(agent.tokens, "token"), len(agent.blocks)
+def _context_lines(agent: Agent, places: list[BlockPlace]) -> Iterator[str]:
+    """Yield lines about a context: the prefix that a load would find, its save, and its missing blocks."""
+    whose, tokens, count = _model_suffix([agent.model]), how_many(agent.tokens, "token"), len(agent.blocks)
     missing = [(i, place) for i, place in enumerate(places) if not place.block.complete]
     if not missing:
         yield f"an agent's context{whose}: {tokens} in {how_many(count, 'block')}, all stored: a load would not miss"
     else:
         first, place = missing[0]
         there = f"but of {how_many(count, 'block')} only the first {first:,} are there"
-        yield f"an agent's context{whose}: {tokens}, {there}; then: {_missing(place)}"
+        yield f"an agent's context{whose}: {tokens}, {there}; then: {_missing_reason(place)}"
         yield f"  a load would find {how_many(agent.found, 'token')}"
-    yield f"  {as_size(agent.bytes)}" + "".join(f", {line}" for line in _history(agent))
+    yield f"  {as_size(agent.bytes)}" + "".join(f", {line}" for line in _dates(agent))
     for i, place in missing[1:_MOST_MISSING]:
-        yield f"  block {i:,}: {_missing(place)}"
+        yield f"  block {i:,}: {_missing_reason(place)}"
     if len(missing) > _MOST_MISSING:
         yield f"  and {how_many(len(missing) - _MOST_MISSING, 'more block')}"
 
 
-def _history(agent: Agent) -> Iterator[str]:
+def _dates(agent: Agent) -> Iterator[str]:
+    """Yield the engine and time of the last save, the time of the first save, and the time since the last use."""
     manifest = agent.manifest
     if manifest.saved_ms:
         yield f"stored{f' by {manifest.by}' if manifest.by else ''} {when(manifest.saved_ms)}"
@@ -399,6 +427,6 @@ def _history(agent: Agent) -> Iterator[str]:
         yield f"used {for_people(agent.idle)} ago"
 
 
-def _missing(place: BlockPlace) -> str:
+def _missing_reason(place: BlockPlace) -> str:
     by = f" by {place.by}" if place.by else ""
     return f"{place.why or 'incomplete'}{by}" + (f", {when(place.why_at)}" if place.why_at else "")

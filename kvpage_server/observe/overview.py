@@ -18,7 +18,7 @@ from kvpage_server.observe.asking import Reading, refused, text
 
 F = TypeVar("F")
 
-KEEPS_NOTHING = "a gateway, which keeps nothing; kvpage with its cluster's URL shows the contents of the cluster"
+STORES_NOTHING = "a gateway, which stores no values; kvpage with its cluster's URL shows the contents of the cluster"
 
 FIRST_BOUND, LAST_BOUND = 12, 34  # powers of two of nanoseconds: 4 microseconds to 17 seconds
 BOUNDS = tuple(float(f"{2**power / 1e9:.6g}") for power in range(FIRST_BOUND, LAST_BOUND + 1))  # seconds

@@ -14,7 +14,7 @@ from kvpage_server.observe.context import BlockPlace, Pages
 from kvpage_server.observe.engines import EnginesSeen
 from kvpage_server.observe.memory_by_agent import Agent, Holdings, OtherRequest
 from kvpage_server.observe.observer import Moment
-from kvpage_server.observe.overview import KEEPS_NOTHING, Overview
+from kvpage_server.observe.overview import STORES_NOTHING, Overview
 
 MOST_AGENTS = 500
 MOST_REQUESTS = 100
@@ -97,7 +97,7 @@ def holdings(found: Holdings, store: str) -> Shown:
         "request_bytes": sum(request.bytes for request in found.requests),
         "unreadable": len(found.unreadable),
         "cut": found.cut,
-        "unseen": f"This is {KEEPS_NOTHING}." if store == "cluster" else found.refused,
+        "unseen": f"This is {STORES_NOTHING}." if store == "cluster" else found.refused,
     }
 
 

@@ -115,7 +115,7 @@ def test_an_engine_may_call_itself_anything() -> None:
 def test_a_page_may_live_longer_than_a_calendar_lasts(server: RunningServer, client: redis.Redis) -> None:
     set_block(client, "r")
     client.expire("kv:r:0:0:0:0", 9 * 10**15)
-    assert "more, of" in printed("stat", "kv:r:0:0:0:0", url=server.url)
+    assert "left of" in printed("stat", "kv:r:0:0:0:0", url=server.url)
 
 
 @pytest.mark.parametrize(

@@ -65,9 +65,9 @@ def test_status_shows_the_state_of_a_store() -> None:
     assert f"kvpage-server {__version__} at {server.url}, up " in shown
     assert "of 1.0 GiB (0%), allkeys-prefix" in shown
     assert "1 request, 1 block, 12 keys" in shown
-    assert "12 keys will expire, 0 did; evicted: 0" in shown
-    assert "protected  1 value, " in shown
-    assert "50.0% hits (1 of 2)" in shown
+    assert "12 keys with a TTL; expired: 0; evicted: 0" in shown
+    assert "protected  1 value leased or pinned, " in shown
+    assert "hit ratio  50.0% (1 of 2 reads)" in shown
     assert "1 never stored" in shown
 
 
@@ -111,10 +111,10 @@ def test_stat_shows_a_page(server: RunningServer, client: redis.Redis) -> None:
     code, shown, _ = kvpage("stat", "kv:r:1:2:0:1", url=server.url)
     assert code == 0
     lines = {row[0]: " ".join(row[1:]) for row in rows(shown)}
-    assert lines["holds"] == "V, 4 tokens x 8 float16, 64 bytes"
-    assert lines["where"] == "layer 1, head 2, page 0"
-    assert lines["lives"].startswith("59 min 5")
-    assert lines["leased"].startswith("for 5")
+    assert lines["content"] == "V, 4 tokens x 8 float16, 64 bytes"
+    assert lines["position"] == "layer 1, head 2, page 0"
+    assert lines["TTL"].startswith("59 min 5")
+    assert lines["leased"].startswith("5")
     assert (lines["pinned"], lines["tier"]) == ("no", "memory")
 
 
@@ -227,7 +227,7 @@ def test_why_reports_the_removal_of_a_page(server: RunningServer, client: redis.
     assert code == 1
     assert lines[:2] == [
         "1 page stored, in block 42",
-        "no block is complete: kvpage why test_req_001 LAYER HEAD PAGE TYPE tells of a page",
+        "no block is complete: kvpage why test_req_001 LAYER HEAD PAGE TYPE explains one page",
     ]
     assert lines[2].startswith("a read from the start finds nothing; block 0 is not there: never stored, as far as ")
     of_page = kvpage("why", "test_req_001", "5", "8", "42", "0", url=server.url)
@@ -373,7 +373,7 @@ def test_a_tenant_sees_its_own_data(guarded: RunningServer, monkeypatch: pytest.
     monkeypatch.setenv("KVPAGE_PASSWORD", "word")
     code, shown, errors = kvpage("status", "--user", "app", url=guarded.url)
     assert (code, errors) == (0, "")
-    assert "1 request, 12 keys that you may use" in shown
+    assert "1 request, 12 keys that this user may access" in shown
     for command in (["ls"], ["ls", "app.chat"], ["stat", "kv:app.chat:0:0:0:0"], ["why", "app.chat"]):
         assert kvpage(*command, "--user", "app", url=guarded.url)[0] == 0
     for command in (["ls", "other"], ["stat", "kv:other:0:0:0:0"], ["why", "other"], ["verify", "other"]):

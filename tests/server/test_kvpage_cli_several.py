@@ -96,7 +96,7 @@ def test_top_shows_each_server_and_memory_by_agent_of_all(server: RunningServer,
         pages.mset_blocks(NAMES, SHAPE, [block_body(i) for i in range(16)])
         with watched("top", "--watch", "0.2", "--url", both) as lines:
             output = b"".join(islice(lines, 30)).decode()
-        assert all(one in output for one in (server.url, second_server.url, "together", "commands/s"))
+        assert all(one in output for one in (server.url, second_server.url, "total", "commands/s"))
         assert all(req_id.decode() in output for req_id, _ in NAMES[:3])
         with watched("top", "--json", "--watch", "0.2", "--url", both) as lines:
             first, second = (json.loads(lines.readline()) for _ in range(2))
@@ -296,5 +296,5 @@ def test_top_hides_server_statistics_from_a_tenant() -> None:
             pages.mset_blocks([(b"app.chat", 0)], SHAPE, [block_body(0)])
         lines = stack.enter_context(watched("top", "--watch", "0.2", "--url", url))
         output = b"".join(islice(lines, 8)).decode()
-        assert output.count("tells who may use every key") == 2
+        assert output.count("needs access to every key") == 2
         assert "app.chat" in output

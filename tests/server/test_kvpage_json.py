@@ -197,7 +197,7 @@ def test_top_fills_a_terminal_and_no_more(server: RunningServer, client: redis.R
         PROGRAM, ["top", "--url", server.url], dimensions=(30, columns), timeout=60, env=environment
     ) as shown:
         shown.expect("a-request-with")
-        shown.expect("a second")
+        shown.expect("reads/s")
         shown.sendintr()
         shown.expect(pexpect.EOF)
         drawn = (shown.before or b"").partition(b"^C")[0].replace(b"\x1b[H", b"\n")

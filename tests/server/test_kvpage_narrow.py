@@ -75,8 +75,7 @@ WORDS = {
         "tokens",
         "blocks",
         "size",
-        "its",
-        "own",
+        "unshared",
         "saved",
         "used",
         "request",
@@ -88,7 +87,7 @@ WORDS = {
         "agents",
         "saves",
     ],
-    *["block", "lies", "protected", "engine", "prompts", "reused", "store"],
+    *["block", "tier", "protected", "engine", "prompts", "reused", "store"],
 }
 HEADS = "agent ", "request ", "shared by ", "block ", "engine "
 

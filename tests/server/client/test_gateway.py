@@ -274,7 +274,7 @@ def test_the_page_shows_that_a_gateway_stores_nothing(cluster: Cluster) -> None:
         start_seen_server("--store", "cluster", "--cluster-nodes", cluster.addresses) as seen,
         seen.browser() as browser,
     ):
-        assert "a gateway, which keeps nothing" in seen.event("holdings", browser)["unseen"]
+        assert "a gateway, which stores no values" in seen.event("holdings", browser)["unseen"]
 
 
 @pytest.mark.parametrize("line", ["KVPAGEDEL {m}", "KVPAGELEASE {m} 30000"])
@@ -373,12 +373,12 @@ def test_rights_on_pages_suffice_and_ls_names_missing_commands(
         with pytest.raises(SystemExit):
             main(["status", "--url", gateway.url])
         shown = capsys.readouterr().out
-        assert "a gateway, which keeps nothing" in shown
+        assert "a gateway, which stores no values" in shown
         assert "allkeys" not in shown
         program = Path(sys.executable).with_name("kvpage")
         with subprocess.Popen([program, "top", "--url", gateway.url], stdout=subprocess.PIPE) as top:
             assert top.stdout
-            assert b"a gateway, which keeps nothing" in b"".join(islice(top.stdout, 4))
+            assert b"a gateway, which stores no values" in b"".join(islice(top.stdout, 4))
             top.kill()
     assert "can't be used" not in log.read_text(encoding="utf-8")
 
