@@ -1,0 +1,323 @@
+"""Lookups, loads and saves of an engine, executed by threads of the connector.
+
+An engine ends if its connector raises, and stalls if it waits. So the methods of `Jobs` return at once, their results
+are futures without exceptions, and every job has a deadline, which includes its time in the queue. A failed job is a
+miss: `Reasons` counts and logs it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from kvpage_server.client import (
+    BlockName,
+    Closed,
+    DeadlineExceeded,
+    Disconnected,
+    Page,
+    PageClient,
+    Refused,
+    Unsupported,
+    WrongReply,
+)
+
+Blocks = Sequence[Sequence[Page]]  # of equal shape: the pages of each; a page's body is memory of the engine
+_PIECE = 32 * 1024 * 1024  # bytes of one call; if a later call fails, the blocks of earlier ones count
+_PAUSE = 1.0  # seconds without requests after the server did not answer
+_SILENCE = 10.0  # seconds between two log lines with the same reason
+
+
+# -- Reasons of misses -------------------------------------------------------------------------------------------------
+
+
+class Reasons:
+    """Counts of missed blocks, by job and reason. Threads can share it."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self._log = log
+        self._lock = threading.Lock()
+        self._silent_until: dict[tuple[str, str], float] = {}
+
+    def count(self, job: str, reason: str, blocks: int = 1, detail: object = "") -> None:
+        """Add missed blocks of a job (lookup, load, save or the name of a method). Log them, unless the last seconds
+        have a line with the same job and reason.
+        """
+        now = time.monotonic()
+        with self._lock:
+            self.counts[job, reason] += blocks
+            if now < self._silent_until.get((job, reason), 0.0):
+                return
+            self._silent_until[job, reason] = now + _SILENCE
+        self._log.warning("kvpage: %s missed %d blocks, reason: %s %s", job, blocks, reason, detail)
+
+
+class _Late(Exception):
+    """Error: the deadline of a job passed before it began."""
+
+
+class _Away(Exception):
+    """Error: the server did not answer an earlier job, and the pause after it has not ended."""
+
+
+class _Closed(Exception):
+    """Error: the jobs were closed."""
+
+
+_REASONS: dict[type[Exception], str] = {  # the first class that matches
+    _Late: "deadline",
+    _Away: "away",
+    _Closed: "closed",
+    Closed: "closed",
+    DeadlineExceeded: "deadline",
+    Disconnected: "away",
+    WrongReply: "reply",
+    Unsupported: "unsupported",
+}
+
+
+def reason_of(error: Exception) -> str:
+    """Return the word that counts an error: oom, noauth and so on for an error reply."""
+    if isinstance(error, Refused):
+        return error.code.lower()
+    return next((reason for kind, reason in _REASONS.items() if isinstance(error, kind)), type(error).__name__)
+
+
+class _Guarded(Protocol):
+    @property
+    def reasons(self) -> Reasons:
+        """Return the counts that a guarded method adds to."""
+
+
+T = TypeVar("T")
+P = ParamSpec("P")
+G = TypeVar("G", bound=_Guarded)
+
+
+def guarded(answer: Callable[[], T]) -> Callable[[Callable[Concatenate[G, P], T]], Callable[Concatenate[G, P], T]]:
+    """Return a decorator of methods that an engine calls: an exception is counted, and `answer()` is returned."""
+
+    def decorate(method: Callable[Concatenate[G, P], T]) -> Callable[Concatenate[G, P], T]:
+        @functools.wraps(method)
+        def call(self: G, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - any exception would end the engine
+                self.reasons.count(method.__name__, reason_of(error), 1, repr(error))
+                return answer()
+
+        return call
+
+    return decorate
+
+
+# -- Jobs --------------------------------------------------------------------------------------------------------------
+
+
+class Lookup:
+    """A lookup in progress."""
+
+    def __init__(self, future: Future[int], end: float) -> None:
+        self._future = future
+        self._end = end
+
+    def answer(self, patience: float = 0.0) -> int | None:
+        """Return the number of stored blocks, or None while it is unknown. After the deadline it is 0.
+
+        Waits at most `patience` seconds, which lets other threads run.
+        """
+        if not self._future.done():
+            if time.monotonic() >= self._end:
+                return 0
+            wait([self._future], patience)
+        return self._future.result() if self._future.done() else None
+
+
+class Jobs:
+    """Jobs of one engine on one store, and the threads that execute them. Threads can share it.
+
+    `reasons` counts missed blocks. `moved` counts found, loaded and saved blocks, and the bytes of the last two.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        log: logging.Logger,
+        *,
+        threads: int = 2,
+        lookup_seconds: float = 0.5,
+        transfer_seconds: float = 5.0,
+        lease_ms: int = 20_000,
+        **options: Any,
+    ) -> None:
+        """Create the threads; the first job connects.
+
+        `url` and `options` are those of PageClient. `threads` is the number of loads and saves at the same time. A
+        lookup has `lookup_seconds`, a load or save `transfer_seconds`. Found blocks are protected from eviction for
+        `lease_ms`. Raises ValueError for an invalid URL, option or number.
+        """
+        if not (lookup_seconds > 0 and threads >= 1 and lease_ms >= 0):
+            raise ValueError("lookup_seconds must be more than 0, threads at least 1, lease_ms at least 0")
+        self.reasons = Reasons(log)
+        self.moved: Counter[str] = Counter()
+        self._client = PageClient(url, deadline=transfer_seconds, **options)
+        self._lookup_seconds, self._transfer_seconds, self._lease_ms = lookup_seconds, transfer_seconds, lease_ms
+        self._lookups = ThreadPoolExecutor(1, "kvpage-lookup")
+        self._transfers = ThreadPoolExecutor(threads, "kvpage-transfer")
+        self._lock = threading.Lock()
+        self._open: set[Future[Any]] = set()
+        self._missed: Counter[str] = Counter()  # the client's misses that are in `reasons`
+        self._away_until = 0.0
+        self._is_closed = False
+
+    # -- called by the engine's threads --------------------------------------------------------------------------------
+
+    def prepare(self, make: Callable[[], T], otherwise: T) -> Future[T]:
+        """Execute `make` before all later lookups, for example to read the weights. The result is `otherwise` if it
+        raises.
+        """
+        return self._submit(self._lookups, "prepare", make, lambda: otherwise, lambda: 1)
+
+    def lookup(self, names: Callable[[], Sequence[BlockName]], count: int, pages_per_block: int) -> Lookup:
+        """Begin to count the complete blocks of `names`, from the first one, and to lease them.
+
+        `names` is called by a thread and returns `count` names.
+        """
+        end = time.monotonic() + self._lookup_seconds
+
+        def ask() -> int:
+            options: dict[str, Any] = {"pages_per_block": pages_per_block, "lease_ms": self._lease_ms}
+            found = self._client.prefix(names(), deadline=_left(end), **options)
+            self._add(found_blocks=found)
+            return found
+
+        return Lookup(self._submit(self._lookups, "lookup", ask, lambda: 0, lambda: count), end)
+
+    def load(self, blocks: Callable[[], Blocks], count: int) -> Future[list[bool]]:
+        """Begin to receive pages into their bodies. `blocks` is called by a thread and returns `count` blocks.
+
+        The result has for each block whether all of its pages arrived. The memory of a missed block is undefined.
+        """
+        return self._transfer("load", blocks, count, self._receive)
+
+    def save(self, blocks: Callable[[], Blocks], count: int) -> Future[list[bool]]:
+        """Begin to store blocks, whose memory must not change until the result has arrived: for each block whether it
+        was stored. `blocks` is called by a thread and returns `count` blocks.
+        """
+        return self._transfer("save", blocks, count, self._send)
+
+    def drain(self, seconds: float) -> bool:
+        """Wait at most `seconds` for the loads and saves in progress. Return whether all have ended."""
+        with self._lock:
+            open_now = set(self._open)
+        return not wait(open_now, seconds).not_done
+
+    def close(self, seconds: float = 0.0) -> None:
+        """Wait at most `seconds` for loads and saves, end the others as misses, and close the connections."""
+        self.drain(seconds)
+        self._is_closed = True
+        self._client.close()
+        self._lookups.shutdown()
+        self._transfers.shutdown()
+
+    # -- in the threads ------------------------------------------------------------------------------------------------
+
+    def _receive(self, pages: Sequence[Page], end: float) -> list[bool]:
+        return self._client.mget_into([p.key for p in pages], [p.body for p in pages], deadline=_left(end))
+
+    def _send(self, pages: Sequence[Page], end: float) -> list[bool]:
+        self._client.mset(pages, deadline=_left(end))
+        return [True] * len(pages)
+
+    def _transfer(
+        self, job: str, blocks: Callable[[], Blocks], count: int, move: Callable[[Sequence[Page], float], list[bool]]
+    ) -> Future[list[bool]]:
+        end = time.monotonic() + self._transfer_seconds
+        done = [False] * count
+
+        def run() -> list[bool]:
+            _left(end)
+            every = blocks()
+            if len(every) != count:
+                raise ValueError(f"{count} blocks were announced, got {len(every)}")
+            pages, size = len(every[0]), sum(memoryview(page.body).nbytes for page in every[0])
+            for piece in _pieces(count, size):
+                moved = move([page for block in every[piece] for page in block], end)
+                done[piece] = [all(moved[at : at + pages]) for at in range(0, len(moved), pages)]
+                self._add(**{f"{job}_blocks": sum(done[piece]), f"{job}_bytes": size * sum(done[piece])})
+            if not all(done):
+                self.reasons.count(job, self._why_missed(), done.count(False))
+            return done
+
+        return self._submit(self._transfers, job, run, lambda: done, lambda: done.count(False))
+
+    def _submit(
+        self,
+        pool: ThreadPoolExecutor,
+        job: str,
+        run: Callable[[], T],
+        otherwise: Callable[[], T],
+        missed: Callable[[], int],
+    ) -> Future[T]:
+        """Execute `run` in a thread. After an exception, count `missed()` blocks; the result is `otherwise()`."""
+
+        def execute() -> T:
+            try:
+                if self._is_closed:
+                    raise _Closed
+                if job != "prepare" and time.monotonic() < self._away_until:
+                    raise _Away
+                return run()
+            except Exception as error:  # noqa: BLE001 - a miss, whatever the reason
+                if isinstance(error, DeadlineExceeded | Disconnected) and not isinstance(error, Closed):
+                    self._away_until = time.monotonic() + _PAUSE
+                self.reasons.count(job, reason_of(error), missed(), error)
+                return otherwise()
+
+        try:
+            future = pool.submit(execute)
+        except RuntimeError:  # the pool was shut down
+            self.reasons.count(job, "closed", missed())
+            future = Future()
+            future.set_result(otherwise())
+            return future
+        if pool is self._transfers:
+            with self._lock:
+                self._open.add(future)
+            future.add_done_callback(self._forget)
+        return future
+
+    def _forget(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._open.discard(future)
+
+    def _add(self, **numbers: int) -> None:
+        with self._lock:
+            self.moved.update(numbers)
+
+    def _why_missed(self) -> str:
+        """Return the most frequent reason of the client's misses since the last call."""
+        with self._lock:
+            seen = Counter(self._client.misses)
+            new, self._missed = seen - self._missed, seen
+        return max(new, key=lambda reason: new[reason], default="absent")
+
+
+def _left(end: float) -> float:
+    """Return the seconds until `end`. Raises _Late if there are none."""
+    if (left := end - time.monotonic()) <= 0:
+        raise _Late
+    return left
+
+
+def _pieces(count: int, size: int) -> Iterator[slice]:
+    """Divide `count` blocks of `size` bytes into slices of about `_PIECE` bytes."""
+    step = max(1, _PIECE // size)
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))

@@ -1,0 +1,315 @@
+"""Jobs of a connector with a stub engine on a real server: no error and no wait reaches the engine."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Event
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+from kvpage_connectors.jobs import Jobs, Reasons, guarded
+from proxy import start_proxy
+from servers import RunningServer, start_server
+
+from kvpage_server.client import Page
+from kvpage_server.page import DType, PageKey
+
+LOG = logging.getLogger("kvpage.test")
+LAYERS, TOKENS, DIM = 2, 16, 32
+PAGES = LAYERS * 2  # of a block
+
+
+@dataclass
+class Engine:
+    """Stub of an engine: one head, K and V of each layer side by side in the rows of a paged cache."""
+
+    jobs: Jobs
+    blocks: int = 8
+    layout: str = "kv"
+    cache: np.ndarray[Any, Any] = field(init=False)  # [layer, block, plane, token, dim]
+
+    def __post_init__(self) -> None:
+        self.cache = np.zeros((LAYERS, self.blocks, 2, TOKENS, DIM), np.float32)
+
+    def name(self, block: int) -> bytes:
+        return f"stub.{self.layout}.{block}".encode()
+
+    def page(self, name: int, row: int, layer: int, plane: int) -> Page:
+        key = PageKey(self.name(name), layer, 0, 0, plane)
+        return Page(key, self.cache[layer, row, plane], DType.FLOAT32, TOKENS, DIM)
+
+    def pages(self, names: list[int], rows: list[int]) -> list[list[Page]]:
+        return [
+            [self.page(name, row, layer, plane) for layer in range(LAYERS) for plane in range(2)]
+            for name, row in zip(names, rows, strict=True)
+        ]
+
+    def compute(self) -> None:
+        self.cache[:] = np.arange(self.cache.size).reshape(self.cache.shape)
+
+    def save(self, names: list[int], rows: list[int]) -> list[bool]:
+        return self.jobs.save(lambda: self.pages(names, rows), len(names)).result(60)
+
+    def load(self, names: list[int], rows: list[int]) -> list[bool]:
+        return self.jobs.load(lambda: self.pages(names, rows), len(names)).result(60)
+
+    def count(self, names: list[int], within: float = 60) -> int:
+        lookup = self.jobs.lookup(lambda: [(self.name(name), 0) for name in names], len(names), PAGES)
+        end = time.monotonic() + within
+        while (found := lookup.answer(0.001)) is None:
+            assert time.monotonic() < end
+        return found
+
+
+@contextmanager
+def engine_on(url: str, layout: str = "kv", **options: Any) -> Iterator[Engine]:
+    jobs = Jobs(url, LOG, **{"lookup_seconds": 30, "transfer_seconds": 30, **options})
+    try:
+        yield Engine(jobs, layout=layout)
+    finally:
+        jobs.close()
+
+
+@pytest.fixture
+def engine(server: RunningServer, client: redis.Redis) -> Iterator[Engine]:
+    with engine_on(server.url) as engine:
+        yield engine
+
+
+def test_another_engine_restores_saved_blocks(engine: Engine, server: RunningServer) -> None:
+    engine.compute()
+    assert engine.save([0, 1, 2], [5, 6, 7]) == [True] * 3
+    with engine_on(server.url) as other:
+        assert other.count([0, 1, 2, 3]) == 3
+        assert other.load([0, 1, 2], [1, 0, 2]) == [True] * 3
+        assert np.array_equal(other.cache[:, [1, 0, 2]], engine.cache[:, [5, 6, 7]])
+        size = 3 * LAYERS * 2 * TOKENS * DIM * 4
+        assert other.jobs.moved == {"found_blocks": 3, "load_blocks": 3, "load_bytes": size}
+        assert not other.jobs.reasons.counts
+    assert engine.jobs.moved == {"save_blocks": 3, "save_bytes": size}
+
+
+def test_blocks_are_pages_for_redis_clients(engine: Engine, client: redis.Redis) -> None:
+    engine.compute()
+    engine.save([4], [2])
+    assert client.execute_command("KVPAGEGET", "stub.kv.4", 1, 0, 0, 1) == engine.cache[1, 2, 1].tobytes()
+
+
+def test_found_blocks_are_leased(engine: Engine, client: redis.Redis) -> None:
+    engine.save([0, 1], [0, 1])
+    assert engine.count([0, 1]) == 2
+    assert client.info()["leased_or_pinned"] == 2
+
+
+def test_missed_blocks_are_reported_one_by_one(engine: Engine, client: redis.Redis) -> None:
+    engine.compute()
+    engine.save([0, 1, 2], [0, 1, 2])
+    client.delete("kv:stub.kv.1:1:0:0:1")  # one page of a block
+    assert engine.count([0, 1, 2]) == 1
+    assert engine.load([0, 1, 2], [3, 4, 5]) == [True, False, True]
+    assert engine.jobs.reasons.counts == {("load", "absent"): 1}
+    assert np.array_equal(engine.cache[:, [3, 5]], engine.cache[:, [0, 2]])
+
+
+def test_another_layout_is_absent(engine: Engine, server: RunningServer) -> None:
+    """The seed's layout and the one of today have pages of equal sizes, so only the name differs."""
+    engine.save([0], [0])
+    with engine_on(server.url, layout="x16") as other:
+        assert other.count([0]) == 0
+        assert other.load([0], [0]) == [False]
+        assert other.jobs.reasons.counts == {("load", "absent"): 1}
+
+
+def test_other_bytes_under_the_same_name_are_a_miss(engine: Engine, client: redis.Redis) -> None:
+    engine.save([0, 1], [0, 1])
+    client.set("kv:stub.kv.0:0:0:0:0", "no page")
+    client.execute_command("KVPAGESET", "stub.kv.1", 0, 0, 0, 0, 1, 2, 3, 0, b"shorter")
+    assert engine.load([0, 1], [2, 3]) == [False, False]
+    assert sum(engine.jobs.reasons.counts.values()) == 2
+
+
+@pytest.mark.parametrize("offset", [3_000, 20_000])
+def test_a_flipped_byte_is_a_miss(engine: Engine, server: RunningServer, offset: int) -> None:
+    engine.compute()
+    engine.save([0, 1, 2, 3], [0, 1, 2, 3])
+    with start_proxy(server.port) as proxy, engine_on(proxy.url, threads=1) as other:
+        assert other.count([0]) == 1
+        proxy.flip_at = offset
+        proxy._passed = 0
+        found = other.load([0, 1, 2, 3], [4, 5, 6, 7])
+        for block, ok in enumerate(found):
+            assert not ok or np.array_equal(other.cache[:, 4 + block], engine.cache[:, block])
+
+
+def test_a_store_that_is_away_is_a_miss_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        url = f"redis://127.0.0.1:{bound.getsockname()[1]}"
+    with engine_on(url, lookup_seconds=1, transfer_seconds=1) as engine:
+        assert engine.count([0]) == 0
+        begin = time.monotonic()
+        assert engine.load([0], [0]) == [False]
+        assert engine.save([0], [0]) == [False]
+        assert time.monotonic() - begin < 0.5, "no request in the pause after a failure"
+        assert engine.jobs.reasons.counts == {("lookup", "away"): 1, ("load", "away"): 1, ("save", "away"): 1}
+
+
+def test_a_silent_store_is_a_miss_after_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"redis://127.0.0.1:{silent.getsockname()[1]}"
+        with engine_on(url, lookup_seconds=0.2, transfer_seconds=0.3) as engine:
+            begin = time.monotonic()
+            assert engine.count([0, 1], within=30) == 0
+            assert time.monotonic() - begin >= 0.2
+            assert engine.jobs.drain(30)
+            time.sleep(0.1)
+            assert sum(engine.jobs.reasons.counts.values()) == 2
+
+
+def test_a_store_that_dies_during_a_load_is_a_miss(engine: Engine, server: RunningServer) -> None:
+    engine.save([0, 1, 2, 3], [0, 1, 2, 3])
+    with start_proxy(server.port) as proxy, engine_on(proxy.url, transfer_seconds=2) as other:
+        assert other.count([0, 1, 2, 3]) == 4
+        proxy.die_after = 10_000
+        assert not all(other.load([0, 1, 2, 3], [0, 1, 2, 3]))
+        assert {job for job, _ in other.jobs.reasons.counts} == {"load"}
+
+
+def test_earlier_pieces_of_a_load_count(engine: Engine, server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpage_connectors.jobs._PIECE", 2 * LAYERS * 2 * TOKENS * DIM * 4)  # two blocks
+    engine.compute()
+    engine.save([0, 1, 2, 3], [0, 1, 2, 3])
+    with start_proxy(server.port) as proxy, engine_on(proxy.url, transfer_seconds=2) as other:
+        assert other.count([0]) == 1
+        proxy.die_after = proxy._passed + 25_000  # a block has 8,192 bytes
+        assert other.load([0, 1, 2, 3], [0, 1, 2, 3]) == [True, True, False, False]
+        assert np.array_equal(other.cache[:, :2], engine.cache[:, :2])
+        assert sum(other.jobs.reasons.counts.values()) == 2
+
+
+def test_a_full_store_counts_oom() -> None:
+    options = "--maxmemory", "1mb", "--maxmemory-policy", "noeviction"
+    with start_server(*options) as server, engine_on(server.url) as engine:
+        saved = [engine.save([name], [0])[0] for name in range(200)]
+        assert saved[0]
+        assert not saved[-1]
+        assert engine.jobs.reasons.counts == {("save", "oom"): saved.count(False)}
+
+
+@pytest.mark.parametrize(("url", "reason"), [("redis://:wrong@", "wrongpass"), ("redis://", "noauth")])
+def test_a_wrong_password_is_a_miss(url: str, reason: str) -> None:
+    with start_server("--requirepass", "secret") as server, engine_on(f"{url}127.0.0.1:{server.port}") as engine:
+        assert engine.count([0]) == 0
+        assert engine.load([0], [0]) == [False]
+        assert set(engine.jobs.reasons.counts) == {("lookup", reason), ("load", reason)}
+
+
+def test_a_plain_redis_is_a_miss(redis_server: RunningServer) -> None:
+    with engine_on(redis_server.url) as engine:
+        assert engine.count([0]) == 0
+        assert engine.jobs.reasons.counts == {("lookup", "unsupported"): 1}
+
+
+def test_a_faulty_engine_is_a_miss(engine: Engine) -> None:
+    def broken() -> list[list[Page]]:
+        raise KeyError("no such request")
+
+    assert engine.jobs.load(broken, 3).result(60) == [False] * 3
+    assert engine.jobs.save(lambda: engine.pages([0], [0]), 2).result(60) == [False] * 2
+    assert engine.jobs.reasons.counts == {("load", "KeyError"): 3, ("save", "ValueError"): 2}
+
+
+def test_a_request_id_with_a_colon_is_a_miss(engine: Engine) -> None:
+    engine.layout = "a:b"
+    assert engine.count([0]) == 0
+    assert engine.save([0], [0]) == [False]
+    assert engine.jobs.reasons.counts == {("lookup", "PageError"): 1, ("save", "PageError"): 1}
+
+
+def test_lookups_wait_for_the_identity(engine: Engine) -> None:
+    read = Event()
+    prepared = engine.jobs.prepare(lambda: read.wait(60), otherwise=False)
+    lookup = engine.jobs.lookup(lambda: [(engine.name(0), 0)], 1, PAGES)
+    assert lookup.answer(0.05) is None
+    read.set()
+    assert prepared.result(60)
+    engine.jobs.drain(60)
+    assert engine.jobs.prepare(lambda: 1 // 0, otherwise=7).result(60) == 7
+    assert lookup.answer() == 0
+
+
+def test_a_lookup_has_an_answer_after_its_deadline(server: RunningServer) -> None:
+    read = Event()
+    with engine_on(server.url, lookup_seconds=0.1) as engine:
+        engine.jobs.prepare(lambda: read.wait(60), otherwise=False)
+        assert engine.count([0]) == 0
+        read.set()
+        engine.jobs.prepare(lambda: None, otherwise=None).result(60)
+        assert engine.jobs.reasons.counts == {("lookup", "deadline"): 1}
+
+
+def test_closing_waits_for_saves_and_refuses_later_ones(engine: Engine, server: RunningServer) -> None:
+    begun, go_on = Event(), Event()
+
+    def slow() -> list[list[Page]]:
+        begun.set()
+        go_on.wait(60)
+        return engine.pages([0], [0])
+
+    saved = engine.jobs.save(slow, 1)
+    assert begun.wait(60)
+    assert not engine.jobs.drain(0.01)
+    go_on.set()
+    engine.jobs.close(60)
+    assert saved.result(0) == [True]
+    assert engine.save([1], [1]) == [False]
+    assert engine.count([0]) == 0
+    assert engine.jobs.reasons.counts == {("save", "closed"): 1, ("lookup", "closed"): 1}
+
+
+@pytest.mark.parametrize(
+    "options", [{"threads": 0}, {"lookup_seconds": 0}, {"lease_ms": -1}, {"transfer_seconds": 0}, {"url": "http://x"}]
+)
+def test_invalid_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"must be|URL|deadline"):
+        Jobs(**{"url": "redis://127.0.0.1", "log": LOG, **options})
+
+
+# -- guarded methods ---------------------------------------------------------------------------------------------------
+
+
+class Host:
+    """Stub of a connector, whose method raises."""
+
+    def __init__(self, reasons: Reasons) -> None:
+        self.reasons = reasons
+
+    @guarded(lambda: (0, False))
+    def matched(self, ask: Callable[[], tuple[int, bool]]) -> tuple[int, bool]:
+        return ask()
+
+
+def test_an_exception_in_a_guarded_method_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    host = Host(Reasons(LOG))
+    assert host.matched(lambda: (3, True)) == (3, True)
+    for _ in range(3):
+        assert host.matched(lambda: {}["x"]) == (0, False)  # type: ignore[index]
+    assert host.reasons.counts == {("matched", "KeyError"): 3}
+    assert [record.message for record in caplog.records] == [
+        "kvpage: matched missed 1 blocks, reason: KeyError KeyError('x')"
+    ]
+
+
+def test_each_reason_is_logged_once_in_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    reasons = Reasons(LOG)
+    for _ in range(100):
+        reasons.count("load", "absent", 2)
+        reasons.count("load", "away", 1, "refused")
+    assert reasons.counts == {("load", "absent"): 200, ("load", "away"): 100}
+    assert len(caplog.records) == 2
