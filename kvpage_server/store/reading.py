@@ -18,14 +18,15 @@ from kvpage_server.store.memory.index import Block
 from kvpage_server.store.memory.on_disk import OnDisk
 from kvpage_server.system.text import monotonic_ms
 
-ANY = sys.maxsize  # bytes: no limit of a read
+ANY = sys.maxsize  # bytes: a read without a limit
 
 
 class Found(NamedTuple):
-    """The result of a lookup of pages. An index counts from the first of all names, not of the names looked up.
+    """The result of a lookup of pages, from index `first` of a list of names on.
 
-    `entries` has a value for each name, or None. `units` are the units of the values, once for consecutive values.
-    `missing` are the indexes of names without a value, `others` those of values that are not single pages in memory.
+    `entries` has the value of each looked up name, or None. `units` are the units of the values; consecutive values of
+    one unit have one item. `missing` are the indexes of names without a value, `others` those of values that are not
+    single pages in memory; both are indexes of the list of names, not of `entries`.
     """
 
     entries: list[Entry | None]
@@ -35,16 +36,16 @@ class Found(NamedTuple):
 
 
 class Reader:
-    """Lookups of values that have not expired. An expired value is removed when a lookup finds it."""
+    """Lookups of values. A lookup that finds an expired value removes it, and counts as a miss."""
 
     def __init__(self, contents: Contents) -> None:
         self._contents = contents
         self._catalogue = contents.catalogue
         self._counters = contents.counters
-        self._touching = True  # whether reading counts as a use
+        self._touching = True  # whether lookups count as uses
 
     def look(self, key: bytes) -> Entry | None:
-        """Return a key's value; None if there is none. Counts as a hit or a miss, not as a use."""
+        """Return a key's value, or None. Count a hit or a miss, but no use."""
         entry = self._contents.find(key)
         if entry is None:
             self._missed(key)
@@ -53,7 +54,7 @@ class Reader:
         return entry
 
     def read(self, key: bytes) -> Entry | None:
-        """Return a key's value; None if there is none. Counts as a hit and a use, or as a miss."""
+        """Return a key's value, or None. Count a hit and a use, or a miss."""
         entry = self._catalogue.entries.get(key) or self._catalogue.get(key)
         if entry is None or (entry.expires and self._contents.find(key) is None):
             self._missed(key)
@@ -65,7 +66,7 @@ class Reader:
         return entry
 
     def read_all(self, keys: list[bytes]) -> list[Entry | None]:
-        """Return the value of each key, as `read` does. Consecutive pages of one block count as one use of it."""
+        """Read the value of each key as `read` does. Consecutive pages of one block count as one use of it."""
         found, blocks, absent, others = look_up(self._catalogue.entries, keys, 0, len(keys), ANY, unix_ms())
         values, units = cast("list[Entry | None]", found), cast("list[Unit]", blocks)
         self._counters.hits += len(keys) - len(absent) - len(others)
@@ -92,7 +93,7 @@ class Reader:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Return a context in which lookups do not count as uses."""
+        """Return a context manager; within it, lookups do not count as uses."""
         self._touching = False
         try:
             yield
@@ -100,13 +101,14 @@ class Reader:
             self._touching = True
 
     def find_pages(self, names: PageNames) -> Sequence[Entry | None]:
-        """Return the value of each page's key, or None. Counts as no use, hit or miss."""
+        """Return the value of each page's key, or None. Count no use, hit or miss."""
         return self._look_up(names, 0, len(names), ANY).entries
 
     def read_pages(self, names: PageNames, first: int, stop: int, most: int = ANY) -> Found:
-        """Read the pages from index `first` to before `stop`, but stop early after the page that makes `most` bytes.
+        """Read the pages from index `first` to before `stop`. End early after the page that reaches `most` bytes in
+        total.
 
-        Counts as `read` does. Consecutive pages of one block count as one use of it.
+        Count as `read` does. Consecutive pages of one block count as one use of it.
         """
         found = self._look_up(names, first, stop, most)
         self._counters.hits += len(found.entries) - len(found.missing)
@@ -135,7 +137,7 @@ class Reader:
         return found
 
     def _page_in(self, block: Block | None, names: PageNames, i: int) -> Entry | None:
-        """Return a page that had no entry when the core looked it up, from its block; None if it does not exist."""
+        """Return a page of a block, after the core has found no entry for it; None if it does not exist."""
         if block is None:
             return None
         if block.extent is None:
@@ -145,7 +147,10 @@ class Reader:
         return block.extent.page(block, page, layer, head, kv_type)
 
     def _add(self, found: Found, i: int, first: int, key: bytes, entry: Entry | None) -> None:
-        """Add the value of the name with index `i`. A value on disk does not count as used: its reply borrows it."""
+        """Add the value of the name with index `i` to a result.
+
+        A value on disk only is no use: its reply borrows it.
+        """
         if entry is None:
             found.missing.append(i)
             return
@@ -156,23 +161,23 @@ class Reader:
             found.units.append(unit)
 
     def idle(self, key: bytes) -> int:
-        """Return the seconds since an existing key, or its block, was last used, as far as this is known."""
+        """Return the seconds since the unit of an existing key was last used, as far as this is known."""
         entry = self._catalogue.get(key)
         assert entry is not None
         units, cold = self._contents.evictor.units, body_on_disk(entry)
         return units.idle(unit_of(key, entry)) if cold is None else max(units.now - cold.used, 0)
 
     def block(self, req_id: bytes, page: int) -> Block | None:
-        """Return a block of a request after its expired pages were removed; None if it does not exist."""
+        """Remove the expired pages of a block, and return it; None if it does not exist then."""
         block = self._contents.index.block(req_id, page)
         return None if block is None else self._contents.unexpired(block)
 
     def pages_at(self, keys: Iterable[bytes]) -> list[Page]:
-        """Return the pages with these keys. All must exist, and expired ones must have been removed: see `block`."""
+        """Return the pages with these keys, which must exist. The caller has removed expired ones with `block`."""
         return [cast(Page, self._catalogue.get(key)) for key in keys]
 
     def use_block(self, block: Block) -> None:
-        """Count a read of a whole block as a hit and a use."""
+        """Count a hit and a use of a block that was read as a whole."""
         self._counters.hits += 1
         if block.extent is not None and type(block.extent.slot) is OnDisk:  # the reply borrows its bytes from disk
             return
@@ -208,7 +213,7 @@ class Listing:
         return [name for place in self.places() for name in existing_at(place, 0) if name is not None]
 
     def places(self) -> list[Place]:
-        """Return the places of all keys in the catalogue: see `groups`."""
+        """Return the places of all keys, see `Catalogue.places`."""
         return self._catalogue.places()
 
     def existing_keys(self, places: Iterable[Place]) -> list[bytes]:
@@ -216,9 +221,10 @@ class Listing:
         return [*chain.from_iterable(self.groups(places))]
 
     def groups(self, places: Iterable[Place], most: int = 1000) -> Iterator[list[bytes]]:
-        """Yield the keys at some places that have not expired, in groups of at most `most` keys, for a step each.
+        """Yield the keys at some places that have not expired, in groups of at most `most` keys, one group for each
+        step.
 
-        A group of places without keys is empty. Keys that change between two steps may be listed or not.
+        A group may be empty. Keys that change between two steps may be listed or not.
         """
         now, existing_at = unix_ms(), self._catalogue.existing_at
         names = (name for place in places for name in existing_at(place, now))
@@ -229,7 +235,7 @@ class Listing:
     def scan(self, cursor: int, count: int) -> Scanned:
         """Return the next `count` places of the order of scans, and the strays of their blocks.
 
-        There are fewer places if they have `count` keys before: an extent is one place with many keys.
+        It returns fewer places if these have `count` keys or more: an extent is one place with many keys.
         """
         found, keys = list[Place](), 0
         for _ in range(count):
@@ -250,7 +256,7 @@ class Listing:
         return None
 
     def blocks_of(self, req_id: bytes) -> list[Block]:
-        """Return the blocks of a request by page id, after their expired pages were removed."""
+        """Remove the expired pages of a request, and return its blocks in the order of their page ids."""
         return [block for block in self._contents.index.of(req_id) if self._contents.unexpired(block)]
 
     def scan_requests(self, cursor: int, count: int) -> tuple[int, list[bytes]]:

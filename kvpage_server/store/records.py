@@ -1,6 +1,6 @@
-"""The description of a value on disk, as bytes: a record of its own, or a row in the sheet of its block.
+"""The description of a value on disk, as bytes: a record of its own, or a row in a sheet of its block.
 
-The functions of this module only convert bytes. They access neither files nor the index in memory.
+The functions of this module convert between bytes and objects. They access neither files nor the index in memory.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from kvpage_server.page import FIELD_AT, HEADER_SIZE, MAX_REQ_ID, checksum, head
 
 # -- record ------------------------------------------------------------------------------------------------------------
 #
-# The description of a value on disk: its name, its expiry, the place of its body, and digests of description and body.
+# A record describes a value on disk: its name, its expiry, the place of its body, and digests of description and body.
 #
-# A name is `k` and the key of a string or a page, or `b` and a block's request and page. LMDB allows keys of up to 511
-# bytes. So a longer name is stored under its hash, and the record contains the name.
+# A name is `k` and the key of a string or a page, or `b` and the request and page id of an extent. LMDB allows keys of
+# up to 511 bytes. So a name of more than 500 bytes is stored under its hash, and the record contains the name.
 #
 #     [8: XXH3-64 of all that follows and of the database key][head][meta][name, if longer than 500 bytes]
 #     [body, if at most 1 KiB]
@@ -31,7 +31,7 @@ from kvpage_server.page import FIELD_AT, HEADER_SIZE, MAX_REQ_ID, checksum, head
 # All numbers are little-endian. `meta` is a page's 64-byte header, a block's shape, or empty. A longer body is cut into
 # pieces with consecutive numbers, each a value of its own in LMDB.
 
-INLINE = 1024  # bytes of the longest body that its record contains
+INLINE = 1024  # bytes of the longest body that is stored within its record
 PIECE = 64 * 4096 - 16  # bytes of a piece; with LMDB's 16 bytes it fills 64 consecutive pages of the file
 SHORT_PIECE = 4096 - 16  # bytes of a piece if the file has no 64 consecutive free pages
 _SHORT = 1 << 63  # flag in the number of the first piece: the pieces are short
@@ -89,7 +89,7 @@ class Body(NamedTuple):
 
 
 def first_of(number: int, piece: int) -> int:
-    """Return `Body.first` for pieces of `piece` bytes from `number` on."""
+    """Return `Body.first` for pieces of `piece` bytes whose numbers start with `number`."""
     return number | _SHORT if piece == SHORT_PIECE else number
 
 
@@ -112,7 +112,10 @@ class Record:
 
     @classmethod
     def parse(cls, stored_under: bytes, data: Buffer) -> Record:
-        """Return the record with this database key from its bytes. Raise Damaged if they do not match its checksum."""
+        """Return the record with the database key `stored_under`.
+
+        Raise Damaged if `data` does not match its checksum.
+        """
         raw = bytes(data)
         start = _DIGEST.size + _HEAD.size
         if len(raw) < start or _DIGEST.unpack_from(raw)[0] != checksum(raw[_DIGEST.size :] + stored_under):
@@ -132,10 +135,10 @@ def footprint(name: bytes, size: int) -> int:
 def room_for(described: int, size: int) -> int:
     """Return the approximate bytes on disk of a body of `size` bytes and its description of `described` bytes.
 
-    LMDB stores a long body in 4 KiB pages of its own. Short bodies and descriptions share pages with others, and such
-    pages are two thirds full. A commit that changes a value copies the whole page, so scattered changes need space for
-    each of these pages twice. So bodies that share pages count three times. Two or three bodies of 1 to 2 KiB share a
-    page, and count one page each, which has the same effect.
+    LMDB stores a long body in 4 KiB pages of its own. Short bodies and descriptions share pages of the file, which are
+    two thirds full on average. A commit that changes a value copies its whole page, so scattered changes need space for
+    each of these pages twice. Therefore bytes in shared pages count three times (1.5 times 2). Two or three bodies of 1
+    to 2 KiB share a page, and count one page each, which has the same effect.
     """
     if size <= INLINE:
         return 3 * (described + size)
@@ -147,7 +150,7 @@ def room_for(described: int, size: int) -> int:
 #
 # A sheet describes the single pages of up to 16 layers and 64 heads of a block, with one row for each page.
 #
-# Single pages are written, loaded and evicted by block, and a block may have a thousand of them. They share a record so
+# Single pages are written, loaded and evicted by block, and a block may have a thousand of them. They share sheets, so
 # that a server that starts reads only a few kilobytes for each block.
 #
 #     [8: XXH3-64 of all that follows and of the database key][8: the soonest expiry of a row][rows]
@@ -162,7 +165,7 @@ _SHEET_DIGEST = 8
 _TIMES = struct.Struct("<QQQQ")  # a row after its header: expires, used, digest, first
 _ROW = struct.Struct(header_fields("kv_type", "layer", "head", "body_size").format + _TIMES.format[1:])
 ROW = _ROW.size  # bytes
-_BESIDE = 64  # bytes of a sheet with one row in addition to the row, its piece and the request's id
+_SHEET_OVERHEAD = 64  # bytes that a sheet with one row takes in addition to the row, its piece and the request id
 _KV_TYPE, _PAGE, _SIZE, _USED = FIELD_AT["kv_type"], FIELD_AT["page"], FIELD_AT["body_size"], HEADER_SIZE + 8
 _PLACE = struct.Struct("<II")  # layer and head; in a header, the page id follows
 _COLUMNS = np.dtype(
@@ -174,7 +177,7 @@ PREFIX = b"p"
 
 
 def place_of(name: bytes) -> tuple[bytes, Spot] | None:
-    """Return the database key of a page's sheet, and its spot there; None if the name is not a page's."""
+    """Return the database key of a page's sheet, and the page's spot; None if it is no name of a page."""
     found = _NAME.match(name)
     if found is None:
         return None
@@ -190,14 +193,14 @@ def is_in(name: bytes, key: bytes) -> bool:
 
 
 def block_of(key: bytes) -> tuple[bytes, bytes, int]:
-    """Return the name, request and page of a sheet's block."""
+    """Return the name, the request id and the page id of the block of a sheet with this database key."""
     name = key[1:].rsplit(b":", 2)[0]
     req_id, _, page = name.rpartition(b":")
     return b"b" + name, req_id, int(page)
 
 
 def pack(key: bytes, rows: Mapping[Spot, bytes]) -> bytes:
-    """Return the bytes of a sheet with some rows."""
+    """Return the bytes of a sheet with these rows. `key` is its database key."""
     body = b"".join(rows.values())
     expiries = np.frombuffer(body, _COLUMNS)["expires"]
     expiring = expiries[expiries > 0]
@@ -235,17 +238,18 @@ def bodies(key: bytes, rows: bytes) -> dict[bytes, Body]:
 def body_of(rows: bytes, spot: Spot) -> Body | None:
     """Return the place of a page's body; None if the page has no row.
 
-    The rows are searched for the bytes of layer, head and page id, so that only matching rows are unpacked.
+    It searches for the bytes of layer, head and page id, which are consecutive in a header, and unpacks only rows with
+    these bytes.
     """
     kv_type, layer, head = spot
-    looked_for = _PLACE.pack(layer, head) + rows[_PAGE : _PAGE + 8]
-    found = rows.find(looked_for)
+    pattern = _PLACE.pack(layer, head) + rows[_PAGE : _PAGE + 8]
+    found = rows.find(pattern)
     while found >= 0:
         start = found - _PAGE + _PLACE.size
         if start % ROW == 0 and rows[start + _KV_TYPE] == kv_type:
             _, _, _, size, _, _, digest, first = _ROW.unpack_from(rows, start)
             return Body(size, digest, first)
-        found = rows.find(looked_for, found + 1)
+        found = rows.find(pattern, found + 1)
     return None
 
 
@@ -261,7 +265,7 @@ def record_of(name: bytes, row: bytes) -> Record:
 
 
 def pages(req_id: bytes, page: int, rows: bytes) -> Iterator[tuple[bytes, Spot, int, int]]:
-    """Yield the key of each page, its spot, its expiry and its last use, in the order of the rows."""
+    """Yield each page's key, spot, expiry and last use, both in unix milliseconds, in the order of the rows."""
     before, between = b"kv:%b:" % req_id, b":%d:" % page
     for kv_type, layer, head, _, expires, used, _, _ in _ROW.iter_unpack(rows):
         yield b"%b%d:%d%b%d" % (before, layer, head, between, kv_type), (kv_type, layer, head), expires, used
@@ -291,7 +295,7 @@ def expires_of(rows: bytes, spot: Spot) -> int:
 
 
 def expiring(rows: bytes) -> tuple[int, bytes]:
-    """Return the number of pages that have an expiry, and the row of the first to expire; there is at least one."""
+    """Return the number of pages that have an expiry, which is not 0, and the row of the page that expires first."""
     expires = np.frombuffer(rows, _COLUMNS)["expires"]
     some = np.flatnonzero(expires)
     first = int(some[expires[some].argmin()])
@@ -309,11 +313,12 @@ def footprint_of(id_size: int, size: int) -> int:
 
     The page may be the only one of its sheet, so the parts of a sheet that its rows share are included.
     """
-    return room_for(ROW + _BESIDE + id_size, size)
+    return room_for(ROW + _SHEET_OVERHEAD + id_size, size)
 
 
-# Some pages with `size` bytes of bodies have together at most this footprint: size + size / 4096 + PAGE_BOUND for each.
-PAGE_BOUND = 3 * (ROW + _BESIDE + MAX_REQ_ID) + 2 * INLINE + 8192
+# Upper bound: n pages with bodies of `size` bytes together have at most a footprint of size + size / 4096 + n *
+# PAGE_BOUND bytes.
+PAGE_BOUND = 3 * (ROW + _SHEET_OVERHEAD + MAX_REQ_ID) + 2 * INLINE + 8192
 
 
 def sheet_footprint(id_size: int, rows: bytes) -> int:

@@ -1,4 +1,4 @@
-"""Reads of values' bodies from LMDB's map. A read may wait for the disk, so the GIL is released meanwhile."""
+"""Reads of values' bodies from LMDB's map. The GIL is released where a read may wait for the disk."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ NUMBER = struct.Struct(">Q")  # database key of a piece
 _WRONG_BODY = "its body does not match the checksum it was stored with"
 _HASHED_WITH_GIL = 64 * 1024  # bytes; xxhash releases the GIL only for more
 
-Outcome = bool | Exception  # of a read: True, False for an absent value, or Damaged or DiskError
-Found = list[memoryview] | Outcome  # the pieces of a body, or the outcome without them
+Outcome = bool | Exception  # of a read: True for success, False for an absent value, or the error Damaged or DiskError
+Found = list[memoryview] | Outcome  # the pieces of an intact body, or the outcome of a read without success
 ReadTxn: TypeAlias = "lmdb.Transaction[memoryview]"
 
 
 class StoredBodies:
-    """Bodies in a transaction. `known` caches positions of pages; `whole_sheets` adds all pages of a sheet to it."""
+    """The bodies of values in one read transaction.
+
+    `known` is a cache: the `Body` of pages by their names. With `whole_sheets`, a lookup of one page adds all pages of
+    its sheet to the cache.
+    """
 
     def __init__(
         self,
@@ -42,7 +46,7 @@ class StoredBodies:
         self._whole_sheets = whole_sheets
 
     def read(self, name: bytes, into: memoryview) -> Outcome:
-        """Copy a body into memory and check it; one of another size counts as absent. Returns the outcome."""
+        """Copy a body into memory and check it. Return the outcome; a body of another size counts as absent."""
         try:
             body = self._body(name)
             if body is None or body.size != len(into):
@@ -57,7 +61,7 @@ class StoredBodies:
         return True if digest == body.digest else Damaged(_WRONG_BODY)
 
     def find(self, name: bytes, size: int) -> Found:
-        """Return the pieces of a body after a check; one of another size counts as absent."""
+        """Return the pieces of a body after a check, or another outcome; a body of another size counts as absent."""
         try:
             body = self._body(name)
             if body is None or body.size != size:
@@ -77,7 +81,7 @@ class StoredBodies:
         return body.size
 
     def _body(self, name: bytes) -> Body | None:
-        """Return the position of a value's body; None if there is none. Raises Damaged."""
+        """Return the `Body` of a value from the cache, a sheet or a record; None if there is none. Raises Damaged."""
         if known := self._known.get(name):
             return known
         place = records.place_of(name)
@@ -97,7 +101,10 @@ class StoredBodies:
         return None if data is None else Record.parse(key, data).body
 
     def _gather(self, body: Body, into: memoryview) -> int:
-        """Copy a body into memory. Returns its digest. Each piece is hashed while it is in the processor's cache."""
+        """Copy a body into memory, and return its XXH3-64.
+
+        Each piece is hashed while it is in the processor's cache.
+        """
         digest = xxhash.xxh3_64()
         start = 0
         for piece in self._pieces_of(body):
@@ -135,6 +142,6 @@ def _digest_of(pieces: Iterable[memoryview]) -> int:
     digest = xxhash.xxh3_64()
     for piece in pieces:
         if 0 < len(piece) <= _HASHED_WITH_GIL:
-            np.frombuffer(piece, np.uint8).max()  # loads it into memory with the GIL released
+            np.frombuffer(piece, np.uint8).max()  # reads every byte with the GIL released, so the disk is read here
         digest.update(piece)
     return digest.intdigest()

@@ -1,7 +1,7 @@
-"""Values on disk in one LMDB file, and the removal of pieces that belong to no record.
+"""Values on disk in one LMDB file, and the removal of lost pieces: pieces of bodies that belong to no record.
 
-The pieces of a damaged record are unknown. The transaction that removes such a record sets a flag in `about`. When the
-disk is full and the flag is set, all records are read once, and pieces that belong to none of them are deleted.
+The pieces of a damaged record are unknown, so they are lost when it is removed. The transaction that removes it sets a
+flag in `about`. When the disk is full and the flag is set, all records are read once, and the lost pieces are deleted.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from kvpage_server.store.disk.encoding import Change, Clear, Delete, SetExpiry, 
 from kvpage_server.store.disk.lmdb_file import (
     FORMAT,
     RESERVE,
+    CleanMarker,
     DiskError,
-    Witness,
+    check_structure,
     claim,
     create,
     lmdb_errors,
     lock,
-    look_through,
     open_map,
 )
 from kvpage_server.store.records import INLINE, PIECE, SHORT_PIECE, Body, Damaged, Record, Spot, database_key, first_of
 from kvpage_server.system.durable import private
 
-_NOTE = b"lost"  # key of the flag
+_LOST_FLAG = b"lost"  # key of the flag in `about`
 
 _Txn: TypeAlias = "lmdb.Transaction[bytes]"
 
 
 @dataclass(frozen=True, slots=True)
 class LostPieces:
-    """Pieces without a record, in a file with these databases."""
+    """The lost pieces in a file with these databases."""
 
     about: lmdb._Database
     records: lmdb._Database
@@ -51,12 +51,15 @@ class LostPieces:
     pieces: lmdb._Database
 
     def note(self, txn: _Txn) -> None:
-        """Set the flag: there may be lost pieces."""
-        txn.put(_NOTE, b"", db=self.about)
+        """Set the flag, because there may be lost pieces."""
+        txn.put(_LOST_FLAG, b"", db=self.about)
 
     def remove(self, txn: _Txn) -> int:
-        """Delete lost pieces if the flag is set. Returns their number. Reads all records."""
-        if not txn.delete(_NOTE, db=self.about):
+        """Delete the lost pieces if the flag is set, and clear it.
+
+        Return their number. Reads all records: O(records).
+        """
+        if not txn.delete(_LOST_FLAG, db=self.about):
             return 0
         lost = list(self._lost(txn))
         for key in lost:
@@ -64,7 +67,9 @@ class LostPieces:
         return len(lost)
 
     def _lost(self, txn: _Txn) -> Iterator[bytes]:
-        """Yield the keys of pieces that no record has: a merge of sorted ranges with the sorted keys of pieces."""
+        """Yield the keys of lost pieces: merge the sorted ranges of the records' pieces with the sorted keys of all
+        pieces.
+        """
         ranges = iter(sorted((body.pieces.start, body.pieces.stop) for body in self._bodies(txn) if body.first))
         start, stop = next(ranges, (0, 0))
         for key in txn.cursor(self.pieces).iternext(keys=True, values=False):
@@ -88,7 +93,7 @@ def _bodies_of(key: bytes, data: bytes) -> Iterator[Body]:
         else:
             yield Record.parse(key, data).body
     except Damaged:
-        return  # its pieces are unknown, so they are lost
+        return  # the pieces of this record are unknown, so they count as lost
 
 
 # -- The LMDB file -----------------------------------------------------------------------------------------------------
@@ -96,15 +101,15 @@ def _bodies_of(key: bytes, data: bytes) -> Iterator[Body]:
 # The file has four databases:
 #
 #     about       the format, the store's id, and flags
-#     records     a record of each string and of each block that is stored whole; sheets of the pages of other blocks.
+#     records     a record for each string and each extent; sheets for the single pages of other blocks.
 #                 `store/records.py` describes both
 #     pieces      the bodies, in numbered pieces of up to 64 pages of LMDB, or of one page each if not enough free pages
 #                 are contiguous
-#     quarantine  the last few damaged records. The remains of their bodies stay in `pieces`
+#     quarantine  the last few damaged records. Pieces of their bodies stay in `pieces`
 #
-# A body that is overwritten gets new pieces. Numbers of pieces are not reused while the process runs, so a record and
-# the pieces that are read in the same transaction belong together. `Clear` empties the quarantine, too, because the
-# next process may reuse the numbers of its pieces.
+# A value that is overwritten gets new pieces. Numbers of pieces are not reused while the process runs, so the pieces
+# that a transaction reads belong to the record that it has read. `Clear` empties the quarantine, too, because the next
+# process may reuse the numbers of the quarantine's pieces.
 #
 # A commit of LMDB is atomic, and durable when it returns: it writes data first, then the page that refers to the data.
 # A crash of the machine loses only changes that were not committed. With `appendfsync no`, a commit is not flushed, and
@@ -115,10 +120,10 @@ def _bodies_of(key: bytes, data: bytes) -> Iterator[Body]:
 FILE = "kvpage.lmdb"
 _LOCK = "kvpage.lock"
 _QUARANTINED = 16  # records in the quarantine, before the oldest is deleted
-_LONGEST_ASIDE = 500  # bytes of a key in the quarantine; with 8 bytes of time it fits into 511
-_MANY = 8  # values of one read, from which on all pages of a sheet are decoded
+_LONGEST_QUARANTINED = 500  # bytes of a database key in the quarantine; with 8 bytes of time it fits into LMDB's 511
+_MANY = 8  # values of one read, from which on a lookup decodes all pages of a sheet
 _MOST_FREE = 16 << 20  # bytes by which a file that is larger than `maxdisk` may grow
-_MOST_KNOWN = 1 << 14  # cached positions of pages
+_MOST_KNOWN = 1 << 14  # pages whose `Body` is cached
 
 log = logging.getLogger("kvpage")
 
@@ -126,12 +131,17 @@ _Place = tuple[bytes, Spot] | None  # database key of a sheet, and the row in it
 
 
 class Disk:
-    """The store in a directory. Raises DiskError if it is foreign, damaged, of another format, or in use."""
+    """The values in the LMDB file of a directory. `maxdisk` is in bytes, 0 for no limit.
+
+    With `flushes`, commits are durable. Raises DiskError if the file is foreign, damaged, of another format, or in use.
+    """
 
     def __init__(self, directory: Path, *, maxdisk: int = 0, flushes: bool = True) -> None:
         self.path = directory / FILE
-        self._reserve = directory / f"{FILE}.reserve"  # a file that is deleted when the disk is full
-        self._lately: tuple[int, dict[bytes, Body]] = 0, {}  # last transaction id, and positions of pages in it
+        # The reserve file, which is deleted when the disk is full: LMDB needs free pages to remove values.
+        self._reserve = directory / f"{FILE}.reserve"
+        # Id of the last committed transaction, and a cache for it: the `Body` of pages by name.
+        self._page_cache: tuple[int, dict[bytes, Body]] = 0, {}
         self._locks = ExitStack()
         with lmdb_errors(self.path, writing=True):
             self._locks.enter_context(lock(directory / _LOCK))
@@ -146,21 +156,21 @@ class Disk:
         if not self.path.exists():
             create(self.path)
         self._file: IO[bytes] = self._locks.enter_context(claim(self.path))
-        self._witness = Witness(self.path)
+        self._marker = CleanMarker(self.path)
         try:
-            look_through(self.path, self._witness)
+            check_structure(self.path, self._marker)
             self._env = open_map(self.path, maxdisk, flushes=flushes)
         except BaseException:
-            self._witness.close()
+            self._marker.close()
             raise
         try:
-            self._witness.opened()
+            self._marker.opened()
             self._attach()
             self._ensure_free_pages(maxdisk)
             self._keep_reserve()
         except BaseException:
             self._env.close()
-            self._witness.close()
+            self._marker.close()
             raise
 
     def _attach(self) -> None:
@@ -191,14 +201,14 @@ class Disk:
             self._next = NUMBER.unpack(last.key())[0] + 1 if last.last() else 1
 
     def resize(self, maxdisk: int) -> None:
-        """Let the file grow to `maxdisk` bytes, if it may not already. No thread may read or write meanwhile."""
+        """Let the file grow to `maxdisk` bytes; it never shrinks. No thread may read or write during the call."""
         self._env.set_mapsize(max(maxdisk, self._env.info()["map_size"]))
 
     def _ensure_free_pages(self, maxdisk: int) -> None:
-        """Let the file grow if it is about as large as `maxdisk`, or larger because that was lowered, and nearly full.
+        """Let the file grow if it has reached `maxdisk`, or exceeds a `maxdisk` that was lowered, and is nearly full.
 
-        LMDB needs free pages for every change, also for removals, and reuses removed pages only after a later commit.
-        With too few of them nothing could be written or removed again.
+        LMDB needs free pages for every change, also for removals, and reuses the pages of removed values only after a
+        later commit. With too few free pages nothing could be written or removed again.
         """
         least = min(maxdisk // 8, _MOST_FREE)
         if self.size <= maxdisk - least:
@@ -213,27 +223,27 @@ class Disk:
             self.resize(self.size + least)
 
     def close(self) -> None:
-        """Flush and close the file, and note that it is sound. Raises DiskFull, DiskError."""
+        """Flush and close the file, and mark it as cleanly closed. Raises DiskFull, DiskError."""
         with lmdb_errors(self.path, writing=True):
             self._env.sync(True)
             self._env.close()
-            self._witness.closed()
-            self._witness.close()
+            self._marker.closed()
+            self._marker.close()
             self._locks.close()
 
     def flush(self) -> None:
-        """Make all commits durable. Raises DiskFull, DiskError."""
+        """Synchronise the file, which makes all commits durable. Raises DiskFull, DiskError."""
         with lmdb_errors(self.path, writing=True):
             self._env.sync(True)
 
     @property
     def size(self) -> int:
-        """Size of the file in bytes, including free pages. It is known also if somebody has removed the file."""
+        """Size of the file in bytes, including free pages, also after somebody has removed its name."""
         return os.fstat(self._file.fileno()).st_size
 
     @property
     def free(self) -> int:
-        """Bytes of the map that were never used."""
+        """Bytes of the map behind the last page that was ever used."""
         info, stat = self._env.info(), self._env.stat()
         return info["map_size"] - (info["last_pgno"] + 1) * stat["psize"]
 
@@ -244,35 +254,38 @@ class Disk:
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def make_room(self, changes: Iterable[Change]) -> None:
-        """Commit removals when the disk is full. They are fastest in the order of names.
+        """Commit removals when the disk is full. Removals in the order of names are the fastest.
 
-        LMDB needs free pages for a removal, too. The reserve file provides them. If `maxdisk` has no space for all
-        removals in one commit, there are several commits. LMDB reuses the pages that a commit freed only after the next
-        commit, so a small change follows. Raises DiskFull or DiskError; some values may be deleted then.
+        LMDB needs free pages for a removal, too, so the reserve file is deleted first. If `maxdisk` has no space for
+        all removals in one commit, there are several commits. LMDB reuses the pages that a commit freed only after the
+        next commit, so a small change follows. Raises DiskFull or DiskError; some values may have been removed then.
         """
         with lmdb_errors(self.path, writing=True):
             self._has_reserve = False
             self._reserve.unlink(missing_ok=True)
             self._commit_in_parts(list(changes))
             self._remove_lost()
-            self._turn()  # so that the next commit can use the freed pages
+            self._commit_small_change()  # now the next commit can use the freed pages
             self._keep_reserve(least=0)
 
     def _remove_lost(self) -> None:
         with self._env.begin(write=True) as txn:
             removed = self._lost.remove(txn)
         if removed:
-            self._witness.committed()
+            self._marker.committed()
             log.warning("%s: removed %d pieces of values whose records were damaged", self.path, removed)
 
-    def _turn(self) -> None:
+    def _commit_small_change(self) -> None:
         """Commit a small change, after which LMDB can reuse the pages that the last commit freed."""
         with self._env.begin(write=True, db=self._about) as txn:
             txn.put(b"turn", NUMBER.pack(txn.id()))
-        self._witness.committed()
+        self._marker.committed()
 
     def _commit_in_parts(self, changes: list[Change]) -> None:
-        """Commit changes; after each MapFullError, half as many per commit. Raises MapFullError if one does not fit."""
+        """Commit changes; halve their number per commit after each MapFullError.
+
+        Raises MapFullError if a single one fails.
+        """
         at, many = 0, len(changes)
         while at < len(changes):
             try:
@@ -285,7 +298,7 @@ class Disk:
                 at += many
 
     def _keep_reserve(self, least: int = 2 * RESERVE) -> None:
-        """Create the reserve file if it is missing and at least `least` bytes of the file system are free."""
+        """Create the reserve file if it is missing or short, and at least `least` bytes of the file system are free."""
         has = self._reserve.stat().st_size if self._reserve.exists() else 0
         free = shutil.disk_usage(self.path.parent).free
         if has < RESERVE and free >= least:
@@ -299,10 +312,10 @@ class Disk:
         self._has_reserve = has == RESERVE
 
     def write(self, changes: Iterable[Change]) -> None:
-        """Commit changes in order, all or none. They are durable on return if the store `flushes`.
+        """Commit changes in order, all or none. They are durable on return if the store was opened with `flushes`.
 
-        If `maxdisk` is reached, retry once with the pages that the last commit freed, and with bodies in pieces of one
-        page. Raises DiskFull, DiskError.
+        If the map is full, retry once: with the pages of lost pieces and of the last commit, and with bodies in pieces
+        of one page each. Raises DiskFull, DiskError.
         """
         changes = list(changes)
         with lmdb_errors(self.path, writing=True):
@@ -311,7 +324,7 @@ class Disk:
             except lmdb.MapFullError:
                 with suppress(lmdb.MapFullError):
                     self._remove_lost()
-                    self._turn()
+                    self._commit_small_change()
                 self._commit(changes, piece=SHORT_PIECE)
             if not self._has_reserve:
                 self._keep_reserve()
@@ -331,7 +344,7 @@ class Disk:
             self._next = before
             raise
         self.quarantined = quarantined
-        self._witness.committed()
+        self._marker.committed()
 
     def _change(self, txn: _Txn, sheets: Sheets, change: Change, piece: int) -> None:
         if isinstance(change, Clear):
@@ -362,8 +375,8 @@ class Disk:
                 number = NUMBER.pack(self._next)
                 txn.put(number, body[start : start + piece], append=True, db=self._pieces)
                 self._next += 1
-        lies = Body(len(body), write.digest or checksum(body), first, inline)
-        record = Record(write.name, write.meta, write.expires, write.used, lies)
+        stored = Body(len(body), write.digest or checksum(body), first, inline)
+        record = Record(write.name, write.meta, write.expires, write.used, stored)
         if place is not None and has_row:
             key, spot = place
             sheets.of(key)[spot] = records.row_of(record)
@@ -416,7 +429,7 @@ class Disk:
             data = txn.pop(key, db=self._records)
         if data is None:
             return
-        txn.put(NUMBER.pack(unix_ms()) + key[:_LONGEST_ASIDE], data, db=self._quarantine)
+        txn.put(NUMBER.pack(unix_ms()) + key[:_LONGEST_QUARANTINED], data, db=self._quarantine)
         self._lost.note(txn)  # the record may be damaged
         while txn.stat(self._quarantine)["entries"] > _QUARANTINED:
             oldest = txn.cursor(self._quarantine)
@@ -427,7 +440,10 @@ class Disk:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def sheets(self) -> Iterator[tuple[bytes, tuple[int, bytes] | Damaged]]:
-        """Yield the sheets in the order of their database keys, see `records.unpack`. Uses one transaction."""
+        """Yield each sheet's database key, and its soonest expiry and rows or the damage. Uses one transaction.
+
+        The sheets are in the order of their database keys.
+        """
         with lmdb_errors(self.path), self._env.begin() as txn:
             cursor = txn.cursor(self._records)
             if not cursor.set_range(records.PREFIX):
@@ -441,10 +457,10 @@ class Disk:
                     yield key, damage
 
     def records(self, after: bytes = b"", most: int = 1 << 62) -> Iterator[tuple[bytes, Record | Damaged]]:
-        """Yield the records after a database key, each with its database key, in one transaction.
+        """Yield the records behind the database key `after`, each with its database key, in one transaction.
 
-        Records outside of sheets are first. At most `most` database records are read; a sheet counts as one, and yields
-        a record for each of its pages.
+        At most `most` entries of the database are read. A sheet is one entry, and yields a record for each of its
+        pages. Sheets follow after the other records.
         """
         for key, data in self._all(after + b"\0" if after else b"", most):
             try:
@@ -462,19 +478,20 @@ class Disk:
                 yield from (found for _, found in zip(range(most), cursor, strict=False))
 
     def read(self, wanted: Sequence[tuple[bytes, memoryview]]) -> list[Outcome]:
-        """Copy the bodies of values into memory; a value of another size counts as absent. Raises DiskError.
+        """Copy the bodies of values into memory, and return the outcome of each, in order. Raises DiskError.
 
-        The GIL is released while bodies are copied or read from disk.
+        `wanted` has names and memory. A value of another size than its memory counts as absent. The GIL is released
+        while bodies are copied or read from disk.
         """
         with lmdb_errors(self.path), self._env.begin(buffers=True) as txn:
             bodies = self._bodies(txn, len(wanted))
             return [bodies.read(name, into) for name, into in wanted]
 
     def find(self, wanted: Sequence[tuple[bytes, int]]) -> tuple[object, list[Found]]:
-        """Return a transaction, and the bodies of values with these names and sizes, valid as long as it is open.
+        """Return a transaction, and views of the bodies of values in the map, which are valid as long as it is open.
 
-        The bodies were read and checked with the GIL released, so they are in the system's page cache. Raises
-        DiskError.
+        `wanted` has names and sizes in bytes. All bytes were read and checked with the GIL released, so they are in the
+        system's page cache. Raises DiskError.
         """
         with lmdb_errors(self.path):
             txn = self._env.begin(buffers=True)
@@ -482,14 +499,14 @@ class Disk:
             return txn, [bodies.find(name, size) for name, size in wanted]
 
     def _bodies(self, txn: ReadTxn, wanted: int) -> StoredBodies:
-        """Return the bodies for `wanted` lookups. Positions of pages are cached until the next commit."""
-        commit, (since, known) = txn.id(), self._lately
+        """Return `StoredBodies` for `wanted` lookups. It caches the `Body` of pages until the next commit."""
+        commit, (since, known) = txn.id(), self._page_cache
         if since != commit or len(known) > _MOST_KNOWN:
             known = {}
-            self._lately = commit, known  # another thread may have set it, too; both are right
+            self._page_cache = commit, known  # another thread may have set it, too; either cache is valid
         return StoredBodies(txn, self._records, self._pieces, known, whole_sheets=wanted >= _MANY)
 
     def check(self, name: bytes) -> int:
-        """Read a value and check it. Returns its size; 0 if there is none. Raises Damaged, DiskError."""
+        """Read a value's body and check it. Return its size in bytes; 0 if there is none. Raises Damaged, DiskError."""
         with lmdb_errors(self.path), self._env.begin(buffers=True) as txn:
             return self._bodies(txn, _MANY).check(name)

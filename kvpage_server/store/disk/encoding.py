@@ -1,4 +1,4 @@
-"""Changes of values on disk, their encoding, and the sheets that a transaction changes."""
+"""The changes that a transaction makes on disk, the encoding of values, and the sheets of a transaction."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from kvpage_server.store.records import Damaged, Record, Spot
 class Write:
     """Change that stores a value.
 
-    `meta` is a page's header, a block's shape, or empty. `expires` and `used` are in unix milliseconds, 0 for never.
-    `digest` is the body's XXH3-64, or 0 to compute it.
+    `meta` is the header of a page, the encoded shape of an extent, or empty for a string. `expires` and `used`, the
+    last use, are in unix milliseconds, 0 for never. `digest` is the body's XXH3-64; 0 if it has to be computed.
     """
 
     name: bytes
@@ -60,9 +60,9 @@ class Clear:
 Change = Write | Delete | SetExpiry | Quarantine | Clear
 
 
-# -- Encoding of values, and decoding of blocks after a restart --------------------------------------------------------
+# -- Encoding of values, and decoding of extents after a restart -------------------------------------------------------
 #
-# The `meta` of a string is empty. That of a page is its header. That of a block that is stored whole is its shape:
+# The `meta` of a string is empty. That of a page is its header. That of an extent is its shape:
 #
 #     [layers: 4][heads: 4][page_size: 4][created, unix ms: 8][ttl, seconds: 8], then for each plane
 #     [kv_type: 1][dtype: 1][head_dim: 4]
@@ -73,7 +73,7 @@ _CHECKSUM = header_fields("checksum")
 
 
 class Corrupt:
-    """Queued in place of a value that was found damaged."""
+    """Marker that the queue has in place of a value that was found damaged."""
 
 
 ShortText = tuple[bytes, int]  # the bytes and the expiry of a string
@@ -105,7 +105,7 @@ def _encode_shape(extent: Extent) -> bytes:
 
 
 def extent_of(record: Record, block: Block, used: int) -> Extent:
-    """Return a block that is stored whole, with its body on disk. `used` is in monotonic seconds. Raises Damaged."""
+    """Return the extent of a record, with its body on disk only. `used` is in monotonic seconds. Raises Damaged."""
     try:
         layers, heads, page_size, created, ttl = _SHAPE.unpack_from(record.meta)
         planes = [Plane(kv_type, DType(dtype), dim) for kv_type, dtype, dim in _PLANE.iter_unpack(record.meta[28:])]
@@ -124,16 +124,16 @@ def extent_of(record: Record, block: Block, used: int) -> Extent:
 
 
 class Sheets:
-    """Sheets of a transaction: read when needed, changed in memory, and written once by `flush`."""
+    """Sheets of a write transaction: read at their first use, changed in memory, and written once by `flush`."""
 
     def __init__(self, txn: lmdb.Transaction[bytes], records: lmdb._Database) -> None:
         self._txn = txn
         self._records = records
         self._rows: dict[bytes, dict[Spot, bytes]] = {}  # by database key and spot
-        self.damaged = False  # whether one was damaged, so its pages' pieces are unknown
+        self.damaged = False  # whether a sheet was damaged, so that the pieces of its pages are unknown
 
     def of(self, key: bytes) -> dict[Spot, bytes]:
-        """Return the rows of a sheet, which the caller may change. A damaged sheet has no rows."""
+        """Return the rows of a sheet by spot, which the caller may change. A damaged or missing sheet has no rows."""
         rows = self._rows.get(key)
         if rows is None:
             data = self._txn.get(key, db=self._records)

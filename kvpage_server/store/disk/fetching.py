@@ -1,10 +1,10 @@
 """Loading from disk to memory: threads read values, and clients continue when their values are available.
 
-If memory is full, the values of a long reply are not kept in memory: the reply *borrows* them, and they are freed after
-it. A value is kept only if it is read again before as many bytes as `maxmemory` have been borrowed.
+If memory is full, the values of a long reply are not loaded into it: the reply *borrows* their bytes, which are freed
+after it. A value that was borrowed is loaded when it is read again before as many bytes as `maxmemory` were borrowed.
 
-A client with CLIENT NO-TOUCH does not change the order of eviction. Its values are borrowed, or *shown*: the bytes are
-kept in addition to the value on disk, for this client alone, as long as it holds them.
+The reads of a client with CLIENT NO-TOUCH do not change the order of eviction. They borrow values, or load them
+*temporarily*: the value stays on disk only, and its `temporary_slot` has the bytes as long as a client holds the value.
 """
 
 from __future__ import annotations
@@ -41,39 +41,42 @@ _SIZE, _UNIT = attrgetter("size"), attrgetter("unit")
 _VALUES_PER_READ = 64  # values that a reader thread loads in one job
 
 BorrowedReads: TypeAlias = dict[OnDisk, BorrowedRead]
-Start = Callable[[Callable[[], None]], None]  # starts a wait; the argument is called after it
+Start = Callable[[Callable[[], None]], None]  # starts a wait, and calls its argument when the wait has ended
 
 log = logging.getLogger("kvpage")
 
 
 class Fetching:
-    """Loads and borrowed reads in progress. Call `connect` when the loop runs."""
+    """All loads and borrowed reads. Call `connect` when the event loop runs, before any other method."""
 
     _reader: DiskReader
     _mapped: MappedReads
 
     def __init__(self, contents: Contents, memory: MemoryLimit, stored: Stored) -> None:
         self.holds = HeldUnits()
-        self.times = Durations()  # of jobs
+        self.times = Durations()  # durations of jobs
         self._contents = contents
         self._memory = memory
         self._stored = stored
         self._fetching: dict[OnDisk, _Job] = {}  # the job of each value that is being read
-        # Small borrowed values, and shown ones, for a short time. They do not count against maxmemory, because replies
-        # may refer to them after the hold has ended.
+        # Memory of small borrowed values, and of temporarily loaded ones. It does not count against maxmemory, because
+        # replies may refer to it after the hold has ended.
         self._copied = Arena()
-        self._bytes_lent = 0  # since the start
+        self._bytes_borrowed = 0  # bytes borrowed since the start
         self._waiting: list[Callable[[], None]] = []  # clients that wait because other loads have reached the limit
-        self._shown: set[OnDisk] = set()  # values with a `temporary_slot`
+        self._temporary: set[OnDisk] = set()  # values with a `temporary_slot`
 
     def connect(self, reader: DiskReader, moved: Callable[[], None]) -> None:
-        """Start to read. `moved` is called when borrowed bytes, which may wait to be sent, have moved."""
+        """Read with `reader` from now on.
+
+        `moved` is called when borrowed bytes, which a session may be sending, have moved.
+        """
         self._reader = reader
         self._mapped = MappedReads(moved)
         self.holds.on_end = partial(asyncio.get_running_loop().call_soon, self._after_a_hold)
 
     async def close(self) -> None:
-        """Stop reading. Borrowed values in the map are copied to memory."""
+        """Stop the reader, and copy borrowed bytes of the map to memory."""
         await self._reader.close()
         self.holds.on_end = None
         self._mapped.copy_to_memory()
@@ -88,8 +91,9 @@ class Fetching:
     ) -> None:
         """Load values, then call `then`. Damaged values are removed from the store. Raises MemoryError.
 
-        With `lent`, pages and blocks that are not worth memory are borrowed, and put there instead. Without `touches`,
-        all values are borrowed (with `lent`) or shown.
+        With the map `lent`, the values are borrowed instead if memory is full (`_should_stay`), and their borrowed
+        reads are added to the map. Without `touches`, all values are borrowed, or without the map loaded temporarily. A
+        value that another call is loading already is not read again.
         """
         if not values:
             then()
@@ -100,7 +104,7 @@ class Fetching:
             log.debug("memory is full; what is read is in it for a moment")
         fetching = self._fetching
         new = [*filterfalse(fetching.__contains__, values)]
-        if lent is not None and new and touches and self._are_worth_memory(new):
+        if lent is not None and new and touches and self._should_stay(new):
             lent = None
         jobs = {fetching[value] for value in values if value in fetching} if len(new) < len(values) else set()
         if new:
@@ -113,10 +117,11 @@ class Fetching:
     def load_and_hold(
         self, needed: Iterable[Needed], cold: Sequence[OnDisk], most: int, *, touches: bool
     ) -> tuple[Hold, Start]:
-        """Start to load the values `cold`, and hold all of `needed`. Return the hold, and the start of the wait.
+        """Start to load the values `cold`, and hold all of `needed`. Return the hold, and a function that waits.
 
-        All clients together may load at most `most` bytes, 0 for no limit; one unit is always allowed. A client that
-        waits for other loads holds nothing meanwhile. Raises TooMuch or MemoryError, and has started nothing then.
+        The loads of all holds together are limited to `most` bytes, 0 for no limit; one unit is always allowed. If
+        other holds have reached the limit, the call starts no load, and the hold is empty: the client waits until a
+        hold ends, and then tries again. Raises TooMuch or MemoryError, and has started nothing then.
         """
         size, units = sum(map(_SIZE, cold)), {unit for unit, _ in needed}
         if 0 < most < size and len(units) > 1:
@@ -129,8 +134,8 @@ class Fetching:
         return hold, partial(self.fetch, cold, touches=touches)
 
     def _after_a_hold(self) -> None:
-        """Let waiting clients continue after a hold has ended, and memory may be free."""
-        self._drop_unheld()
+        """Let waiting clients try again, because a hold has ended."""
+        self._free_temporary()
         waiting, self._waiting = self._waiting, []
         with suppress(OutOfMemory):
             self._memory.make_room()
@@ -138,23 +143,27 @@ class Fetching:
             then()
 
     def sweep(self) -> None:
-        """End borrowed reads and holds that have lasted too long."""
+        """End borrowed reads and holds that have lasted too long. Call it repeatedly, between commands."""
         self._copied.trim()
         self._mapped.copy_old_to_memory()
         self.holds.end_old()
-        self._drop_unheld()
+        self._free_temporary()
 
-    def _are_worth_memory(self, values: Sequence[OnDisk]) -> bool:
-        """Return whether the values of a long reply should stay in memory. Otherwise it borrows them."""
+    def _should_stay(self, values: Sequence[OnDisk]) -> bool:
+        """Return whether to load the values of a long reply into memory. Otherwise the reply borrows them.
+
+        They are loaded if memory has space for them, or if one of them was borrowed before, and fewer bytes than
+        `maxmemory` were borrowed afterwards.
+        """
         needs = 2 * sum(map(_SIZE, values))  # upper bound: slots are larger than their values
         memory = self._memory
         if not memory.maxmemory or memory.used + needs <= memory.maxmemory:
             return True
-        since = max(self._bytes_lent - memory.maxmemory, 0)
+        since = max(self._bytes_borrowed - memory.maxmemory, 0)
         return needs <= memory.maxmemory and any(value.borrowed_at >= since for value in values)
 
     def _begin(self, values: Sequence[OnDisk], *, touches: bool) -> _Job:
-        """Create a job for a thread. No other job reads these values meanwhile."""
+        """Create a job for a thread. No other job may be reading one of these values."""
         job = _Job(values, touches=touches)
         for value in values:
             value.failing = ""
@@ -162,7 +171,7 @@ class Fetching:
         return job
 
     def _end(self, job: _Job, outcomes: Sequence[Found]) -> None:
-        """Process the outcomes of a job, and continue the groups that wait for no other job."""
+        """Process the outcomes of a job, and call `then` of the groups for which it was the last job."""
         failing = ""
         self.times.note(time.monotonic_ns() - job.began)
         for value, outcome in zip(job.values, outcomes, strict=True):
@@ -191,9 +200,9 @@ class Fetching:
             intact = (outcome is True for outcome in outcomes)
             fetched = compress(zip(values, slots, strict=True), intact)
             if touches:
-                self._warm(fetched)
+                self._replace_by_slots(fetched)
             else:
-                self._show(fetched)
+                self._keep_temporarily(fetched)
             self._end(job, outcomes)
 
         self._reader.fetch([(value.name, slot.body) for value, slot in zip(values, slots, strict=True)], keep)
@@ -202,8 +211,8 @@ class Fetching:
     def _load_to_borrow(self, values: list[OnDisk], *, touches: bool) -> list[_Job]:
         if touches:
             for value in values:
-                value.borrowed_at = self._bytes_lent
-            self._bytes_lent += sum(map(_SIZE, values))
+                value.borrowed_at = self._bytes_borrowed
+            self._bytes_borrowed += sum(map(_SIZE, values))
         large = all(value.size > _COPIED for value in values)
         return [(self._begin_to_map if large else self._begin_to_copy)(values, touches=touches)]
 
@@ -211,33 +220,33 @@ class Fetching:
         copies = Copies(self._copied, values)
         job = self._begin(values, touches=touches)
 
-        def lend(outcomes: list[Outcome]) -> None:
+        def lend_out(outcomes: list[Outcome]) -> None:
             intact = [value for value, outcome in zip(values, outcomes, strict=True) if outcome is True]
             copies.filled(intact)
-            self._lend(copies, intact, job)
+            self._note_lent(copies, intact, job)
             self._end(job, outcomes)
 
-        self._reader.fetch([(value.name, body) for value, body in zip(values, copies.bodies, strict=True)], lend)
+        self._reader.fetch([(value.name, body) for value, body in zip(values, copies.bodies, strict=True)], lend_out)
         return job
 
     def _begin_to_map(self, values: list[OnDisk], *, touches: bool) -> _Job:
         job = self._begin(values, touches=touches)
 
-        def lend(result: tuple[object, list[Found]]) -> None:
-            reading, found = result
+        def lend_out(result: tuple[object, list[Found]]) -> None:
+            txn, found = result
             bodies = {value: views for value, views in zip(values, found, strict=True) if isinstance(views, list)}
-            mapped = Mapped(reading, bodies)
+            mapped = Mapped(txn, bodies)
             self._mapped.add(mapped)
-            self._lend(mapped, bodies, job)
+            self._note_lent(mapped, bodies, job)
             self._end(job, found)
 
-        self._reader.find([(value.name, value.size) for value in values], lend)
+        self._reader.find([(value.name, value.size) for value in values], lend_out)
         return job
 
-    def _lend(self, loan: BorrowedRead, values: Collection[OnDisk], job: _Job) -> None:
+    def _note_lent(self, read: BorrowedRead, values: Collection[OnDisk], job: _Job) -> None:
         for group in job.groups:
             if group.lent is not None:
-                group.lent.update(dict.fromkeys(filter(set(group.values).__contains__, values), loan))
+                group.lent.update(dict.fromkeys(filter(set(group.values).__contains__, values), read))
         if job.touches:
             now = self._contents.evictor.units.now
             for value in values:
@@ -248,7 +257,7 @@ class Fetching:
         self._stored.counts.fetched += len(values)
 
     def _note_borrowed(self, unit: Block) -> None:
-        """Note a use of a borrowed block. A block on disk only is unknown to the policy."""
+        """Note a use of a borrowed block in the order of units on disk only, and in its policy if that has it."""
         evictor = self._contents.evictor
         self._stored.usage.use(name_of_unit(unit))
         if unit in evictor.units:
@@ -256,8 +265,8 @@ class Fetching:
         elif quota := evictor.quota_of(unit):
             quota.units.used(unit)
 
-    def _warm(self, fetched: Iterable[tuple[OnDisk, Slot]]) -> None:
-        """Replace cold values by loaded slots, except values that have changed meanwhile."""
+    def _replace_by_slots(self, fetched: Iterable[tuple[OnDisk, Slot]]) -> None:
+        """Replace values on disk only by their loaded slots, except values that were changed or removed meanwhile."""
         contents = self._contents
         grown: dict[Unit, int] = {}
         for value, slot in fetched:
@@ -278,24 +287,24 @@ class Fetching:
             contents.evictor.units.used(unit)
             self._stored.usage.remove_unit(name_of_unit(unit))
 
-    def _show(self, fetched: Iterable[tuple[OnDisk, Slot]]) -> None:
-        """Keep loaded bytes in addition to the values on disk, for clients that hold the values."""
+    def _keep_temporarily(self, fetched: Iterable[tuple[OnDisk, Slot]]) -> None:
+        """Set the loaded bytes as `temporary_slot` of the values, for clients that hold the values."""
         for value, slot in fetched:
             if value.header:
                 slot.header[:] = value.header
             slot.unit = value.unit
             value.temporary_slot = slot
-            self._shown.add(value)
+            self._temporary.add(value)
             self._stored.counts.fetched += 1
 
-    def _drop_unheld(self) -> None:
-        """Free shown bytes of values that no client holds."""
-        for value in [value for value in self._shown if unit_on_disk(value) not in self.holds]:
-            self._shown.remove(value)
+    def _free_temporary(self) -> None:
+        """Free the temporary slots of values that no client holds."""
+        for value in [value for value in self._temporary if unit_on_disk(value) not in self.holds]:
+            self._temporary.remove(value)
             value.temporary_slot = None
 
     def _place_of(self, value: OnDisk) -> bytes | Extent | None:
-        """Return the place of a value, a key or an extent, or None if it was removed."""
+        """Return the owner of a value: its key, or its extent; None if the value was changed or removed."""
         if value.name[:1] == b"k":
             key = value.name[1:]
             return key if self._contents.catalogue.entries.get(key) is value else None
@@ -304,7 +313,7 @@ class Fetching:
         return extent if extent is not None and extent.slot is value and known is block else None
 
     def lose(self, value: OnDisk, outcome: Outcome) -> None:
-        """Remove a value that could not be read, and move its record to the quarantine."""
+        """Remove a value that could not be read, unless it was changed, and move its record to the quarantine."""
         place = self._place_of(value)
         if place is None:
             return
@@ -321,11 +330,11 @@ class Fetching:
 
 
 def _nothing() -> None:
-    """Do nothing: the client continues by another callback."""
+    """Do nothing, because another callback continues the client."""
 
 
 class _Job:
-    """Values that a thread reads, and the groups that wait for them."""
+    """Values that a thread reads together, and the groups that wait for it."""
 
     __slots__ = ("began", "groups", "touches", "values")
 
@@ -337,7 +346,10 @@ class _Job:
 
 
 class _Group:
-    """Values of one wait. `left` is the number of unfinished jobs; at 0, `then` is called."""
+    """The values of one call of `fetch`.
+
+    `left` is the number of unfinished jobs that read them; at 0, `then` is called.
+    """
 
     __slots__ = ("left", "lent", "then", "values")
 

@@ -1,8 +1,8 @@
 """The LMDB file: its lock, its checks, and its settings.
 
-LMDB trusts its file: one wrong bit in a branch page can crash the process that maps it. So the structure is checked
-before the file is opened. The check is omitted if the file has not changed since it was closed in order, or if only the
-server was killed and the machine still runs: then the system's page cache has all writes.
+LMDB does not validate its file: one wrong bit in a branch page can crash the process that maps it. So the structure is
+checked before the file is opened. The check is omitted if the file has not changed since it was closed cleanly, or if
+only the server was killed and the machine still runs: then the system's page cache has all writes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ FORMAT = 2  # format 1 had a record for each page
 RESERVE = 1 << 20  # bytes of the reserve file
 _LARGEST_MAP = 1 << 40  # bytes of address space without `maxdisk`
 _SMALLEST_MAP = 1 << 30
-_NOTE = 100  # bytes of a note
+_MARKER_SIZE = 100  # bytes of the clean marker
 _MODE = 0o600
-_BESIDE = ("-lock", ".clean", ".reserve")  # suffixes of files that belong to the database
+_SUFFIXES = ("-lock", ".clean", ".reserve")  # suffixes of files that belong to the database
 _READERS = 512  # read transactions at a time: borrowed reads, and reader threads
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -44,53 +44,57 @@ class MaxDisk(DiskFull):
     """Error: a write exceeds `maxdisk`."""
 
 
-class Witness:
-    """Note in a file next to the database: its size and mtime when it was last sound and, while open, the boot id.
+class CleanMarker:
+    """File next to the database, with the size and mtime that the database had when it was last intact.
 
-    After a crash of the machine, writes may be lost. The boot id differs then, so the note is invalid.
+    While the database is open, the marker has the machine's boot id, too. A crash of the machine may lose writes. The
+    boot id differs afterwards, so the marker is invalid.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._note = private(_beside(path, ".clean"), os.O_RDWR | os.O_CREAT)
+        self._file = private(_with_suffix(path, ".clean"), os.O_RDWR | os.O_CREAT)
         self._boot = _BOOT_ID.read_text(encoding="utf-8").strip() if _BOOT_ID.exists() else ""
 
-    def vouches(self) -> bool:
-        """Return whether the file is unchanged since it was closed, or since the last commit in this boot."""
-        noted, seen = os.pread(self._note, 200, 0).decode("ascii", "replace").strip(), self._seen()
-        return noted == seen or bool(self._boot and noted == f"{seen} {self._boot}")
+    def is_valid(self) -> bool:
+        """Return whether the database is unchanged since it was closed, or since the last commit in this boot."""
+        recorded, current = os.pread(self._file, 200, 0).decode("ascii", "replace").strip(), self._size_and_mtime()
+        return recorded == current or bool(self._boot and recorded == f"{current} {self._boot}")
 
     def opened(self) -> None:
-        """Note that the file is sound and open."""
+        """Record that the database is intact and open."""
         self.committed()
-        os.fsync(self._note)
+        os.fsync(self._file)
 
     def committed(self) -> None:
-        """Note that the file is sound unless the machine crashes."""
-        self._say(f"{self._seen()} {self._boot}" if self._boot else "")
+        """Record that the database is intact unless the machine crashes."""
+        self._write(f"{self._size_and_mtime()} {self._boot}" if self._boot else "")
 
     def closed(self) -> None:
-        """Note that the file is sound and flushed."""
-        self._say(self._seen())
+        """Record that the database is intact and synchronised."""
+        self._write(self._size_and_mtime())
 
     def close(self) -> None:
-        os.close(self._note)
+        os.close(self._file)
 
-    def _seen(self) -> str:
+    def _size_and_mtime(self) -> str:
         found = self._path.stat()
         return f"{found.st_size} {found.st_mtime_ns}"
 
-    def _say(self, text: str) -> None:
-        with suppress(OSError):  # the old note describes another state, so it is invalid
-            os.pwrite(self._note, text.encode().ljust(_NOTE), 0)
+    def _write(self, text: str) -> None:
+        with suppress(OSError):  # the old marker has another size or mtime, so it is invalid
+            os.pwrite(self._file, text.encode().ljust(_MARKER_SIZE), 0)
 
 
-def look_through(path: Path, witness: Witness) -> None:
-    """Check the file's structure, unless the witness vouches for it. Raises DiskError. Reads check values."""
+def check_structure(path: Path, marker: CleanMarker) -> None:
+    """Check the structure of the database, unless its marker is valid. Raises DiskError.
+
+    Values are not checked here, but by their checksums when they are read.
+    """
     with path.open("rb") as file:
         if file.read(20)[16:] != (0xBEEFC0DE).to_bytes(4, "little"):
             raise DiskError(f"{path} is not a store of kvpage-server")
-    if witness.vouches():
+    if marker.is_valid():
         return
     problems = _verify(path)
     if problems:
@@ -99,8 +103,8 @@ def look_through(path: Path, witness: Witness) -> None:
 
 def lock(path: Path) -> IO[bytes]:
     """Lock the directory while the file is open. Raises DiskError if another process has the lock."""
-    lock = open(path, "a+b", opener=private)  # noqa: SIM115 - held for as long as the store is
-    if not _taken(lock):
+    lock = open(path, "a+b", opener=private)  # noqa: SIM115 - it stays open as long as the store
+    if not _try_lock(lock):
         lock.seek(0)
         owner = lock.read(20).decode("ascii", "replace").strip()
         lock.close()
@@ -113,22 +117,22 @@ def lock(path: Path) -> IO[bytes]:
 
 
 def claim(path: Path) -> IO[bytes]:
-    """Lock the database, too, because the lock file next to it may have been deleted.
+    """Lock the database file itself, because the lock file in its directory may have been deleted.
 
     Also remove the rights of other users to its files. Raises DiskError if another process has the lock.
     """
-    for part in (path, *(_beside(path, end) for end in _BESIDE)):
+    for part in (path, *(_with_suffix(path, end) for end in _SUFFIXES)):
         if part.exists():
             tighten(part)
     file = path.open("r+b")
-    if not _taken(file):
+    if not _try_lock(file):
         file.close()
         raise DiskError(_in_use(path, ""))
     return file
 
 
-def _taken(file: IO[bytes]) -> bool:
-    """Lock a file. Returns whether this succeeded. LMDB locks another file, so it is not affected."""
+def _try_lock(file: IO[bytes]) -> bool:
+    """Lock a file. Return False if another process has locked it. LMDB locks another file, so it is not affected."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -140,14 +144,14 @@ def _in_use(path: Path, owner: str) -> str:
     return f"{path.parent.absolute()} is in use by another kvpage-server{owner}: each needs a `dir` of its own"
 
 
-def _beside(path: Path, end: str) -> Path:
+def _with_suffix(path: Path, end: str) -> Path:
     return path.with_name(path.name + end)
 
 
 def create(path: Path) -> None:
-    """Create a store. It appears complete or not at all."""
-    new = _beside(path, ".new")
-    for left in (new, _beside(new, "-lock")):
+    """Create an empty store under a temporary name, and rename it, so that an incomplete one is never visible."""
+    new = _with_suffix(path, ".new")
+    for left in (new, _with_suffix(new, "-lock")):
         left.unlink(missing_ok=True)
     env = lmdb.open(str(new), subdir=False, mode=_MODE, max_dbs=4, map_size=_SMALLEST_MAP)
     about = env.open_db(b"about")
@@ -155,13 +159,13 @@ def create(path: Path) -> None:
         txn.put(b"format", b"%d" % FORMAT)
         txn.put(b"id", uuid.uuid4().hex.encode())
     env.close()
-    _beside(new, "-lock").unlink(missing_ok=True)
+    _with_suffix(new, "-lock").unlink(missing_ok=True)
     new.rename(path)
     flush_directory(path.parent)
 
 
 def open_map(path: Path, maxdisk: int, *, flushes: bool) -> lmdb.Environment:
-    """Map the file. Address space is used immediately, disk space as it is needed.
+    """Map the file. The map takes address space immediately, and disk space as values are written.
 
     With `flushes`, commits are durable. Otherwise the operating system writes them later, in any order, and a crash of
     the machine may damage the file. Without `maxdisk`, the map is halved until the system has address space for it.
@@ -200,9 +204,9 @@ def _has_errno(error: Exception, number: int) -> bool:
 class lmdb_errors:
     """Context that raises errors of LMDB and the system as DiskError, or as DiskFull if a write had no space.
 
-    It is not a generator because, since Python 3.12, a generator's frames refer to the exception that passed through
-    it, and the exception to the frames. The arguments of a failed write would stay in memory until the next garbage
-    collection.
+    It is not a generator function because, since Python 3.12, a generator's frames refer to the exception that passed
+    through it, and the exception to the frames. Such a cycle would keep the arguments of a failed write in memory until
+    the next garbage collection.
     """
 
     def __init__(self, path: Path, *, writing: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Names of values on disk, and lookup of values and units by name."""
+"""Names of values and units on disk, see `records`, and lookup of values and units by name."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _MOST_SHOWN = 256  # bytes of a key in a log line
 
 
 def name_of_unit(unit: Unit) -> bytes:
-    """Return the name of a unit."""
+    """Return the name of a unit: of a string or a block. A block of single pages has a name, too."""
     return name_of_key(unit) if isinstance(unit, bytes) else name_of_block(unit.req_id, unit.page)
 
 
 def each_name_in(unit: Unit) -> Iterator[bytes]:
-    """Yield the names of a unit's values, one at a time because there may be many."""
+    """Yield the names of a unit's values: of a string, an extent, or each single page of a block."""
     if isinstance(unit, bytes):
         yield name_of_key(unit)
     elif unit.extent is not None:
@@ -36,12 +36,12 @@ def names_in(unit: Unit) -> Sequence[bytes]:
 
 
 def unit_on_disk(value: OnDisk) -> Unit:
-    """Return the unit of a value on disk only."""
+    """Return the unit of a value on disk only: its block, or the key of a string."""
     return value.unit if type(value.unit) is Block else value.name[1:]
 
 
 def parse_block(name: bytes) -> tuple[bytes, int]:
-    """Return request id and page id of a block's name."""
+    """Return the request id and page id in a block's name."""
     req_id, _, page = name[1:].rpartition(b":")
     return req_id, int(page)
 
@@ -56,7 +56,7 @@ def described(name: bytes) -> str:
 
 
 def block_name_of(name: bytes) -> bytes | None:
-    """Return the name of the block of a page with this name; None if no page can have this name."""
+    """Return the name of the block that a page with this name belongs to; None if it is no name of a page."""
     page = page_named(name[1:]) if name[:4] == b"kkv:" else None
     return name_of_block(page.req_id, page.page) if page is not None else None
 
@@ -87,7 +87,7 @@ def is_there(contents: Contents, unit: Unit) -> bool:
 
 
 def is_removed(contents: Contents, name: bytes) -> bool:
-    """Return whether neither a value with this name exists, nor the block that contained it."""
+    """Return whether no value has this name. A page counts as existing as long as its block exists."""
     if name[:1] == b"b":
         return not contents.index.has(*parse_block(name))
     page = page_named(name[1:])

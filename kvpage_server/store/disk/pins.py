@@ -1,10 +1,10 @@
-"""HeldUnits, which keep values in memory for commands that will use them.
+"""Holds, which keep values in memory for a command that waits for other values.
 
-A command that needs values from disk waits until all of them are in memory. Meanwhile other commands run. So all values
-that it needs are *held*, including values that were in memory before: they are not dropped until the command has run.
-Values that are loaded for a hold do not count against maxmemory until it ends, so they have a limit of their own. After
-the wait, the command checks again that all values are in memory. So a hold may end early, if its client does not
-continue, because it does not read or is paused.
+A command that needs values from disk waits until all of them are in memory, while other commands run. All units that it
+needs are *held*, including units that were in memory before: they are not demoted until the command has run. Values
+that are loaded for a hold do not count against maxmemory until it ends, so they have a limit of their own. After the
+wait, the command checks again that all values are in memory. So a hold may end before the command runs: if the client
+is paused, or does not receive its replies, the hold ends after `LONGEST`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Hold:
         self._holds = holds
         self.units: frozenset[Unit] = frozenset(units)
         self.size = 0  # bytes that were loaded for it
-        self.stays = True  # whether these are in the index, and not only shown
+        self.stays = True  # whether these bytes stay in memory after the hold, and not only temporarily
         self.since = monotonic()  # seconds
 
     def __del__(self) -> None:
@@ -43,11 +43,11 @@ class Hold:
 
 
 class HeldUnits:
-    """All holds. `on_end` is called when `bytes` decreases."""
+    """All holds. `on_end` is called after a hold for which values were loaded has ended."""
 
     def __init__(self) -> None:
-        self.bytes = 0  # size of the values that were loaded for them
-        self.bytes_to_stay = 0  # of these, the size of the values that are not only shown
+        self.bytes = 0  # size of the values that were loaded for all holds
+        self.bytes_to_stay = 0  # of these, the size of the values that were not loaded temporarily
         self.on_end: Callable[[], object] | None = None
         self._counts: dict[Unit, int] = {}  # number of holds of each held unit
         self._holds: WeakSet[Hold] = WeakSet()
@@ -63,14 +63,14 @@ class HeldUnits:
         return hold
 
     def grow(self, hold: Hold, size: int, *, stays: bool) -> None:
-        """Count bytes that are loaded for a hold. `stays` is False if they will only be shown."""
+        """Count `size` bytes that are loaded for a hold. `stays` is False for temporary loads."""
         hold.size += size
         hold.stays = stays
         self.bytes += size
         self.bytes_to_stay += size * stays
 
     def end(self, hold: Hold) -> None:
-        """Release the units of a hold, which may be dropped again."""
+        """End a hold: memory may demote its units again, unless other holds have them."""
         for unit in hold.units:
             left = self._counts.pop(unit) - 1
             if left:
@@ -82,7 +82,7 @@ class HeldUnits:
             self.on_end()
 
     def end_old(self) -> None:
-        """End holds that exceed `LONGEST`, because other clients may need the memory."""
+        """End holds that are older than `LONGEST`, because other clients may need the memory."""
         since = monotonic() - LONGEST
         for hold in [hold for hold in self._holds if hold.since < since]:
             self.end(hold)

@@ -17,14 +17,14 @@ Needed = tuple[Unit, Body]  # a unit, and the bytes of it that must be in memory
 
 
 class Prefetcher:
-    """Lookup of the values that a command needs, in the index alone."""
+    """Lookup of the values that a command needs. It reads only the index, never the disk."""
 
     def __init__(self, contents: Contents) -> None:
         self._catalogue = contents.catalogue
         self.index = contents.index
 
     def cold_of(self, keys: Iterable[bytes]) -> list[OnDisk]:
-        """Return the values that must be loaded before these keys can be read."""
+        """Return the values on disk only that must be loaded before these keys can be read, each once."""
         entries = [*map(self._catalogue.get, keys)]
         if are_on_disk(entries):
             return [*dict.fromkeys(entries)]
@@ -34,7 +34,7 @@ class Prefetcher:
         return [*dict.fromkeys(slot for slot in slots if type(slot) is OnDisk)]
 
     def cold_of_block(self, req_id: bytes, page: int) -> list[OnDisk]:
-        """Return the values that must be loaded before a block can be read whole."""
+        """Return the values on disk only that must be loaded before a whole block can be read."""
         block = self.index.block(req_id, page)
         if block is None:
             return []
@@ -43,7 +43,7 @@ class Prefetcher:
         return self.cold_of(block.page_keys())
 
     def values_of(self, keys: Iterable[bytes]) -> Iterator[Needed]:
-        """Yield the values that must be in memory to read these keys."""
+        """Yield the units and bodies that must be in memory to read these keys. Short strings always are."""
         get = self._catalogue.get
         for key in keys:
             entry = get(key)
@@ -51,23 +51,23 @@ class Prefetcher:
                 yield unit_of(key, entry), entry.extent.slot if type(entry) is ExtentPage else cast(Body, entry)
 
     def extents_of(self, keys: Iterable[bytes]) -> Iterator[Needed]:
-        """Yield the values that must be in memory to write these keys: blocks that are stored whole.
+        """Yield the extents that must be in memory to write these keys.
 
-        A write of a page splits its block, even if the page does not exist yet.
+        A write of a page splits the extent of its block, even if the page does not exist yet.
         """
         entries = self._catalogue.entries
         names = (page_named(key) for key in keys if key[:3] == b"kv:" and not is_page(entries.get(key)))
         return self.extents_at((name.req_id, name.page) for name in names if name)
 
     def extents_at(self, names: Iterable[tuple[bytes, int]]) -> Iterator[Needed]:
-        """Yield the values that must be in memory to write pages of these blocks: the blocks that are stored whole."""
+        """Yield the extents that must be in memory to write pages of these blocks. `names` are request and page ids."""
         for req_id, page in names:
             block = self.index.block(req_id, page)
             if block is not None and block.extent is not None:
                 yield block, block.extent.slot
 
     def blocks_at(self, names: Iterable[tuple[bytes, int]]) -> Iterator[Needed]:
-        """Yield the values that must be in memory to read these blocks whole."""
+        """Yield the units and bodies that must be in memory to read these whole blocks."""
         for req_id, page in names:
             block = self.index.block(req_id, page)
             if block is not None and block.extent is not None:

@@ -1,6 +1,6 @@
 """Threads that read values from disk, so that the event loop does not wait for it.
 
-A thread fills memory of the caller, who keeps it alive meanwhile, or finds and checks values in the map.
+A thread copies values into memory of the caller, or finds and checks them in the map.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ Wanted = Sequence[tuple[bytes, memoryview]]  # names, and the memory for their b
 
 
 class DiskReader:
-    """Reader threads for the event loop on which the object was made. Each call of `fetch` or `find` is a job."""
+    """Reader threads for the running event loop. Each call of `fetch` or `find` is a job of one thread."""
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
         self._loop = asyncio.get_running_loop()
         self._tickets = count()
-        # Callbacks by ticket. A thread has only the ticket, because the callback refers to memory that the loop frees.
+        # Callbacks by ticket, a number of the job. A thread has only the ticket: the callback refers to memory that
+        # only the loop may free.
         self._callers: dict[int, Callable[[Any], None]] = {}
         self._jobs: SimpleQueue[tuple[int, Callable[[], Any]] | None] = SimpleQueue()
         self._threads = [
@@ -44,11 +45,14 @@ class DiskReader:
             thread.start()
 
     def fetch(self, wanted: Wanted, done: Callable[[list[Outcome]], None]) -> None:
-        """Fill memory with bodies, then call `done` with the outcomes, on the loop."""
+        """Copy bodies into memory, then call `done` on the loop with the outcomes.
+
+        The caller keeps the memory alive.
+        """
         self._begin(partial(self._outcomes, wanted), done)
 
     def find(self, wanted: Sequence[tuple[bytes, int]], done: Callable[[tuple[object, list[Found]]], None]) -> None:
-        """Find values and check them, then call `done` with the result of `Disk.find`, on the loop."""
+        """Find values in the map and check them, then call `done` on the loop with the result of `Disk.find`."""
         self._begin(partial(self._found, wanted), done)
 
     def _begin(self, work: Callable[[], T], done: Callable[[T], None]) -> None:
@@ -60,7 +64,7 @@ class DiskReader:
         while (job := self._jobs.get()) is not None:
             ticket, work = job
             deliver = partial(self._deliver, ticket, work())
-            del job, work  # the loop frees the memory, so the thread drops its references
+            del job, work  # drop the references to memory that only the loop may free
             self._loop.call_soon_threadsafe(deliver)
             del deliver
 
@@ -96,14 +100,15 @@ log = logging.getLogger("kvpage")
 
 
 class Scrubber:
-    """Thread that checks all values, `rate` bytes per second, in endless rounds.
+    """Thread that checks all values, `rate` bytes per second, again and again.
 
-    It calls `damaged` with the name of a value or the key of a record, on the event loop on which it was made.
+    It calls `damaged` on the running event loop with the name of each damaged value, or the database key of a damaged
+    record.
     """
 
     def __init__(self, disk: Disk, rate: int, damaged: Callable[[bytes], None]) -> None:
         self.rate = rate
-        self.rounds = 0
+        self.rounds = 0  # complete passes over all values
         self.checked = 0  # bytes
         self.failing = ""  # the error that stopped the scrubber
         self._disk = disk
@@ -139,7 +144,7 @@ class Scrubber:
                     return
 
     def _check(self, name: bytes) -> bool:
-        """Check one value, then wait to keep the rate. Returns False when the scrubber has to stop."""
+        """Check one value, then wait to keep the rate. Return False if the scrubber has to stop."""
         try:
             size = self._disk.check(name)
         except Damaged:

@@ -1,6 +1,6 @@
 """The sizes of values on disk, now and after all queued writes, and the eviction order of units on disk only.
 
-The unit that was dropped or read longest ago is the first to evict. Blocks are evicted whole. A unit that other units
+The unit that was demoted or read longest ago is evicted first. A block is evicted as a whole. A unit that other units
 extend is deferred until nothing extends it, see `DiskLimit`.
 """
 
@@ -20,29 +20,30 @@ from kvpage_server.store.records import footprint, footprint_of, names_of_keys
 
 
 class DiskUsage:
-    """Footprints of values by name, and the units that they belong to. Each operation on a value is O(1).
+    """The footprints of values on disk, in bytes by name, and the order of units on disk only. O(1) for each value.
 
-    `used` is the approximate number of bytes on disk, and `expected` is `used` after all queued writes. Until then,
-    `replaced` bytes are on disk in addition to the values that replace them. Units have the names of strings and of
-    blocks that are stored whole. Sizes of blocks with separate pages are known only with `counts_blocks`.
+    `used` is the approximate number of bytes on disk, and `expected` is `used` after all queued writes. Until these are
+    committed, values of `replaced` bytes are on disk in addition to the values that replace them. The name of a unit is
+    that of a string or a block (`naming.name_of_unit`). Sizes of blocks of single pages are known only with
+    `counts_blocks`.
     """
 
     def __init__(self, *, counts_blocks: bool = True) -> None:
         self.used = 0
         self.expected = 0
         self.replaced = 0
-        # Bytes by name: values on disk; values after queued writes (0: a removal); values that queued writes replace.
-        # `replaced` is always the sum of `_replaced`.
+        # Bytes by name: of values on disk; of values with queued writes after these (0: a removal); of values on disk
+        # that queued writes replace. Invariant: `replaced` is the sum of `_replaced`.
         self._sizes: dict[bytes, int] = {}
         self._expected: dict[bytes, int] = {}
         self._replaced: dict[bytes, int] = {}
-        self._blocks: dict[bytes, int] = {}  # bytes of blocks with separate pages, by the block's name
+        self._blocks: dict[bytes, int] = {}  # bytes of blocks of single pages, by the block's name
         self._counts_blocks = counts_blocks
-        self._strays: set[bytes] = set()  # names of strings whose keys could be a page's
-        # A unit on disk only is in one of these two. The first item of an OrderedDict is found in O(1); a dict skips
-        # all items that were removed before it.
-        self._alone: OrderedDict[bytes, None] = OrderedDict()  # the next to evict is the first
-        self._deferred: OrderedDict[bytes, None] = OrderedDict()  # not evicted, because other units extend them
+        self._strays: set[bytes] = set()  # names of strings whose keys name pages
+        # Names of units on disk only; each is in one of these two. They are OrderedDicts, whose first item is found in
+        # O(1): a dict would skip the places of all items that were removed before it.
+        self._on_disk_only: OrderedDict[bytes, None] = OrderedDict()  # in the order of eviction
+        self._deferred: OrderedDict[bytes, None] = OrderedDict()  # other units extend these, so they stay
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -54,7 +55,10 @@ class DiskUsage:
         return self._sizes.keys() >= set(names)
 
     def expect(self, name: bytes, size: int, *, replaced: bool = False) -> None:
-        """Note a queued write with this footprint, 0 for a removal; `replaced` if another value replaces this one."""
+        """Note a queued write with this footprint, 0 for a removal.
+
+        With `replaced`, the value is removed because a value with another name replaces it.
+        """
         self.expected += size - self.size_of(name)
         self._expected[name] = size
         self.replaced -= self._replaced.pop(name, 0)
@@ -63,7 +67,7 @@ class DiskUsage:
             self.replaced += there
 
     def expect_all(self, names: Iterable[bytes], sizes: Iterable[int]) -> None:
-        """Note queued writes with these footprints, above 0."""
+        """Note queued writes with these footprints, each above 0."""
         stored, queued, replaced = self._sizes, self._expected, self._replaced
         for name, size in zip(names, sizes, strict=True):
             there = stored.get(name, 0)
@@ -80,7 +84,7 @@ class DiskUsage:
         self.replaced -= self._replaced.pop(name, 0)
 
     def to_replace(self, names: Iterable[bytes]) -> int:
-        """Return the bytes on disk of these values, without values that are in `replaced` already."""
+        """Return the bytes on disk of these values, without the ones in `replaced`."""
         return sum(self._sizes.get(name, 0) for name in names if name not in self._replaced)
 
     def size_of(self, name: bytes) -> int:
@@ -89,21 +93,23 @@ class DiskUsage:
         return self._sizes.get(name, 0) if size is None else size
 
     def size_of_unit(self, unit: bytes) -> int:
-        """Return a unit's footprint; 0 for a block found at the start, until one of its pages is looked up."""
+        """Return a unit's bytes on disk; 0 for an unloaded block, and for a block of single pages without
+        `counts_blocks`.
+        """
         return self._sizes.get(unit, 0) + self._blocks.get(unit, 0)
 
     def is_stray_string(self, name: bytes) -> bool:
-        """Return whether a string on disk has this name, although a page could have it."""
+        """Return whether a stray has this name: a string on disk whose key names a page."""
         return name in self._strays
 
     def note_stray(self, name: bytes, block: bytes) -> None:
-        """Note that a string has the name of a page of a block."""
+        """Note that a string on disk has the name of a page of a block."""
         if name not in self._strays:
             self._grow(name, block, -self._sizes.get(name, 0))
             self._strays.add(name)
 
     def add(self, name: bytes, unit: bytes, size: int, *, again: bool = False) -> None:
-        """Note a written value; `again` if another change is queued. A page may replace a string with its name."""
+        """Note a written value of a unit. With `again`, another change of it is queued. A page may replace a stray."""
         if unit != name and name in self._strays:
             self._strays.discard(name)
             self._grow(name, unit, self._sizes.get(name, 0))
@@ -113,10 +119,10 @@ class DiskUsage:
         self.used += grown
         self._sizes[name] = size
         self._grow(name, unit, grown)
-        self.remove_unit(unit)  # it is in memory, too, because it was written from there
+        self.remove_unit(unit)  # the unit is in memory, too, because it was written from there
 
     def remove(self, name: bytes, unit: bytes, *, again: bool = False) -> None:
-        """Note a value removed from disk; `again` if another change is queued."""
+        """Note that a value was removed from disk. With `again`, another change of it is queued."""
         self._settle(name, 0, again=again)
         size = self._sizes.pop(name, 0)
         self.used -= size
@@ -133,7 +139,7 @@ class DiskUsage:
             self._blocks.pop(unit, None)
 
     def _settle(self, name: bytes, size: int, *, again: bool) -> None:
-        """Remove a committed write from the expectations; if `again`, the next one replaces its value."""
+        """Remove a committed write from the expectations. With `again`, the next queued write replaces its value."""
         self.replaced -= self._replaced.pop(name, 0)
         if not again or name not in self._expected:
             self.expected += size - self.size_of(name)
@@ -143,8 +149,8 @@ class DiskUsage:
             self.replaced += size
 
     def found(self, units: Iterable[bytes], in_memory: Collection[bytes], size: int) -> None:
-        """Set the units found at the start, in the order of eviction, and the sum of their footprints."""
-        self._alone.update((unit, None) for unit in units if unit not in in_memory)
+        """Set the units that the start has found, in the order of eviction, and the sum of their footprints."""
+        self._on_disk_only.update((unit, None) for unit in units if unit not in in_memory)
         self.used = self.expected = size
 
     def note_found(self, name: bytes, unit: bytes, size: int) -> None:
@@ -153,58 +159,58 @@ class DiskUsage:
         self._grow(name, unit, size)
 
     def remove_unit(self, unit: bytes) -> None:
-        """Remove a unit from the eviction order, because it was removed or is in memory, too."""
-        self._alone.pop(unit, None)
+        """Remove a unit from the order of eviction, because it was removed or is in memory, too."""
+        self._on_disk_only.pop(unit, None)
         self._deferred.pop(unit, None)
 
     def use(self, unit: bytes) -> None:
-        """Make a unit on disk only the last to evict."""
+        """Note a read of a unit. If it is on disk only, it moves to the end of the order of eviction."""
         if self.is_on_disk_only(unit):
             self.note_on_disk_only(unit)
 
     def note_on_disk_only(self, unit: bytes) -> None:
-        """Note that a unit is on disk only, as the last to evict."""
+        """Add a unit on disk only at the end of the order of eviction."""
         self.remove_unit(unit)
-        self._alone[unit] = None
+        self._on_disk_only[unit] = None
 
     def is_on_disk_only(self, unit: bytes) -> bool:
         """Return whether a unit is on disk only."""
-        return unit in self._alone or unit in self._deferred
+        return unit in self._on_disk_only or unit in self._deferred
 
     @property
     def units_on_disk_only(self) -> int:
         """Number of units on disk only."""
-        return len(self._alone) + len(self._deferred)
+        return len(self._on_disk_only) + len(self._deferred)
 
     @property
     def first(self) -> bytes | None:
-        """The next unit to evict; None if there is none."""
-        return next(iter(self._alone), None)
+        """The name of the next unit to evict; None if there is none."""
+        return next(iter(self._on_disk_only), None)
 
     def defer(self, unit: bytes) -> None:
-        """Skip a unit on disk only, because other units extend it."""
-        del self._alone[unit]
+        """Take a unit out of the order of eviction, because other units extend it."""
+        del self._on_disk_only[unit]
         self._deferred[unit] = None
 
     def resume(self, unit: bytes) -> None:
-        """Make a deferred unit the next to evict, because nothing extends it now."""
+        """Make a deferred unit the next to evict, because no unit extends it now."""
         if unit in self._deferred:
             del self._deferred[unit]
-            self._alone[unit] = None
-            self._alone.move_to_end(unit, last=False)
+            self._on_disk_only[unit] = None
+            self._on_disk_only.move_to_end(unit, last=False)
 
     @property
     def deferred(self) -> Iterator[bytes]:
-        """Deferred units, the last one first, because it is furthest from the start of its chain."""
+        """Names of deferred units, the last deferred first: it is furthest from the start of its chain."""
         return reversed(self._deferred)
 
     def was_cleared(self) -> None:
-        """Note that all written values were deleted; queued writes remain."""
+        """Note that a commit has removed all values from disk; writes in the queue remain."""
         for name in list(self._sizes):
             self.remove(name, name, again=True)
         self._blocks.clear()
         self._strays.clear()
-        self._alone.clear()
+        self._on_disk_only.clear()
         self._deferred.clear()
 
     def clear(self) -> None:
@@ -214,7 +220,7 @@ class DiskUsage:
         self._replaced.clear()
         self._blocks.clear()
         self._strays.clear()
-        self._alone.clear()
+        self._on_disk_only.clear()
         self._deferred.clear()
         self.used = self.expected = self.replaced = 0
 
@@ -225,17 +231,17 @@ _CHANGE = 100  # approximate bytes of memory of a queued change, without the nam
 
 
 class DiskCounters:
-    """Counters of loads, drops and evictions since the start."""
+    """Counters of loads, demotions, evictions and damage since the start."""
 
-    fetched = 0  # values that were read for a client
-    dropped = 0  # values that were dropped from memory
-    evicted = 0  # values that were evicted from the disk
-    corrupt = 0  # values that were damaged, and removed
-    repaired = 0  # damaged on disk, and written again from memory
+    fetched = 0  # values that were loaded or borrowed from disk
+    dropped = 0  # values that were demoted
+    evicted = 0  # values that were evicted from disk
+    corrupt = 0  # values that were found damaged, and removed
+    repaired = 0  # values that were damaged on disk, and written again from memory
 
 
 class Stored:
-    """Values on disk and their queued changes. `maxdisk` is in bytes, 0 for no limit."""
+    """The values on disk and their queued changes. `maxdisk` is in bytes, 0 for no limit."""
 
     behind: WriteBehind[Value]  # set when the loop runs
 
@@ -245,7 +251,7 @@ class Stored:
         self.counts = DiskCounters()
 
     def has(self, name: bytes) -> bool:
-        """Return whether a value is on disk or waits to be written."""
+        """Return whether a value is on disk, or has a queued change."""
         return name in self.usage or self.behind.waits(name)
 
     def keeps(self, name: bytes) -> bool:
@@ -276,7 +282,7 @@ class Stored:
         self.behind.note_all(names, pages, sizes)
 
     def retime(self, name: bytes, value: Entry) -> None:
-        """Queue a value's new expiry if the value is or will be on disk; queue the whole value if it waits anyway."""
+        """Queue a value's new expiry if the value will be on disk, or the whole value if its write is queued anyway."""
         if not self.keeps(name):
             return
         waiting = self.behind.waiting(name)
@@ -287,10 +293,10 @@ class Stored:
             self.behind.note(name, SetExpiry(name, value.expires), _change_size(name))
 
     def remove(self, name: bytes, *, replaced: bool = False) -> None:
-        """Queue the removal of a value from disk. One that is `replaced` stays until its replacement is committed.
+        """Queue the removal of a value from disk. A `replaced` one stays there until its replacement is committed.
 
-        A value that is neither on disk nor being written only leaves the queue. So removals take no memory for new
-        values, however long the disk cannot be written.
+        If the value is neither on disk nor being written, its change is only dropped from the queue. So the removal of
+        new values takes no memory, however long the disk cannot be written.
         """
         if not self.has(name):
             return
@@ -314,7 +320,7 @@ def _change_size(name: bytes) -> int:
 
 
 def takes(name: bytes, value: Entry | Extent | ShortText) -> int:
-    """Return the approximate bytes of a value on disk."""
+    """Return the approximate bytes that a value takes on disk."""
     if (type(value) is Slot or type(value) is ExtentPage) and type(value.unit) is Block:
         return footprint_of(len(value.unit.req_id), value.size)
     if isinstance(value, tuple):

@@ -26,29 +26,33 @@ Error = DiskError | DiskFull
 Done = Callable[[Error | None], None]  # receives the error of a commit, or None
 
 _VALUES_PER_FREE = 256  # values that are freed in one step
-_SPARE_FOR = 10.0  # seconds for which free memory is kept for the next commit, because fresh memory has to be zeroed
+# Seconds without a job after which the thread returns free memory to the system. It keeps it until then, because the
+# system would have to zero the memory for the next commit.
+_SPARE_FOR = 10.0
 
 log = logging.getLogger("kvpage")
 
 
 @dataclass(slots=True)
 class Batch(Generic[T]):
-    """Dirty values that are committed together.
+    """Dirty values that are committed together, by their names on disk.
 
-    A batch has one change per value: the last one. `size` is always the sum of the sizes in `changes`, and `removed`
-    always has the names whose change is a removal. `position` and `began` are set when the commit begins.
+    A batch has one change for each value: the last one. Invariants: `size` is the sum of the sizes in `changes`;
+    `removed` has the names whose change is a removal. `position` and `began` are set when the commit begins.
     """
 
-    changes: dict[bytes, tuple[T | None, int]] = field(default_factory=dict)  # name: value (None: removal), bytes
-    size: int = 0  # bytes of memory that the changes keep
-    clears: bool = False  # whether the commit removes all older values first
-    removed: dict[bytes, None] = field(default_factory=dict)  # an ordered set
-    expiries: dict[bytes, int] = field(default_factory=dict)  # of values whose expiry has changed during the commit
+    # By name: the new value, None for a removal, and the bytes of memory that the change keeps.
+    changes: dict[bytes, tuple[T | None, int]] = field(default_factory=dict)
+    size: int = 0  # bytes of memory that all changes keep
+    clears: bool = False  # whether the commit first removes all values from the disk
+    removed: dict[bytes, None] = field(default_factory=dict)  # names with a removal: an ordered set
+    # Expiries that the commit writes, of values whose expiry in memory has changed since the commit began.
+    expiries: dict[bytes, int] = field(default_factory=dict)
     position: int = 0  # number of the last change, see `WriteBehind.position`
-    began: float = 0.0  # monotonic seconds
+    began: float = 0.0  # start of the commit, in monotonic seconds
 
     def note(self, name: bytes, value: T | None, size: int) -> None:
-        """Replace a value's change. `size` is in bytes."""
+        """Set the change of a value, None for a removal. `size` is in bytes of memory."""
         old = self.changes.get(name)
         self.size += size - (old[1] if old is not None else 0)
         self.changes[name] = (value, size)
@@ -58,6 +62,7 @@ class Batch(Generic[T]):
             self.removed.pop(name, None)
 
     def note_all(self, names: Sequence[bytes], values: Sequence[T], sizes: Sequence[int]) -> None:
+        """Set the changes of several values, none of them a removal."""
         changes = self.changes
         get, grown = changes.get, sum(sizes)
         for name, value, size in zip(names, values, sizes, strict=True):
@@ -70,7 +75,7 @@ class Batch(Generic[T]):
                 self.removed.pop(name, None)
 
     def has_whole(self, name: bytes) -> bool:
-        """Return whether the batch has the whole value, and not only its removal or a change of its expiry."""
+        """Return whether the batch stores the value, and does not only remove it or change its expiry."""
         value = self.changes.get(name, (None, 0))[0]
         return value is not None and not isinstance(value, SetExpiry)
 
@@ -80,7 +85,7 @@ class Batch(Generic[T]):
         self.removed.pop(name, None)
 
     def freed(self) -> Iterator[None]:
-        """Free the values on the loop, which owns their memory. Yields after each step."""
+        """Free the values, in steps. Runs on the loop, because only the loop may free memory of the arena."""
         changes = self.changes
         while changes:
             for _ in range(min(len(changes), _VALUES_PER_FREE)):
@@ -89,16 +94,16 @@ class Batch(Generic[T]):
 
 
 class DiskWriter(Generic[T]):
-    """Thread that commits batches for the event loop on which it was made.
+    """Thread that commits batches for the running event loop.
 
-    `spell` turns a value into a change. It runs in the thread.
+    `spell(name, value)` returns the change that stores a value. It runs in the thread.
     """
 
     def __init__(self, disk: Disk, spell: Callable[[bytes, T], Change]) -> None:
         self._disk = disk
         self._spell = spell
         self._loop = asyncio.get_running_loop()
-        # batch, whether it makes room, callback; None stops the thread
+        # Batch, whether it has only removals for a full disk, callback. None stops the thread.
         self._jobs: SimpleQueue[tuple[Batch[T], bool, Done] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="disk-writer", daemon=True)
         self._thread.start()
@@ -112,7 +117,10 @@ class DiskWriter(Generic[T]):
         self._jobs.put((batch, True, done))
 
     def _run(self) -> None:
-        """Run the thread. It has no reference to a batch at the callback, because only the loop frees memory."""
+        """Run the thread.
+
+        It drops its references to a batch before the callback, because only the loop may free memory.
+        """
         while (job := self._next_job()) is not None:
             batch, makes_room, done = job
             error = self._error_of(batch, makes_room)
@@ -120,7 +128,7 @@ class DiskWriter(Generic[T]):
             self._loop.call_soon_threadsafe(done, error)
 
     def _next_job(self) -> tuple[Batch[T], bool, Done] | None:
-        """Return the next job. If there is none for `_SPARE_FOR` seconds, return free memory to the system."""
+        """Wait for the next job, and return it. After `_SPARE_FOR` seconds without a job, trim the heap once."""
         try:
             return self._jobs.get(timeout=_SPARE_FOR)
         except Empty:
@@ -128,7 +136,10 @@ class DiskWriter(Generic[T]):
             return self._jobs.get()
 
     def _error_of(self, batch: Batch[T], makes_room: bool) -> Error | None:
-        """Commit a batch. Returns the error without its frames, which would keep the batch in memory."""
+        """Commit a batch, and return None or the error.
+
+        The error has no traceback, which would keep the batch in memory.
+        """
         try:
             (self._disk.make_room if makes_room else self._disk.write)(self._changes(batch))
         except (DiskFull, DiskError) as error:
@@ -144,7 +155,8 @@ class DiskWriter(Generic[T]):
             yield Clear()
         for name, (value, _) in batch.changes.items():
             change = Delete(name) if value is None else self._spell(name, value)
-            # Checked after `spell` has read the expiry, because the loop notes the old one before it sets a new one.
+            # `spell` has read the value's expiry. If the loop has changed it since the commit began, `expiries` has the
+            # old one. The loop notes the old one before it sets the new one, so checking after `spell` misses none.
             if name in batch.expiries and isinstance(change, Write):
                 change.expires = batch.expiries[name]
             yield change
@@ -157,25 +169,26 @@ class DiskWriter(Generic[T]):
 
 # -- The queue and its states ------------------------------------------------------------------------------------------
 #
-# Commands queue their changes and do not wait for the disk. A thread commits the changes in batches. Everything else
-# runs on the event loop.
+# Commands queue their changes and do not wait for the disk. A thread commits the changes in batches. All other code of
+# this module runs on the event loop. Costs: O(1) to queue a change; one pass over a batch to write it, to note it, and
+# to free it, in steps of at most a millisecond on the loop.
 #
 # There are at most two batches. `_next` collects new changes. When a commit begins, `_next` becomes `_now`, which the
 # thread writes, and a new `_next` is empty. A change replaces the change of the same value in `_next`, so a value that
-# changes often is written once per commit. The exchange happens between two turns of the loop, and a batch is one LMDB
-# transaction. So the disk has the store as it was between two steps of commands, and never half of a transaction.
+# changes often is written once per commit. The exchange happens between two steps of commands, and a batch is one LMDB
+# transaction. So the disk has the store as it was between two steps, and never half of a MULTI transaction.
 #
 # When a commit fails, the changes in `_now` return to `_next`, unless `_next` has newer changes of the same values. The
 # next attempt follows after RETRY_AFTER.
 #
-# When the disk is full, the owner evicts first. Then removals are committed before everything else, to free their
-# space: in one commit, or in several if `maxdisk` has no space for one. A process that is killed in between leaves a
-# part of the batch on disk; with `always`, no client has received a reply for it. Overwritten values stay until the
-# new values are committed.
+# When the disk is full, the owner evicts first. Then the removals of the queue are committed before its other changes,
+# to free space: in one commit, or in several if `maxdisk` has no space for one. A process that is killed in between
+# leaves a part of the batch on disk; with `always`, no client has received a reply for it. Values that are replaced
+# stay on disk until the new values are committed.
 #
-# `appendfsync` determines when a commit begins. With `always`, it begins when the last one is done. With `everysec` and
-# `no`, it is delayed by `_delay`, so that a change is committed within a second if commits are fast enough. A commit
-# is durable, except with `no`, where the operating system writes the data later.
+# `appendfsync` determines when a commit begins. With `always`, it begins as soon as the commit before it is done. With
+# `everysec` and `no`, it is delayed by `_delay`, so that a change is committed within a second if commits are fast
+# enough. A commit is durable, except with `no`, where the operating system writes the data later.
 #
 # The states, and their transitions. Any other event is an error:
 #
@@ -192,16 +205,16 @@ class DiskWriter(Generic[T]):
 #
 # CHANGED and HURRIED may occur in every state. They change nothing in a state without a row for them.
 
-_SECOND = 0.9  # seconds from a change to its commit, with `everysec` and `no`
-_SLACK = 2.5  # durations of a commit to subtract: a change right after the start of a commit waits for two of them
+_SECOND = 0.9  # seconds from a change to the end of its commit, with `everysec` and `no`
+_SLACK = 2.5  # durations of a commit to subtract, because a change right after the start of a commit waits for two
 _SHORTEST = 0.05  # seconds: the least delay
 RETRY_AFTER = 1.0  # seconds from a failure to the next attempt
 _LAST_TRIES = 3  # attempts to write everything at the end
-_TURN = 1_000_000  # nanoseconds of steps before other tasks of the loop run
+_TURN = 1_000_000  # nanoseconds of steps, after which other tasks of the loop run
 
 
 class State(Enum):
-    """State of the queue, see the table above."""
+    """A state of the queue, see the table above."""
 
     IDLE = auto()
     PLANNED = auto()
@@ -212,7 +225,7 @@ class State(Enum):
 
 
 class Event(Enum):
-    """Event that changes the state."""
+    """An event that may change the state."""
 
     CHANGED = auto()  # a value has changed
     HURRIED = auto()  # a client waits for a commit, or many bytes wait
@@ -224,7 +237,7 @@ class Event(Enum):
     NOTED_SOME = auto()  # the batch is noted, and changes wait
 
 
-_WAITING = {Event.CHANGED, Event.HURRIED}  # may occur at any time
+_WAITING = {Event.CHANGED, Event.HURRIED}  # events that may occur in every state
 
 MOVES: dict[State, dict[Event, State]] = {
     State.IDLE: {Event.CHANGED: State.PLANNED, Event.HURRIED: State.PLANNED},
@@ -254,31 +267,34 @@ def after(state: State, event: Event) -> State:
 
 
 class Owner(Protocol[T]):
-    """Interface of the store that owns the values."""
+    """The interface of the store, as the write-behind uses it."""
 
     def spell(self, name: bytes, value: T) -> Change:
-        """Return the change that stores a value. Called in the thread."""
+        """Return the change that stores a value. Runs in the thread."""
 
     def note_stored(self, batch: Batch[T]) -> Iterator[None]:
-        """Note that a batch is on disk. Runs on the loop, and yields after each step."""
+        """Note that a batch was committed. Runs on the loop, and yields after each step."""
 
     def make_room(self, error: DiskFull, size: int) -> Iterator[None]:
-        """Evict values, because the disk is full and `size` bytes wait. Runs on the loop; yields after each step."""
+        """Evict values, because the disk is full and `size` bytes are queued.
+
+        Runs on the loop; yields after each step.
+        """
 
     def is_removed(self, name: bytes) -> bool:
-        """Return whether the store has no value with that name."""
+        """Return whether the store has no value with this name, so that its removal may be committed early."""
 
 
 class WriteBehind(Generic[T]):
-    """The queue of dirty values. `limit` is the number of queued bytes above which it is `full`.
+    """The queue of dirty values. `mode` is a value of `appendfsync`; above `limit` queued bytes it is `full`.
 
     Invariants: `durable` <= `position`. `_now` is None, except in WRITING, NOTING and MAKING_ROOM. `_timer` is set in
     PLANNED and RETRYING.
     """
 
     def __init__(self, disk: Disk, owner: Owner[T], mode: str, limit: int) -> None:
-        self.mode = mode  # of appendfsync
-        self.limit = limit  # bytes
+        self.mode = mode
+        self.limit = limit
         self.state = State.IDLE
         self.position = 0  # number of changes since the start: the position of the last one
         self.durable = 0  # position up to which all changes are committed
@@ -293,15 +309,15 @@ class WriteBehind(Generic[T]):
         self._now: Batch[T] | None = None  # the batch that the thread writes, or that is being noted
         self._timer: asyncio.TimerHandle | None = None  # starts the next commit
         self._hurries = False  # whether the next commit begins without a delay
-        self._room_made_at = -1  # value of `commits` when removals were last committed to free space
-        self._begun = self._tried = 0  # positions of the last commit that began, and of the last one that failed
+        self._room_made_at = -1  # value of `commits` at the last commit of removals that freed space
+        self._begun = self._tried = 0  # positions of the last commit that began, and of the last failed one
         self._took = 0.0  # seconds of the last commit
-        self._waiting: list[tuple[int, Callable[[], None]]] = []  # callbacks, with the positions that they wait for
+        self._waiting: list[tuple[int, Callable[[], None]]] = []  # positions, and the callbacks that wait for them
 
     # -- changes of values ---------------------------------------------------------------------------------------------
 
     def note(self, name: bytes, value: T | None, size: int) -> None:
-        """Queue a changed or removed value. The value must not change any more."""
+        """Queue a changed value, or None for a removed one. The bytes of the value must not change afterwards."""
         self._next.note(name, value, size)
         self.position += 1
         self._changed()
@@ -313,24 +329,26 @@ class WriteBehind(Generic[T]):
         self._changed()
 
     def may_cancel(self, name: bytes, *, is_on_disk: bool) -> bool:
-        """Return whether a removed value can leave the queue, because no commit has to remove it from the disk."""
+        """Return whether the change of a removed value may be dropped, because the value is not and will not be on
+        disk.
+        """
         return self._next.clears or not (is_on_disk or (self._now is not None and name in self._now.changes))
 
     def cancel(self, name: bytes) -> None:
-        """Drop the queued change of a removed value, see `may_cancel`."""
+        """Drop the queued change of a removed value, if any, see `may_cancel`."""
         if name in self._next.changes:
             self._next.forget(name)
         self.position += 1
         self._changed()
 
     def clear(self) -> None:
-        """Queue the removal of all values, in place of the changes that wait."""
+        """Queue the removal of all values, which replaces all queued changes."""
         self._next = Batch(clears=True)
         self.position += 1
         self._changed()
 
     def _changed(self) -> None:
-        """Plan a commit. It begins without a delay if half of the limit is used."""
+        """Plan a commit; without a delay if the queued bytes exceed half of the limit."""
         if self._next.size > self.limit // 2 and not self._hurries:
             self.hurry()
         elif self.state is State.IDLE:
@@ -338,7 +356,7 @@ class WriteBehind(Generic[T]):
             self._plan(self._delay())
 
     def waits(self, name: bytes) -> bool:
-        """Return whether a value's last change is not on disk yet."""
+        """Return whether a change of a value is queued or being written."""
         if self._next.clears:
             return True
         return name in self._next.changes or (self._now is not None and name in self._now.changes)
@@ -351,18 +369,20 @@ class WriteBehind(Generic[T]):
         return self._now.changes.get(name)
 
     def retimes(self, name: bytes, value: object, expires: int) -> None:
-        """Prepare a change of a value's expiry. The commit in progress writes the old one, `expires`."""
+        """Note the old expiry of a value before it changes, so that the commit in progress writes this old one,
+        `expires`.
+        """
         if self._now is not None and (change := self._now.changes.get(name)) is not None and change[0] is value:
             self._now.expiries.setdefault(name, expires)
 
     def waits_again(self, name: bytes) -> bool:
-        """Return whether a value, and not only its expiry, has changed since the last commit began."""
+        """Return whether a value, and not only its expiry, was changed since the last commit began."""
         change = self._next.changes.get(name)
         return self._next.clears or (change is not None and not isinstance(change[0], SetExpiry))
 
     @property
     def settled(self) -> bool:
-        """Whether all changes are on disk."""
+        """Whether all changes were committed."""
         return self.durable == self.position
 
     @property
@@ -382,7 +402,7 @@ class WriteBehind(Generic[T]):
         return size > self.limit and not self.failing
 
     def when_durable(self, position: int, then: Callable[[], None]) -> None:
-        """Call `then` when all changes up to `position` are on disk, or when a commit has failed."""
+        """Call `then` when all changes up to `position` were committed, or when a commit has failed."""
         self._waiting.append((position, then))
 
     def when_not_full(self, then: Callable[[], None]) -> None:
@@ -416,7 +436,7 @@ class WriteBehind(Generic[T]):
         return max(_SECOND - _SLACK * self._took, _SHORTEST)
 
     def _begin(self) -> None:
-        """Begin a commit: exchange the batches, and pass the full one to the thread."""
+        """Begin a commit: pass the batch of queued changes to the thread, and begin an empty one."""
         self._timer = None
         self._move(Event.TIME)
         batch, self._next = self._next, Batch()
@@ -463,7 +483,7 @@ class WriteBehind(Generic[T]):
         self._wake_waiters()
 
     def _wake_waiters(self) -> None:
-        """Call the callbacks whose changes are on disk, or all after a failure. Hurry if others remain."""
+        """Call the callbacks whose changes were committed, or all after a failure. Hurry if others remain."""
         waiting, self._waiting = self._waiting, []
         for position, then in waiting:
             if position <= self.durable or self.failing:
@@ -479,11 +499,11 @@ class WriteBehind(Generic[T]):
         """Return the changes of a failed batch to the queue. If the disk is full, make room before the next attempt."""
         self.errors += 1
         newer = self._next
-        # Newer changes replace those of the batch. If the newer ones begin with a clear, they replace all.
+        # A newer change of a value replaces the batch's. If the newer batch clears, it replaces the whole batch.
         if not newer.clears:
             batch.expiries.clear()  # the next attempt writes the current expiries
             for name, (value, size) in newer.changes.items():
-                # A whole value in the batch has the new expiry already.
+                # If the batch stores the value, no change of its expiry is necessary: `spell` reads the current one.
                 if not (isinstance(value, SetExpiry) and batch.has_whole(name)):
                     batch.note(name, value, size)
             self._next = batch
@@ -506,11 +526,11 @@ class WriteBehind(Generic[T]):
     def _take_removals(self) -> Batch[T] | None:
         """Return a batch of the removals that may be committed first.
 
-        Return None if there are none, and there was no commit since the last attempt to free space. Without removals, a
-        first attempt may help: it frees lost pieces, and the pages of the last commit.
+        Return None if there are none, and there was no commit since the last attempt to free space. Otherwise even an
+        empty batch may help: its commit frees lost pieces, and the pages of the last commit.
         """
         batch, made_at = self._next, self._room_made_at
-        # A removed page whose block exists was replaced: it stays until the block is committed.
+        # A removed page whose block exists was replaced by an extent, and stays on disk until that is committed.
         gone = sorted(name for name in batch.removed if self._owner.is_removed(name))
         if not gone and not batch.clears and made_at == self.commits:
             return None
@@ -541,7 +561,7 @@ class WriteBehind(Generic[T]):
         self._plan(0)
 
     def _fail(self, error: Error) -> None:
-        """Plan the next attempt, which nothing makes sooner. All waiting callbacks are called."""
+        """Plan the next attempt after RETRY_AFTER, and call all waiting callbacks."""
         if not self.failing:
             log.error("writing to disk fails, it will be tried again: %s", error)
         self.failing = str(error)
@@ -553,7 +573,10 @@ class WriteBehind(Generic[T]):
     # -- the end ---------------------------------------------------------------------------------------------------
 
     async def settle(self) -> None:
-        """Commit all changes up to now. If commits fail, return after an attempt that included all of them."""
+        """Commit all changes that are queued now.
+
+        If commits fail, return after an attempt that included all of them.
+        """
         position, self._tried = self.position, -1
         while self.durable < position and not (self.failing and self._tried >= position):
             done = asyncio.Event()
@@ -562,7 +585,7 @@ class WriteBehind(Generic[T]):
             await done.wait()
 
     async def close(self) -> int:
-        """Commit all changes, and stop the thread. Returns the number of values that could not be written."""
+        """Commit all changes, and stop the thread. Return the number of values that could not be written."""
         for _ in range(_LAST_TRIES):
             await self.settle()
         if self._timer is not None:

@@ -1,7 +1,7 @@
 """The order of eviction: one policy for all units, and another of the same kind for each quota.
 
-**A new policy** is a subclass of `Queues` in a module of this folder, with a row in `policies`. It receives uses and
-returns victims. Its callers remove the victims, and decide how many.
+**A new policy** is a subclass of `Queues` in a module of this folder, with a row in `policies`. Callers report each use
+to the policy, request its victims one by one, and remove as many of them as the limit requires.
 
 **A change of policy** is O(1). The new policy takes over the units in steps, see `queues`.
 """
@@ -16,7 +16,7 @@ from kvpage_server.store.eviction.quotas import Quota, Quotas, Rule
 from kvpage_server.store.memory.catalogue import IN_MEMORY, IndexCosts
 from kvpage_server.store.memory.index import Block, PageIndex
 
-_UNITS_PER_STEP = 500  # units handed over to a new policy in one call, because other clients wait meanwhile
+_UNITS_PER_STEP = 500  # units that a new policy takes over in one call, because other clients wait meanwhile
 
 
 class Evictor:
@@ -72,20 +72,20 @@ class Evictor:
         return quota if quota is not None and quota.limit else None
 
     def chain(self, blocks: Sequence[Block]) -> None:
-        """Note that each of these blocks extends the one before it, without which an engine cannot use it."""
+        """Note that each of these blocks extends the one before it: an engine cannot use it without that one."""
         if len(blocks) > 1:
             self.units.follows(blocks)
 
     def join(self, block: Block) -> None:
-        """Note that a block's neighbours in its request extend each other."""
+        """Note that a block extends its predecessor in its request, and that its successor extends it."""
         self.chain(self._index.around(block))
 
     # -- a change of policy ------------------------------------------------------------------------------------------
 
     def hand_over(self) -> bool:
-        """Hand over up to _UNITS_PER_STEP units to the current policy. Return whether more units are left.
+        """Let the current policies take over up to _UNITS_PER_STEP units. Return whether more units are left.
 
-        If the policy was changed again meanwhile, the next change begins when the previous one is complete.
+        If `policy` was set again before that is complete, the next change begins afterwards.
         """
         self._begin_to_hand_over()
         for policy in self._policies():
@@ -97,7 +97,10 @@ class Evictor:
         return self._begin_to_hand_over()
 
     def _begin_to_hand_over(self) -> bool:
-        """Install the policies of a change, and return True; False if all are installed or a change is incomplete."""
+        """Replace policies of another class than `policy` requires.
+
+        Return False if there are none, or a change is incomplete.
+        """
         kind = self.rules.order
         policies = self._policies()
         if all(type(policy) is kind for policy in policies) or any(policy.hands_over for policy in policies):

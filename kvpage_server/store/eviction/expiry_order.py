@@ -1,15 +1,15 @@
 """Keys by the second of their expiry: the order in which keys expire, and in which `volatile-ttl` evicts them.
 
-Each second has a bucket with every key whose expiry was set to that second. The bucket is processed when the second is
-over. An entry of a bucket is stale if the key's expiry was changed since. All stale entries are dropped together when
-they outnumber the others. Costs: amortised O(1) to add a key and to return an expired one, plus O(log seconds) for a
-new second.
+**Data structure.** Each second has a bucket: a list of every key whose expiry was set to that second. A heap orders the
+seconds. A bucket is processed when its second is over. An entry of a bucket is stale if the key's expiry was changed
+later. All stale entries are dropped together when they outnumber the others. Costs: amortised O(1) to add a key and to
+return an expired one, plus O(log seconds) for a new second.
 
-A caller may add keys between two results of an iterator: if a block is loaded, its pages are added. That may extend,
-replace or drop any bucket, so an iterator looks up its bucket again for every key.
+A caller may add keys between two results of an iterator: the load of a block adds its pages. That may extend, replace
+or drop any bucket, so an iterator looks up its bucket again for every key.
 
-Eviction takes the key that expires next, which may be protected. A spared key is returned again after all others, or
-after `_SPARED_FOR`, so that not every write examines the same protected keys.
+**Eviction** takes the key that expires next, unless the key is protected: then it is spared. A spared key is returned
+again after all others, or after `_SPARED_FOR`, so that not every write examines the same protected keys.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Expirer:
         self._expires_of = expires_of
         self._buckets: dict[int, list[bytes]] = {}  # keys by the second of their expiry, some of them stale
         self._seconds: list[int] = []  # heap of the seconds that have a bucket, which may be empty
-        self._spared: dict[int, list[bytes]] = {}  # spared keys, which are in no bucket, by the second of their expiry
+        self._spared: dict[int, list[bytes]] = {}  # spared keys by the second of their expiry; they are in no bucket
         self._again = 0  # the next time at which spared keys return to the buckets, in monotonic milliseconds
         self._notes = 0  # number of entries in the buckets and of spared keys, stale ones included
-        self.keys = 0  # number of keys that have an expiry; the owner updates it
+        self.keys = 0  # number of keys that have an expiry; `Contents` updates it
 
     def note(self, key: bytes, expires: int) -> None:
         """Add a key that expires at `expires`, in unix milliseconds."""
@@ -62,9 +62,9 @@ class Expirer:
                 yield key
 
     def nearest(self, elapsed: int) -> Iterator[bytes]:
-        """Yield the keys that have an expiry, in the order of its second. `elapsed` is in monotonic milliseconds.
+        """Yield the keys that have an expiry, in the order of its second. `elapsed` is now, in monotonic milliseconds.
 
-        The caller evicts a key before it asks for the next. Keys that still exist at the end were spared.
+        The caller evicts a key before it requests the next. Keys that still exist at the end were spared.
         """
         if elapsed >= self._again:
             self._put_back()
@@ -93,7 +93,7 @@ class Expirer:
         return self._seconds[0] if self._seconds else None
 
     def _take(self, second: int) -> bytes:
-        """Remove a key from a bucket that is not empty, and return it."""
+        """Remove the last key of a bucket that is not empty, and return it. O(1)."""
         self._notes -= 1
         return self._buckets[second].pop()
 

@@ -1,9 +1,9 @@
 """Ghosts: records of removed pages, with the reason, the time, and the policy or quota.
 
-A block has one ghost for each reason, with the rows of the pages that were removed for it. A page is in at most one
-ghost, that of its last removal. `MOST_ROWS` limits all ghosts together. Ghosts of the blocks that lost pages longest
-ago are dropped first, and `since` becomes the time of the newest dropped ghost. Costs: O(rows) to record the pages of
-a block, O(1) to find the ghost of a page.
+A block has one ghost for each reason, with a bit for each page that was removed for this reason, in rows of 64 heads. A
+page is in at most one ghost: the one with the reason of its last removal. `MOST_ROWS` limits the rows of all ghosts
+together. Ghosts of the blocks that lost pages longest ago are dropped first, and `since` becomes the time of the newest
+dropped ghost. Costs: O(rows) to record the pages of a block, O(1) to find the ghost of a page.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvpage_server.page import unix_ms
 from kvpage_server.store.memory.index import Block
 
 MOST_ROWS = 1 << 18  # rows of all ghosts together, of about 100 bytes each
-_GHOST = 8  # rows that a ghost counts in addition to its own
+_ROWS_PER_GHOST = 8  # rows that each ghost counts in addition to its own, for its object
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class Ghost:
     reason: str  # expired, evicted, over quota, deleted, overwritten or corrupt
     rows: dict[int, int]  # bits of the removed pages, by row; see `core.pieces`
     at: int = 0  # the last removal, in unix milliseconds
-    by: str = ""  # the policy, or the pattern of the quota, that evicted the last ones; empty for other reasons
+    by: str = ""  # the policy, or the pattern of the quota, that evicted the last pages; empty for other reasons
     limit: str = ""  # "maxmemory" or "maxdisk" if that limit was reached; empty for other reasons
 
 
@@ -37,9 +37,9 @@ class Ghosts:
     def __init__(self, most_rows: int = MOST_ROWS) -> None:
         self.since = unix_ms()
         self._most_rows = most_rows
-        self._rows = 0  # rows of all ghosts, and _GHOST for each
-        # Ghosts by reason, by request and page id. Blocks, and the ghosts of a block, are in the order of the last
-        # removal, the oldest first.
+        self._rows = 0  # rows of all ghosts, plus _ROWS_PER_GHOST for each ghost
+        # By request and page id of a block: its ghosts by reason. The blocks, and the ghosts of each, are in the order
+        # of their last removal, the oldest first.
         self._blocks: OrderedDict[tuple[bytes, int], dict[str, Ghost]] = OrderedDict()
         self._requests: dict[bytes, set[int]] = {}  # page ids of the blocks with ghosts, by request
 
@@ -58,14 +58,14 @@ class Ghosts:
         # Take the pages out of the ghosts with other reasons.
         ghost = ghosts.pop(reason, None)
         for other in list(ghosts.values()):
-            self._take(other, rows)
+            self._remove_pages(other, rows)
             if not other.rows:
                 del ghosts[other.reason]
-                self._rows -= _GHOST
+                self._rows -= _ROWS_PER_GHOST
         # Add them to the ghost with this reason, which becomes the newest of the block.
         if ghost is None:
             ghost = Ghost(reason, {})
-            self._rows += _GHOST
+            self._rows += _ROWS_PER_GHOST
         ghosts[reason] = ghost
         ghost.at, ghost.by, ghost.limit = unix_ms(), by, limit
         self._rows -= len(ghost.rows)
@@ -75,11 +75,11 @@ class Ghosts:
             for row, heads in rows.items():
                 ghost.rows[row] = ghost.rows.get(row, 0) | heads
         self._rows += len(ghost.rows)
-        # Keep the limit, but never drop the newest block.
+        # Drop the oldest ghosts above the limit, but never those of the newest block.
         while self._rows > self._most_rows and len(self._blocks) > 1:
             self._forget_oldest()
 
-    def _take(self, ghost: Ghost, rows: Mapping[int, int]) -> None:
+    def _remove_pages(self, ghost: Ghost, rows: Mapping[int, int]) -> None:
         """Remove pages from a ghost, because they were removed again for another reason."""
         for row in ghost.rows.keys() & rows.keys():
             if left := ghost.rows[row] & ~rows[row]:
@@ -91,7 +91,7 @@ class Ghosts:
     def _forget_oldest(self) -> None:
         (req_id, page), forgotten = self._blocks.popitem(last=False)
         for ghost in forgotten.values():
-            self._rows -= len(ghost.rows) + _GHOST
+            self._rows -= len(ghost.rows) + _ROWS_PER_GHOST
             self.since = max(self.since, ghost.at)
         pages = self._requests[req_id]
         pages.remove(page)

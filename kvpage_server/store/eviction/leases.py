@@ -2,8 +2,8 @@
 
 A lease belongs to no client and is never shortened: a client cannot end a lease that another client relies on. The
 protected bytes are limited in memory and on disk (see `Protection` in `keyspace`), so that some units can always be
-evicted. Leases and pins do not prevent deletion and expiry. Costs: O(log n) for a lease, O(1) for a pin, a lookup and a
-change of size.
+evicted. Leases and pins do not prevent deletion and expiry. Costs: O(log leases) for a lease; O(1) for a pin, a lookup
+and a change of size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvpage_server.store.eviction.queues import Unit
 
-_LEASES_PER_STEP = 1000  # ended leases removed in one call of `settle`
+_LEASES_PER_STEP = 1000  # entries of the heap that one call of `settle` processes
 LONGEST_LEASE = 3_600_000  # milliseconds; to protect a unit for longer, a client pins it
 
 
@@ -35,7 +35,7 @@ class Lease:
     on_disk: int  # bytes of the unit on disk when it was first protected
     until: int = 0  # the lease's end in monotonic milliseconds; 0 without a lease
     pinned: bool = False
-    account: object = None  # the account that counts the unit's bytes
+    account: object = None  # the account whose limit the unit's bytes count against
 
 
 _NONE = Lease(0, 0)
@@ -43,7 +43,7 @@ _NOTHING = Bytes(0, 0)
 
 
 class Leases:
-    """Every protected unit. A lease that has ended counts until `settle` removes it.
+    """All leases and pins. A lease that has ended counts until `settle` removes it.
 
     `account_of` returns the account of a unit: its quota, or None. Each account has a limit of its own.
     """
@@ -52,8 +52,9 @@ class Leases:
         self._account_of = account_of
         self._bytes: dict[object, Bytes] = {}  # protected bytes by account; no entry for 0 bytes
         self._leases: dict[Unit, Lease] = {}
-        # Heap of (end, ticket, unit, lease). A lease that was extended keeps its entry, which has an earlier end. An
-        # entry is stale if the unit's protection was removed. Tickets make entries with the same end comparable.
+        # Heap of (end, ticket, unit, lease), with one entry for each lease. A lease that was extended keeps its entry
+        # with the earlier end, and gets a new one then. An entry is stale if the unit's protection was removed. Tickets
+        # are consecutive numbers, which make entries with the same end comparable.
         self._due: list[tuple[int, int, Unit, Lease]] = []
         self._tickets = count()
 
@@ -80,7 +81,7 @@ class Leases:
             self._count(lease, lease.size, lease.on_disk)
 
     def _count(self, lease: Lease, size: int, on_disk: int = 0) -> None:
-        """Add bytes, which may be negative, to a lease's account."""
+        """Add bytes of memory and disk, which may be negative, to a lease's account."""
         had = self._bytes.get(lease.account, _NOTHING)
         left = Bytes(had.memory + size, had.disk + on_disk)
         if any(left):
@@ -120,7 +121,7 @@ class Leases:
         return True
 
     def _lease(self, unit: Unit, size: Bytes, most: Bytes) -> Lease | None:
-        """Return a unit's protection, which is created within the limit; None if the limit is reached."""
+        """Return a unit's `Lease`, which is created if it does not exist; None if it would exceed the limit."""
         lease = self._leases.get(unit)
         if lease is None and self.have_room(unit, size, most):
             lease = self._leases[unit] = Lease(*size, account=self._account_of(unit))
@@ -128,7 +129,7 @@ class Leases:
         return lease
 
     def have_room(self, unit: Unit, size: Bytes, most: Bytes) -> bool:
-        """Return whether a unit's account may protect `size` more bytes."""
+        """Return whether a unit's account may protect `size` more bytes within the limit `most`."""
         beside = self.protected_bytes(unit)
         return beside.memory + size.memory <= most.memory and beside.disk + size.disk <= most.disk
 
@@ -156,7 +157,9 @@ class Leases:
             self._count(lease, -lease.size, -lease.on_disk)
 
     def settle(self, now: int) -> None:
-        """Remove up to _LEASES_PER_STEP leases that have ended at `now`, in monotonic milliseconds."""
+        """Remove leases that have ended at `now`, in monotonic milliseconds; at most about _LEASES_PER_STEP in one
+        call.
+        """
         for _ in range(_LEASES_PER_STEP):
             if not self._due or self._due[0][0] > now:
                 return

@@ -21,7 +21,7 @@ class LRU(Queues):
         place = self._places.get(unit)
         if place is None:
             place = self._place_of(unit)
-        elif self._after[place] == self._heads + 1:  # it is the last of the queue already
+        elif self._after[place] == self._heads + 1:  # it is at the end of the queue already
             self._at[place] = self.now
             return
         else:
@@ -45,7 +45,7 @@ class LRU(Queues):
         self._enter(place, self._heads + 1)
 
     def victims(self) -> Iterator[Unit]:
-        yield from self._older_victims()
+        yield from self._waiting_victims()
         queue = self._heads + 1
         for _ in range(len(self._places)):
             place = self._after[queue]
@@ -63,10 +63,10 @@ class LRU(Queues):
 # S3-FIFO of Yang, Zhang, Qiu, Yue, Rashmi: FIFO queues are all you need for cache eviction, SOSP '23, algorithm 1.
 #
 # There are two queues in the order of insertion. A new unit enters the small queue, which has a tenth of all units. At
-# its turn, a unit that was used more than once in the small queue moves to the main queue. Another unit is evicted, and
-# its name becomes a ghost. A unit with a ghost that is inserted again enters the main queue. At its turn in the main
-# queue, a unit with uses loses one of them, and moves to the end. A unit without uses is evicted. So a unit stays for
-# at most _MOST_USES more rounds after its last use.
+# the front of the small queue, a unit that was used more than once moves to the main queue. Any other unit is evicted,
+# and its name becomes a ghost. A unit with a ghost that is inserted again enters the main queue. At the front of the
+# main queue, a unit with counted uses loses one of them, and moves to the end. A unit without uses is evicted. So a
+# unit passes the main queue at most _MOST_USES times after its last use.
 
 _SMALL = 0.1  # share of all units that the small queue has
 _MOST_USES = 3  # uses that are counted
@@ -74,13 +74,14 @@ _NEW, _MAIN = 1, 2  # the small and the main queue
 
 
 class S3FIFO(Queues):
-    """The policy allkeys-s3fifo. Every operation is amortised O(1)."""
+    """The policy allkeys-s3fifo, with two queues and ghosts. Every operation is amortised O(1)."""
 
     in_order_of_use = False
 
     def reset(self) -> None:
         super().reset()
-        # Names of units that were evicted from the small queue, the oldest first; as many as the main queue may have.
+        # Ghosts: names of units that were evicted from the small queue, the oldest first; as many as the main queue may
+        # have units.
         self._ghosts: OrderedDict[int, None] = OrderedDict()
         self._sizes = [0] * FIRST  # number of units in each queue of this policy, by the queue's number
 
@@ -88,20 +89,20 @@ class S3FIFO(Queues):
         place = self._places.get(unit)
         if place is None:
             name = name_of(unit)
-            came_back = name in self._ghosts
-            if came_back:
+            has_ghost = name in self._ghosts
+            if has_ghost:
                 del self._ghosts[name]
-            self._come(self._place_of(unit), _MAIN if came_back else _NEW)
+            self._insert_last(self._place_of(unit), _MAIN if has_ghost else _NEW)
             return
         if self._waits(place):
-            self._take(place)
-            self._come(place, _NEW)
+            self._unlink_waiting(place)
+            self._insert_last(place, _NEW)
         self._at[place] = self.now
         if self.now - self._counted[place] >= BURST:
             self._counted[place] = self.now
             self._uses[place] = min(self._uses[place] + 1, _MOST_USES)
 
-    def _come(self, place: int, queue: int) -> None:
+    def _insert_last(self, place: int, queue: int) -> None:
         """Insert a new unit at the end of a queue."""
         self._uses[place] = 0
         self._at[place] = self._counted[place] = self.now
@@ -132,7 +133,7 @@ class S3FIFO(Queues):
         self.removed(unit)
 
     def victims(self) -> Iterator[Unit]:
-        yield from self._older_victims()
+        yield from self._waiting_victims()
         spared: set[Unit] = set()  # spared units, all of which are in the main queue; each unit is offered once
         while len(spared) < len(self):
             # Examine the first unit of the small queue if that has its share of all units, or if every unit of the main
@@ -165,10 +166,11 @@ class Policy(NamedTuple):
     A policy that may not evict every unit refuses writes when no unit that it may evict is left.
     """
 
-    order: type[Queues]
+    order: type[Queues]  # the class that orders the units
     evicts_any: bool = True  # whether every unit may be evicted
-    evicts_expiring: bool = True  # whether units with an expiry may be evicted, otherwise the next due first
-    keeps_chains: bool = False  # whether no block is evicted from disk while another one extends it
+    # Whether units with an expiry may be evicted; without `evicts_any`, the next due first.
+    evicts_expiring: bool = True
+    keeps_chains: bool = False  # whether a block stays on disk while another block extends it
 
 
 POLICIES = {

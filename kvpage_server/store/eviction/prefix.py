@@ -8,20 +8,20 @@
     4  used 4 to 7 times
     5  used 8 times or more
 
-The victim is the unit with the lowest worth among the first units of the queues. Time is the number of inserted units,
+The victim is the unit with the lowest score among the first units of the queues. Time is the number of inserted units,
 so no unit ages while none is inserted. The last `_FRESH` inserted units are evicted only if no others are left, because
 their client may not have finished its chain.
 
-**Worth** is learned: it is the frequency with which units of a kind and an age are used again (see `Worth`). An evicted
-unit becomes a ghost: its name, kind and last use are kept, and count like those of other units. So the policy also
-learns which units are used again after their eviction. (ARC, Megiddo and Modha, FAST '03, uses ghosts to divide memory
-between units with one use and with several; LHD, Beckmann et al., NSDI '18, ranks units by the hits of their class and
-age per used space and time.)
+**Scores** are learned: the score of a unit is the frequency with which units of its kind and age are used again (see
+`ReuseScores`). An evicted unit becomes a ghost: the policy keeps its name, kind and last use, and counts them like
+those of other units. So the policy also learns which units are used again after their eviction. (ARC, Megiddo and
+Modha, FAST '03, uses ghosts to divide memory between units with one use and with several; LHD, Beckmann et al., NSDI
+'18, ranks units by the hits of their class and age per used space and time.)
 
-**Prefixes.** The owner reports which units extend which (`follows`): a block extends the block of the tokens before it.
-A unit with extensions is taken out of its queue at its turn, and returns to it when its last extension is removed. So
-chains are evicted from their ends. If the end of a chain is spared, the whole chain is spared, unless no other units
-are left. Spared units are examined again after as many evictions as there are spared units.
+**Prefixes.** The caller of `follows` reports which units extend which: a block extends the block of the tokens before
+it. When such a unit with extensions becomes the victim, it is taken out of its queue instead, and returns when its last
+extension is removed. So chains are evicted from their ends. If the end of a chain is spared, the whole chain is spared,
+unless no other units are left. Spared units are examined again after as many evictions as there are spared units.
 
 Every operation is amortised O(1). A unit takes about 150 bytes, in the columns of `Queues` and in `_places`. A ghost
 takes about 150 bytes, too.
@@ -35,59 +35,61 @@ from math import exp, inf
 from operator import mul
 
 from kvpage_server.core.python.lru import SLOT_BITS as _SLOT
-from kvpage_server.store.eviction.queues import BURST, NOBODY, QUEUES, Queues, Unit, name_of
+from kvpage_server.store.eviction.queues import BURST, NO_PLACE, QUEUES, Queues, Unit, name_of
 
-# -- worth -------------------------------------------------------------------------------------------------------------
+# -- scores ------------------------------------------------------------------------------------------------------------
 #
-# The worth of units by kind and age: an estimate of how soon they are used again, learned from earlier uses.
+# The scores of units by kind and age: an estimate of how soon a unit is used again, learned from earlier uses.
 #
 # The age of a unit is the time since its last use. Time is the number of inserted units, in slots of 2**_SLOT. For each
-# kind and age two numbers are kept: the time that units spent in it (existing units and ghosts), and the number of uses
-# that ended it. Their quotient is the frequency of use.
+# kind and age two numbers are kept: the time that units and ghosts have spent at this age, and the number of uses that
+# happened at it. Their quotient, uses per unit and time, is the frequency of use.
 #
 # The frequency is modelled as the product of a factor for the kind and a factor for the age (proportional hazards: Cox,
-# 1972), so that each factor is learned from the uses of many kinds or ages. A unit's worth is the highest mean of the
-# frequency over any period that starts now (the index of Gittins, 1979). So the worth of a unit that is usually used
-# again after some minutes is not lower before these minutes are over.
+# 1972), so that each factor is learned from the uses of many kinds or ages. A unit's score is the highest mean of the
+# frequency over any period that starts now (the index of Gittins, 1979). So a unit that is usually used again after
+# some minutes keeps its score until these minutes are over.
 #
 # Every operation is amortised O(1); `learn` is O(kinds * ages + slots in use).
 
-_AGES = 28  # number of ages: the first four last a slot each, then there are two for each doubling
-_EVERY, _SHARE = 256, 64  # new units after which `learn` is due: 256, or a 64th of all units if that is more
-_MEMORY = 16  # decay of learned numbers: to 1/e after this many times the number of units
+_AGES = 28  # number of ages: the first four last a slot each, then there are two ages for each doubling of the time
+# New units after which `learn` is due: 256, or a 64th of all units if that is more
+_LEARN_EVERY, _LEARN_SHARE = 256, 64
+_DECAY_TIME = 16  # the learned numbers decay to 1/e while this many times the number of units are inserted
 # Weight of the prior in `_estimate`, as a number of uses of each kind and age. It is large, because the blocks of a
 # prompt are used together, so that a thousand uses may be one event. In a smaller store it is the number of its units.
-_DOUBT = 1024
+_PRIOR_USES = 1024
 
-_LASTS = [1 << max(age // 2 - 1, 0) for age in range(_AGES)]  # length of each age, in slots
-_AGE_OF = bytes(age for age, lasts in enumerate(_LASTS) for _ in range(lasts))  # age by the slots since the last use
+_AGE_LENGTHS = [1 << max(age // 2 - 1, 0) for age in range(_AGES)]  # length of each age, in slots
+# Age by the slots since the last use
+_AGE_OF = bytes(age for age, lasts in enumerate(_AGE_LENGTHS) for _ in range(lasts))
 _OLDEST = len(_AGE_OF) - 1
 
 
-class Worth:
-    """The worth of units by kind and age. `expected` is the prior frequency of use of each kind, relative to the mean.
+class ReuseScores:
+    """Scores of units by kind and age. `expected` is the prior frequency of use of each kind, relative to the mean.
 
-    Callers report each unit with `began` or `came` when it enters a kind, and with `ended` or `used_again` when it
-    leaves the kind.
+    The policy calls `add_unit` or `add_units` when a unit enters a kind, and `used_again` or `remove_unit` when the
+    unit leaves the kind. `moved` changes the last use of units that stay in their kind.
     """
 
     def __init__(self, expected: Sequence[float]) -> None:
         kinds = len(expected)
         self._expected = expected
         self._learned = 0  # time of the last `learn`
-        self.due = _EVERY  # time of the next `learn`
+        self.due = _LEARN_EVERY  # time of the next `learn`
 
         # Number of units and ghosts of each kind, by the slot of their last use. An age is a range of these slots that
         # moves with time, so nothing has to be updated when units grow older.
         self._last_used: list[dict[int, int]] = [{} for _ in range(kinds)]
 
         # The statistics by kind and age, which decay at each `learn`.
-        self._again = [[0.0] * _AGES for _ in range(kinds)]  # number of uses
-        self._time = [[0.0] * _AGES for _ in range(kinds)]  # time that all units together spent in it
+        self._again = [[0.0] * _AGES for _ in range(kinds)]  # number of uses at this age
+        self._time = [[0.0] * _AGES for _ in range(kinds)]  # sum of the times that units and ghosts spent at this age
 
         # The results of `learn`.
-        self._of_age = [1.0] * _AGES  # factor of each age
-        self._worth = [[factor] * _AGES for factor in expected]  # worth by kind and age
+        self._age_factors = [1.0] * _AGES  # factor of each age
+        self._score_table = [[factor] * _AGES for factor in expected]  # scores by kind and age
 
     def add_unit(self, kind: int, last: int) -> None:
         """Count a unit that enters a kind, with the time of its last use."""
@@ -104,7 +106,7 @@ class Worth:
             first = end
 
     def moved(self, kind: int, slot: int, count: int, now: int) -> None:
-        """Set the last use of `count` units of a kind, which was in `slot`, to `now`. Counts no use, see BURST."""
+        """Set the last use of `count` units of a kind from `slot` to `now`, without counting a use, see BURST."""
         slots, to = self._last_used[kind], now >> _SLOT
         slots[slot] -= count
         slots[to] = slots.get(to, 0) + count
@@ -114,19 +116,19 @@ class Worth:
         self._last_used[kind][last >> _SLOT] -= 1
 
     def used_again(self, kind: int, last: int, now: int) -> None:
-        """Count a use of a unit or ghost at `now`, which leaves this kind. Its use before was at `last`."""
+        """Count a use at `now` of a unit or ghost, and remove it from this kind. Its use before was at `last`."""
         self.remove_unit(kind, last)
         self._again[kind][_age(last, now)] += 1
 
     def of(self, kind: int, last: int, now: int) -> float:
-        """Return the worth at `now` of a unit of a kind with its last use at `last`."""
-        return self._worth[kind][_age(last, now)]
+        """Return the score at `now` of a unit of a kind with its last use at `last`."""
+        return self._score_table[kind][_age(last, now)]
 
     def learn(self, now: int, units: int) -> None:
-        """Update the worths with the uses since the last call. `units` is the number of units in the store."""
+        """Update the scores with the uses since the last call. `units` is the number of units in the store."""
         passed, self._learned = now - self._learned, now
-        self.due = now + max(_EVERY, units // _SHARE)
-        kept = exp(-passed / (_MEMORY * max(units, _EVERY)))
+        self.due = now + max(_LEARN_EVERY, units // _LEARN_SHARE)
+        kept = exp(-passed / (_DECAY_TIME * max(units, _LEARN_EVERY)))
         for slots, again, time in zip(self._last_used, self._again, self._time, strict=True):
             # Let the old statistics decay.
             for age in range(_AGES):
@@ -138,35 +140,35 @@ class Worth:
                     time[_AGE_OF[min((now >> _SLOT) - slot, _OLDEST)]] += count * passed
                 else:
                     del slots[slot]
-        self._estimate(min(_DOUBT, units))
+        self._estimate(min(_PRIOR_USES, units))
 
-    def _estimate(self, doubt: int) -> None:
-        """Estimate the factors of kinds and ages from the statistics, and the worths from the factors.
+    def _estimate(self, prior: int) -> None:
+        """Estimate the factors of kinds and ages from the statistics, and the scores from the factors.
 
         A factor is the number of observed uses, divided by the number that the mean frequency and the other factors
-        predict. A prior of `doubt` predicted uses is added to both numbers.
+        predict. A prior of `prior` predicted uses is added to both numbers.
         """
-        # The mean frequency of use; without any uses the worths stay as they are.
+        # The mean frequency of use; without any uses the scores stay as they are.
         uses, time = sum(map(sum, self._again)), sum(map(sum, self._time))
         if not uses or not time:
             return
-        rate, of_age = uses / time, self._of_age
+        rate, age_factors = uses / time, self._age_factors
         # The factors of kinds, with the last factors of ages. The prior is the expected frequency.
-        of_kind = [
-            (sum(again) + doubt * expected) / (rate * sum(map(mul, time, of_age)) + doubt)
+        kind_factors = [
+            (sum(again) + prior * expected) / (rate * sum(map(mul, time, age_factors)) + prior)
             for again, time, expected in zip(self._again, self._time, self._expected, strict=True)
         ]
         # The factors of ages, with the new factors of kinds. The prior is the factor of the age before.
         before = 1.0
         for age in range(_AGES):
             again = sum(row[age] for row in self._again)
-            expected = rate * sum(row[age] * factor for row, factor in zip(self._time, of_kind, strict=True))
-            before = of_age[age] = (again + doubt * before) / (expected + doubt)
-        best = _best_means(of_age)
-        self._worth = [[factor * mean for mean in best] for factor in of_kind]
+            expected = rate * sum(row[age] * factor for row, factor in zip(self._time, kind_factors, strict=True))
+            before = age_factors[age] = (again + prior * before) / (expected + prior)
+        best = _best_means(age_factors)
+        self._score_table = [[factor * mean for mean in best] for factor in kind_factors]
 
 
-def _best_means(of_age: list[float]) -> list[float]:
+def _best_means(age_factors: list[float]) -> list[float]:
     """Return for each age the highest mean of the factors over any period that starts with it. O(ages).
 
     The best period from an age on is the age itself, extended by the best periods that follow as long as they have
@@ -175,7 +177,7 @@ def _best_means(of_age: list[float]) -> list[float]:
     best = [0.0] * _AGES
     later: list[tuple[float, int]] = []  # sum of factors and length in slots of later periods, the next one last
     for age in range(_AGES - 1, -1, -1):
-        total, time = of_age[age] * _LASTS[age], _LASTS[age]
+        total, time = age_factors[age] * _AGE_LENGTHS[age], _AGE_LENGTHS[age]
         while later and later[-1][0] * time > total * later[-1][1]:
             more, longer = later.pop()
             total, time = total + more, time + longer
@@ -195,30 +197,33 @@ _KINDS = range(1, QUEUES + 1)
 _FRESH = 8  # inserted units: a unit used once is fresh until that many others were inserted
 _GHOSTS = 4  # ghosts that are kept for each unit, within the two bounds below
 _FEWEST_GHOSTS, _MOST_GHOSTS = 1 << 14, 1 << 17
-# Prior frequency of use by kind, with no kind 0: a unit with twice the uses is used again in half the time, and the end
-# of a prompt seldom.
+# Prior frequency of use by kind; there is no kind 0. A unit with twice the uses is expected to be used again in half
+# the time. The end of a prompt is expected to be used again a fourth as often as another unit that was used once.
 _EXPECTED = (1.0, 0.25, 1.0, 2.0, 4.0, 8.0)
 _MOST_STEPS = 4096  # steps up a chain in the search for a cycle
-_USES_BITS, _KIND_BITS = 8, 3  # of a ghost's number, see `_packed`
+_USES_BITS, _KIND_BITS = 8, 3  # low bits of a ghost's number that contain the uses and the kind, see `_packed`
 
 
 class Prefix(Queues):
     """The policy allkeys-prefix. `_parent` and `_children` of `Queues` link a unit to the unit that it extends.
 
-    A unit is in the queue of its kind. It is in no queue after its turn if it has children, or if it was spared. A
-    removed unit with children keeps its place until the last of them is removed, so that their links stay valid.
+    A unit is in the queue of its kind. It is in no queue if it was selected as a victim and either has children or was
+    spared. A removed unit with children keeps its place until the last of them is removed, so that their links stay
+    valid.
     """
 
     def reset(self) -> None:
         super().reset()
-        self._time = 0  # number of units inserted so far: the clock of `_last` and `Worth`
-        self._before_time = 0  # last use of the unit that was taken over last; negative, since it is before all others
-        # By `name_of`: last use, uses and kind of an evicted unit in one number; the first evicted first.
+        self._time = 0  # number of units inserted so far: the clock of `_last` and `ReuseScores`
+        # Last use of the unit that was taken over last: a negative time, before the uses of all inserted units.
+        self._before_time = 0
+        # Ghosts, by the unit's `name_of`: last use, uses and kind in one number (`_packed`). The first evicted is
+        # first.
         self._ghosts: OrderedDict[int, int] = OrderedDict()
         # Spared units, the first spared first, with the unit's place and its parent's place when it was spared.
         self._spared: list[tuple[Unit, int, int]] = []
         self._evictions = 0  # number of units evicted since spared units were returned to their queues
-        self._worth = Worth(_EXPECTED)
+        self._scores = ReuseScores(_EXPECTED)
 
     # -- uses ------------------------------------------------------------------------------------------------------
 
@@ -226,29 +231,29 @@ class Prefix(Queues):
         # Insert a new unit.
         place = self._places.get(unit)
         if place is None:
-            self._come(self._place_of(unit), self._uses_before(unit))
+            self._insert_last(self._place_of(unit), self._uses_before(unit))
             return
         # Skip a unit that was already used in this second, if none was inserted since.
         if self._last[place] == self._time and self._at[place] == self.now:
             return
         # Take over a unit of the policy before this one as a new unit.
         if self._waits(place):
-            self._take(place)
-            self._come(place, 1)
+            self._unlink_waiting(place)
+            self._insert_last(place, 1)
             return
-        # Count the use, unless it is in one burst with the last counted one. A counted use may change the kind.
+        # Count the use, unless it is less than BURST after the last counted one. A counted use may change the kind.
         self._unlink(place)
         kind, last = self._queue[place] - self._heads, self._last[place]
         if self.now - self._counted[place] >= BURST:
             self._counted[place] = self.now
-            self._worth.used_again(kind, last, self._time)
+            self._scores.used_again(kind, last, self._time)
             uses = self._uses[place] = min(self._uses[place] + 1, 255)
             kind = _kind(uses)
             self._queue[place] = self._heads + kind
         else:
-            self._worth.remove_unit(kind, last)
+            self._scores.remove_unit(kind, last)
         # Move the unit to the end of the queue of its kind.
-        self._worth.add_unit(kind, self._time)
+        self._scores.add_unit(kind, self._time)
         self._at[place] = self.now
         self._last[place] = self._time
         self._link(place, self._before[self._queue[place]])
@@ -261,10 +266,10 @@ class Prefix(Queues):
         if self.hands_over:
             super().used_all(units)
             return
-        # The core moves the known units whose use is in one burst with their last counted one.
+        # The core moves the known units whose last counted use is less than BURST ago: this use does not count.
         new, due, moved = self._touch_many(units, self._time, self.now - BURST)
         for queue, slot, count in moved:
-            self._worth.moved(queue - self._heads, slot, count, self._time)
+            self._scores.moved(queue - self._heads, slot, count, self._time)
         # Uses that count, and units with a ghost, are processed one by one.
         if self._ghosts:
             due += [unit for unit in new if name_of(unit) in self._ghosts]
@@ -273,9 +278,9 @@ class Prefix(Queues):
         # The core inserts the remaining new units.
         if new:
             before, self._time = self._time, self._enter_all(new, _ONCE, self._time)
-            self._worth.add_units(_ONCE, before + 1, self._time + 1)
-            if self._time >= self._worth.due:
-                self._worth.learn(self._time, len(self._places))
+            self._scores.add_units(_ONCE, before + 1, self._time + 1)
+            if self._time >= self._scores.due:
+                self._scores.learn(self._time, len(self._places))
 
     def _uses_before(self, unit: Unit) -> int:
         """Return the number of uses of a new unit, including this one and those of its ghost. Drop the ghost."""
@@ -285,27 +290,27 @@ class Prefix(Queues):
         if ghost is None:
             return 1
         last, before, kind = _unpacked(ghost)
-        self._worth.used_again(kind, last, self._time)
+        self._scores.used_again(kind, last, self._time)
         return min(before + 1, 255)
 
-    def _come(self, place: int, uses: int) -> None:
+    def _insert_last(self, place: int, uses: int) -> None:
         """Insert a new unit at the end of the queue of its kind, and learn if that is due."""
         self._time += 1
         self._at[place] = self.now
         self._enter(place, uses, self._time)
         self._link(place, self._before[self._queue[place]])
-        if self._time >= self._worth.due:
-            self._worth.learn(self._time, len(self._places))
+        if self._time >= self._scores.due:
+            self._scores.learn(self._time, len(self._places))
 
     def _enter(self, place: int, uses: int, last: int) -> None:
         """Set the fields of a new unit. `last` is its last use, as a number of inserted units."""
         self._uses[place] = uses
         self._counted[place] = self._at[place]
         self._last[place] = last
-        self._parent[place], self._children[place] = NOBODY, 0
+        self._parent[place], self._children[place] = NO_PLACE, 0
         kind = _kind(uses)
         self._queue[place] = self._heads + kind
-        self._worth.add_unit(kind, last)
+        self._scores.add_unit(kind, last)
 
     def inherit(self, place: int) -> None:
         self._before_time -= 1
@@ -316,22 +321,22 @@ class Prefix(Queues):
 
     def follows(self, units: Sequence[Unit]) -> None:
         # Link each unit to the one before it, unless it has a parent already or the link would close a cycle.
-        before = NOBODY
+        before = NO_PLACE
         for unit in units:
-            place = self._places.get(unit, NOBODY)
+            place = self._places.get(unit, NO_PLACE)
             if self._waits(place):
-                place = NOBODY
-            if NOBODY not in (before, place) and self._is_orphan(place) and not self._descends(before, place):
+                place = NO_PLACE
+            if NO_PLACE not in (before, place) and self._is_orphan(place) and not self._descends(before, place):
                 self._adopt(before, place)
             before = place
         # The last unit is the end of a chain, if it was used once and nothing extends it.
-        if before != NOBODY and self._queue[before] == self._heads + _ONCE and not self._children[before]:
+        if before != NO_PLACE and self._queue[before] == self._heads + _ONCE and not self._children[before]:
             self._requeue(before, _END)
 
     def _is_orphan(self, place: int) -> bool:
         """Return whether a unit extends no existing unit."""
         parent = self._parent[place]
-        return parent == NOBODY or self._units[parent] is None
+        return parent == NO_PLACE or self._units[parent] is None
 
     def _descends(self, place: int, ancestor: int) -> bool:
         """Return whether a unit is `ancestor`, or extends it directly or through other units.
@@ -344,12 +349,12 @@ class Prefix(Queues):
             if place == ancestor:
                 return True
             place = self._parent[place]
-            if place == NOBODY:
+            if place == NO_PLACE:
                 return False
         return True
 
     def _adopt(self, parent: int, child: int) -> None:
-        """Link a unit to the unit that it extends, which is no end of a chain any more."""
+        """Link a unit to the unit that it extends, which then is no end of a chain."""
         self._abandon(child)
         self._parent[child] = parent
         self._children[parent] += 1
@@ -359,23 +364,25 @@ class Prefix(Queues):
     def _abandon(self, child: int) -> None:
         """Remove the link from a unit to its parent. A parent without children may be evicted next."""
         parent = self._parent[child]
-        if parent == NOBODY:
+        if parent == NO_PLACE:
             return
-        self._parent[child] = NOBODY
+        self._parent[child] = NO_PLACE
         self._children[parent] -= 1
         if self._children[parent]:
             return
         # Free the place of a removed parent. An existing parent in no queue returns to the front of its queue.
         if self._units[parent] is None:
-            self._give_back(parent)
+            self._free_place(parent)
         elif not self._after[parent]:
             self._link(parent, self._queue[parent])
 
     def _requeue(self, place: int, kind: int) -> None:
-        """Move a unit to the queue of another kind: to the front if its last use is before all there, or to the end."""
+        """Move a unit to the queue of another kind: to the front if its last use is before all uses there, else to the
+        end.
+        """
         self._unlink(place)
-        self._worth.remove_unit(self._queue[place] - self._heads, self._last[place])
-        self._worth.add_unit(kind, self._last[place])
+        self._scores.remove_unit(self._queue[place] - self._heads, self._last[place])
+        self._scores.add_unit(kind, self._last[place])
         queue = self._queue[place] = self._heads + kind
         first = self._after[queue]
         is_first = first != queue and self._last[place] < self._last[first]
@@ -388,7 +395,7 @@ class Prefix(Queues):
         if place is None:
             return
         if not self._waits(place):
-            self._worth.remove_unit(self._queue[place] - self._heads, self._last[place])
+            self._scores.remove_unit(self._queue[place] - self._heads, self._last[place])
         self._leave(unit, place)
 
     def evicted(self, unit: Unit) -> None:
@@ -404,13 +411,13 @@ class Prefix(Queues):
         del self._places[unit]
         self._units[place] = None
         if self._waits(place):
-            self._take(place)
-            self._give_back(place)
+            self._unlink_waiting(place)
+            self._free_place(place)
             return
         self._unlink(place)
         self._abandon(place)
         if not self._children[place]:
-            self._give_back(place)
+            self._free_place(place)
 
     def _remember(self, unit: Unit, place: int) -> None:
         """Record the ghost of an evicted unit. Drop the oldest ghosts that are too many."""
@@ -426,17 +433,17 @@ class Prefix(Queues):
     def _forget(self, ghost: int) -> None:
         """Take a dropped ghost out of the statistics."""
         last, _, kind = _unpacked(ghost)
-        self._worth.remove_unit(kind, last)
+        self._scores.remove_unit(kind, last)
 
     def victims(self) -> Iterator[Unit]:
         # Units of the policy before this one are evicted first.
-        yield from self._older_victims()
+        yield from self._waiting_victims()
         # Examine spared units again after as many evictions, so that each eviction costs amortised O(1).
         if self._evictions >= len(self._spared):
             self._bring_back(len(self._spared))
         before, cut = len(self._spared), 0
         while True:
-            # Offer the unit with the lowest worth. A unit that still exists after that was spared.
+            # Offer the unit with the lowest score. A unit that still exists after that was spared.
             place = self._next()
             if place is not None:
                 unit = self._units[place]
@@ -449,7 +456,8 @@ class Prefix(Queues):
             elif before:
                 self._bring_back(before)
                 before = 0
-            # If only beginnings of spared chains are left, unlink spared units from them, so that these can be evicted.
+            # If only parents of spared units are left, unlink the spared units from them, so that the parents can be
+            # evicted.
             elif cut < len(self._spared):
                 unit, place, _ = self._spared[cut]
                 cut += 1
@@ -459,7 +467,7 @@ class Prefix(Queues):
                 return
 
     def _bring_back(self, count: int) -> None:
-        """Return the first `count` spared units to the ends of their queues, and restore links to their parents."""
+        """Return the first `count` spared units to the ends of their queues, and link them to their parents again."""
         some, self._spared = self._spared[:count], self._spared[count:]
         self._evictions = 0
         for unit, place, parent in some:
@@ -467,16 +475,16 @@ class Prefix(Queues):
                 continue
             if not self._after[place] and not self._children[place]:
                 self._link(place, self._before[self._queue[place]])
-            before = self._units[parent] if parent != NOBODY and self._parent[place] == NOBODY else None
+            before = self._units[parent] if parent != NO_PLACE and self._parent[place] == NO_PLACE else None
             if before is not None:
                 self.follows((before, unit))
 
     def _next(self) -> int | None:
-        """Return the place of the unit with the lowest worth that no unit extends; None if the queues have none.
+        """Return the place of the unit with the lowest score that no unit extends; None if the queues have none.
 
         Units that others extend are taken out of their queues on the way. `_abandon` returns them.
         """
-        after, home, now, worth_of = self._after, self._heads, self._time, self._worth.of
+        after, home, now, score_of = self._after, self._heads, self._time, self._scores.of
         while True:
             # Compare the first units of the queues: in a queue, the first has the oldest use.
             found = fresh = None
@@ -489,8 +497,8 @@ class Prefix(Queues):
                 if kind <= _ONCE and last > now - _FRESH:
                     if fresh is None or last < self._last[fresh]:
                         fresh = first
-                elif (worth := worth_of(kind, last, now)) < lowest:
-                    found, lowest = first, worth
+                elif (score := score_of(kind, last, now)) < lowest:
+                    found, lowest = first, score
             # A fresh unit is the victim only if there is no other.
             if found is None:
                 found = fresh

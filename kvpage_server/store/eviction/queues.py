@@ -1,10 +1,10 @@
 """Queues of units in columns: the base of every policy.
 
-**Data structure.** A unit has a *place*, a number, and each of its fields is at that place in an array, a *column*. All
-columns together take about 50 bytes for each unit, and the core processes batches of units in them without Python code
-for each unit. A queue is a doubly linked ring of places, with a place of its own as head:
+**Data structure.** A unit has a *place*: an index into arrays, the *columns*, each of which has one field of every
+unit. All columns together take about 50 bytes for each unit, and the core processes a batch of units in one call,
+without Python code for each unit. A queue is a doubly linked ring of places, with a place of its own as head:
 
-    place 0          NOBODY: no place
+    place 0          NO_PLACE: stands for no place
     places 1 to 10   heads of the queues: 5 of this policy and 5 of the policy before it, see `_heads`
     places from 11   units, free places, and removed units that other units still refer to as parents
 
@@ -12,9 +12,9 @@ Every operation on a unit is O(1).
 
 **A change of policy.** The new policy takes over the places and columns unchanged, and uses the other 5 heads for its
 own queues. Then it takes over the units in steps, from the last used to the first used, and inserts each at the front
-of its new queue. A unit that is used meanwhile is taken over by that use, and inserted at the end. So the new queues
-are in the order of use, whatever the old policy was. Units that were not taken over are evicted first. The change
-itself is O(1), however many units there are.
+of its new queue. A unit that is used before its step is taken over by that use, and inserted at the end. So the new
+queues are in the order of use, whatever the old policy was. Units that were not taken over are evicted first. The
+change itself is O(1), however many units there are.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from kvpage_server.store.memory.index import Block
 #
 # A policy selects the units to evict when memory is full. A unit is a whole block of pages, or a string's key.
 #
-# A read or write of any page of a block is a use of the block. A policy has units and the order of their uses, but not
-# their sizes: the caller requests victims until enough memory is free.
+# A read or write of any page of a block is a use of the block. A policy stores units and the order of their uses, but
+# not their sizes: the caller requests victims until enough memory is free.
 
 Unit = Block | bytes
 
@@ -44,50 +44,50 @@ def name_of(unit: Unit) -> int:
     return hash((unit.req_id, unit.page)) if isinstance(unit, Block) else hash(unit)
 
 
-NOBODY = 0  # the place that stands for no place; it is its own neighbour, so to unlink it changes nothing
+NO_PLACE = 0  # the place that stands for no place; it is its own neighbour, so unlinking it changes nothing
 QUEUES = 5  # queues that a policy may have
 FIRST = 1 + 2 * QUEUES  # the first place that a unit may have
-_MOST_PLACES = 1024  # places that are added in one step
-_LOOKED_AT = 10_000  # places examined in one call of `_left_over`, in a millisecond or two
+_MOST_PLACES = 1024  # places added by one call of `_make_places`, at most
+_PLACES_PER_SEARCH = 10_000  # places examined in one call of `_find_unlinked`, in a millisecond or two
 
-Moved = list[tuple[int, int, int]]  # (queue, slot of time, number of units in a row) that units left
+Moved = list[tuple[int, int, int]]  # moves to the ends of queues, see `core.touch_many`
 
 
 class Queues(ABC):
-    """The places and columns of all units. A subclass selects a unit's queue, and the order of the victims."""
+    """Places and columns of all units. A subclass selects the queue of each unit, and the order of the victims."""
 
     in_order_of_use = True  # whether the units of each queue are in the order of their last use
 
     def __init__(self) -> None:
-        self.now = 0  # monotonic seconds; the owner sets it, because reading the clock costs more than noting a use
+        self.now = 0  # monotonic seconds; the store sets it, because reading the clock costs more than noting a use
         self.reset()
 
     def reset(self) -> None:
         """Remove all units."""
         # The heads of this policy's queues are at places `_heads` + 1 to `_heads` + QUEUES, where `_heads` is 0 or
-        # QUEUES. The heads of the policy before it are at `_old_heads` + 1 to `_old_heads` + QUEUES; `_old_heads` is -1
-        # when all units were taken over.
+        # QUEUES. The heads of the old policy, the one before this, are at `_old_heads` + 1 to `_old_heads` + QUEUES;
+        # `_old_heads` is -1 when all units were taken over.
         self._heads = 0
         self._old_heads = -1
-        self._waiting = 0  # number of units that were not taken over yet
-        self._defers_unused = False  # whether `hand_over` defers units that were not used again
-        self._next_unlinked = FIRST  # every unit that waits and is in no old queue has this place or a higher one
+        self._waiting = 0  # number of waiting units: those in old queues, which were not taken over yet
+        self._defers_unused = False  # whether `hand_over` still defers units that were not used again
+        self._next_unlinked = FIRST  # every waiting unit that is linked in no queue has this place or a higher one
 
-        # Places: each unit has one, and `_units[_places[unit]]` is the unit. Other places are in `_free`, or have None
-        # in `_units` because their unit was removed while other units extend it.
+        # Places: each unit has one, and `_units[_places[unit]]` is the unit. A place without a unit has None in
+        # `_units`. It is in `_free`, unless its unit was removed while other units extend it.
         self._places: dict[Unit, int] = {}
         self._free: list[int] = []
         self._units: list[Unit | None] = [None] * FIRST
 
         # Columns: the fields of the unit at each place. All have the same length as `_units`.
-        self._before = array("i", range(FIRST))  # place before it in its queue; NOBODY if it is in no queue
+        self._before = array("i", range(FIRST))  # place before it in its queue; NO_PLACE if it is in no queue
         self._after = array("i", range(FIRST))  # place after it; of a head, the first unit
         self._queue = array("b", range(FIRST))  # head of the queue that the unit belongs to; 0 for a free place
         self._uses = array("B", bytes(FIRST))  # number of uses, as the policy counts them
         self._at = array("q", [0] * FIRST)  # last use, in monotonic seconds
         self._counted = array("q", [0] * FIRST)  # last use that was counted in `_uses`, in monotonic seconds
         self._last = array("q", [0] * FIRST)  # last use, as the number of units that were inserted until then
-        self._parent = array("i", [NOBODY] * FIRST)  # place of the unit that this one extends; NOBODY for none
+        self._parent = array("i", [NO_PLACE] * FIRST)  # place of the unit that this one extends; NO_PLACE for none
         self._children = array("i", [0] * FIRST)  # number of units that extend this one
         self._columns = self._all_columns()
 
@@ -122,7 +122,7 @@ class Queues(ABC):
         return max(self.now - self._at[self._places[unit]], 0)
 
     def used_all(self, units: list[Unit]) -> None:
-        """Note writes or reads of units, in this order."""
+        """Note a write or read of each unit, in this order."""
         for unit in units:
             self.used(unit)
 
@@ -135,21 +135,21 @@ class Queues(ABC):
         if place is not None:
             self.leave(place)
             self._units[place] = None
-            self._give_back(place)
+            self._free_place(place)
 
     def evicted(self, unit: Unit) -> None:
         """Remove a unit that was evicted or demoted."""
         self.removed(unit)
 
     def leave(self, place: int) -> None:
-        """Unlink a place from its queue. A unit of an old queue is taken over by that."""
-        if self._old_heads >= 0 and self._is_older(place):
-            self._take(place)
+        """Unlink a unit from its queue. A waiting unit does not wait any longer."""
+        if self._old_heads >= 0 and self._is_in_old_queue(place):
+            self._unlink_waiting(place)
         else:
             self._unlink(place)
 
     def clear(self) -> dict[Unit, Any]:
-        """Remove all units. Return the former places."""
+        """Remove all units. Return the former map from units to places, which the caller may free in steps."""
         old = self._places
         self.reset()
         return old
@@ -157,7 +157,7 @@ class Queues(ABC):
     # -- places ------------------------------------------------------------------------------------------------------
 
     def _place_of(self, unit: Unit) -> int:
-        """Return a free place, which becomes that of a new unit."""
+        """Assign a free place to a new unit, and return it. The place is in no queue."""
         if not self._free:
             self._make_places()
         place = self._free.pop()
@@ -165,11 +165,14 @@ class Queues(ABC):
         return place
 
     def _touch_many(self, units: list[Unit], time: int, since: int) -> tuple[list[Unit], list[Unit], Moved]:
-        """Call `core.touch_many`. Every unit must have been taken over."""
+        """Move used units to the ends of their queues with `core.touch_many`. No unit may wait."""
         return touch_many(self._places, self._columns, units, self.now, time, since)
 
     def _enter_all(self, units: list[Unit], queue: int, time: int) -> int:
-        """Insert new units at the end of a queue with `core.enter`. Every other unit must have been taken over."""
+        """Insert new units at the end of queue number `queue` with `core.enter`.
+
+        No unit may wait. Return the new time.
+        """
         while len(self._free) < len(units):
             self._make_places()
         return enter(self._places, self._units, self._free, self._columns, units, self._heads + queue, self.now, time)
@@ -185,7 +188,7 @@ class Queues(ABC):
             times.frombytes(bytes(times.itemsize * more))
         self._free.extend(range(first + more - 1, first - 1, -1))
 
-    def _give_back(self, place: int) -> None:
+    def _free_place(self, place: int) -> None:
         """Make a place free."""
         self._queue[place] = 0
         self._free.append(place)
@@ -200,12 +203,12 @@ class Queues(ABC):
         """Take a place out of its queue. A place in no queue is not changed."""
         before, after = self._before[place], self._after[place]
         self._after[before], self._before[after] = after, before
-        self._before[place] = self._after[place] = NOBODY
+        self._before[place] = self._after[place] = NO_PLACE
 
     # -- a change of policy ------------------------------------------------------------------------------------------
 
     def take_over(self, old: Queues) -> None:
-        """Take over the places and columns of another policy, which must not be used any more. O(1).
+        """Take over the places and columns of another policy, which must not be used afterwards. O(1).
 
         The other policy must have taken over all units of the one before it, because there are only two sets of heads.
         """
@@ -222,24 +225,25 @@ class Queues(ABC):
 
     @property
     def hands_over(self) -> bool:
-        """Whether some units of the old policy were not taken over yet."""
+        """Whether some units of the old policy wait to be taken over."""
         return self._old_heads >= 0
 
     def hand_over(self, most: int) -> list[Unit]:
-        """Take over units, from the last used on, in up to `most` steps, and return them.
+        """Take over units, the last used first, in up to `most` steps, and return them.
 
-        After a policy whose queues are in the order of insertion, units that were not used again are deferred: they
-        move to the last old queue, which such a policy does not use, and are taken over after all others.
+        If the old policy's queues are in the order of insertion, units that were not used again are deferred: they move
+        to the last old queue, which such a policy does not use, and are taken over after all others. Amortised O(1) for
+        each step.
         """
         found: list[Unit] = []
         for _ in range(most):
             if not self.hands_over:
                 break
-            # The last used unit is the last of one of the old queues. Units in no queue follow after all these.
+            # The last used unit is at the end of one of the old queues. Units in no queue follow after all of these.
             deferred = self._old_heads + QUEUES
             stop = deferred if self._defers_unused else deferred + 1
             ends = self._before[self._old_heads + 1 : stop]
-            place = max((end for end in ends if end >= FIRST), key=self._at.__getitem__, default=NOBODY)
+            place = max((end for end in ends if end >= FIRST), key=self._at.__getitem__, default=NO_PLACE)
             if self._defers_unused and not (place and self._uses[place]):
                 if place:
                     self._unlink(place)
@@ -248,65 +252,65 @@ class Queues(ABC):
                 else:
                     self._defers_unused = False
                 continue
-            unit = self._units[place or self._left_over()]
+            unit = self._units[place or self._find_unlinked()]
             if unit is None:
                 break
             place = self._places[unit]
-            self._take(place)
+            self._unlink_waiting(place)
             self.inherit(place)
             found.append(unit)
         return found
 
-    def _left_over(self) -> int:
-        """Return the place of a unit that waits and is in no queue; NOBODY if the next _LOOKED_AT places have none.
+    def _find_unlinked(self) -> int:
+        """Return the place of a waiting unit that is in no queue; NO_PLACE if the next places have none.
 
-        The search continues at `_next_unlinked`, so all calls together examine each place once. Places of removed units
-        that the old policy kept become free.
+        A call examines up to _PLACES_PER_SEARCH places from `_next_unlinked` on, so all calls together examine each
+        place once. Places of removed units that the old policy kept become free.
         """
-        for place in range(self._next_unlinked, min(self._next_unlinked + _LOOKED_AT, len(self._units))):
+        for place in range(self._next_unlinked, min(self._next_unlinked + _PLACES_PER_SEARCH, len(self._units))):
             self._next_unlinked = place + 1
-            if self._is_older(place):
+            if self._is_in_old_queue(place):
                 if self._units[place] is not None:
                     return place
-                self._give_back(place)
-        return NOBODY
+                self._free_place(place)
+        return NO_PLACE
 
-    def _take(self, place: int) -> None:
-        """Unlink a unit that waits. When no other waits, the change of policy is complete."""
+    def _unlink_waiting(self, place: int) -> None:
+        """Unlink a waiting unit from its old queue. If it was the last one, the change of policy is complete."""
         self._unlink(place)
         self._waiting -= 1
         if not self._waiting:
             self._old_heads = -1
 
-    def _is_older(self, place: int) -> bool:
+    def _is_in_old_queue(self, place: int) -> bool:
         """Return whether a unit belongs to an old queue. Valid only while some units wait."""
         return 0 <= self._queue[place] - 1 - self._old_heads < QUEUES
 
     def _waits(self, place: int) -> bool:
         """Return whether a unit waits to be taken over."""
-        return self._old_heads >= 0 and self._is_older(place)
+        return self._old_heads >= 0 and self._is_in_old_queue(place)
 
     @abstractmethod
     def inherit(self, place: int) -> None:
-        """Insert a unit whose last use was before those of all units in the queues. It is in no queue before."""
+        """Insert a unit of the old policy into a queue. Its last use was before those of all units in the queues."""
 
-    def _older_victims(self) -> Iterator[Unit]:
-        """Yield the units that wait, the least recently used first. A spared unit is taken over."""
+    def _waiting_victims(self) -> Iterator[Unit]:
+        """Yield the waiting units, the least recently used first. A spared unit is taken over."""
         while self.hands_over:
             ends = self._after[self._old_heads + 1 : self._old_heads + QUEUES + 1]
-            place = min((end for end in ends if end >= FIRST), key=self._at.__getitem__, default=NOBODY)
-            place = place or self._left_over()
+            place = min((end for end in ends if end >= FIRST), key=self._at.__getitem__, default=NO_PLACE)
+            place = place or self._find_unlinked()
             unit = self._units[place]
             if unit is None:
                 return
             yield unit
-            if self._places.get(unit) == place and self._is_older(place):
-                self._take(place)
+            if self._places.get(unit) == place and self._is_in_old_queue(place):
+                self._unlink_waiting(place)
                 self.inherit(place)
 
 
 def successor(old: Queues, kind: type[Queues]) -> Queues:
-    """Return a policy of a kind that takes over from another; the other one itself if it is of that kind."""
+    """Return a policy of the class `kind` that takes over from `old`; `old` itself if it is of that class."""
     if type(old) is kind:
         return old
     new = kind()

@@ -1,4 +1,4 @@
-"""The index: entries by key, pages by request and block, the order of scans.
+"""The index: entries by key, blocks by request, the bits of a block's pages, and the order of scans.
 
-Eviction and the disk are outside this package.
+The package depends on neither eviction nor the disk.
 """

@@ -1,9 +1,9 @@
-"""Map from keys to values, and the order of scans.
+"""The map from keys to values, and the order of scans.
 
-Most values are entries of a dictionary. Single pages also have bits in the index, by request and block. An extent has
-one slot, and no entries for its pages: an `ExtentPage` is created for each lookup. When one page of an extent changes,
-the extent is split: its pages get entries, which refer to parts of the extent's slot. An unloaded block (see `index`)
-has no entries either; all of them are created by the first lookup of one of its pages.
+Most values are entries of a dictionary. A single page has a bit in its block, too (see `index`). The pages of an extent
+have no entries: each lookup creates an `ExtentPage`. When one page of an extent changes, the extent is split: its pages
+get entries, which refer to parts of the extent's slot. The pages of an unloaded block have no entries either: the first
+lookup of one of them creates all of them.
 """
 
 from __future__ import annotations
@@ -47,31 +47,31 @@ class IndexCosts(NamedTuple):
 
 
 IN_MEMORY = IndexCosts(entry=200, block=350, copies=1)
-WITH_TIER = IndexCosts(entry=350, block=500, copies=2)  # the tier has a name and a size for each value
+WITH_TIER = IndexCosts(entry=350, block=500, copies=2)  # the disk tier stores a name and a size for each value, too
 _NUMBERS = 12  # bytes of a page's key in addition to its request id
 _REQUEST = 250  # bytes of a request, without its blocks
 _UNLOADED_PAGE = records.ROW  # bytes of a page in an unloaded block
-_NO_KEY = (None,)  # the keys at a place that is out of date
+_NO_KEY = (None,)  # the keys at a place whose value was removed
 
-# An item in the order of scans: a key, an extent's block, or the request and page id of a block that was unloaded when
-# it was listed.
+# An item of the order of scans: a key, the block of an extent, or the request and page id of a block that was unloaded
+# when it was added.
 Place = bytes | Block | tuple[bytes, int]
 
 
 class Catalogue:
-    """Every key, including expired ones that were not removed yet."""
+    """All keys and their values, including expired ones that were not removed yet."""
 
     def __init__(self) -> None:
         # Values by key. Pages of extents and of unloaded blocks have no entry. So every key is in exactly one of:
         # `entries`, an extent of the index, the rows of an unloaded block.
         self.entries: dict[bytes, Entry] = {}
         self.key_bytes = 0  # sum of the lengths of the keys in `entries`
-        self.costs = IN_MEMORY  # of the index
+        self.costs = IN_MEMORY  # the costs of the index, for `index_size`
         self.index = PageIndex()
         self.in_extents = 0  # number of pages in extents
         self._scans: ScanOrder[Place] = ScanOrder(self.places, self.__len__)
-        # Strays: plain strings whose keys name pages, by request and page id. A block that is stored whole replaces
-        # the strays under its keys.
+        # Strays: strings whose keys name pages, by the request and page id in the key. An extent replaces the strays
+        # that have the keys of its pages.
         self._strays: dict[tuple[bytes, int], set[bytes]] = {}
 
     def __len__(self) -> int:
@@ -89,7 +89,10 @@ class Catalogue:
 
     @property
     def get(self) -> Callable[[bytes], Entry | None]:
-        """The function that finds a key's value. It is valid until the next write: often `dict.get` is enough."""
+        """The function that finds a key's value, or None.
+
+        Valid until the next write: it is `dict.get` if that is enough.
+        """
         return self._get if self.in_extents or self.index.unloaded_pages else self.entries.get
 
     @property
@@ -104,7 +107,7 @@ class Catalogue:
         return entry
 
     def _block_of(self, key: bytes) -> Block | None:
-        """Return the block that a page with this key would belong to, loaded into the index; None if there is none."""
+        """Return the block of the page with this key, and load it if it is unloaded; None if there is no such block."""
         name = page_named(key)
         return self.index.block(name.req_id, name.page) if name else None
 
@@ -123,15 +126,15 @@ class Catalogue:
     def existing_at(self, place: Place, now: int) -> Iterable[bytes | None]:
         """Return the keys at a place that exist at `now`, in unix milliseconds; with 0, expired ones, too.
 
-        Each key is created when it is iterated over, because a block may have 131,072, and each expired or deleted one
-        is None. So a caller can list very many keys in steps. Later changes of the place may be listed or not.
+        The result has None for each expired or deleted key. It may be a generator, because a block may have 131,072
+        keys, so a caller can list them in steps. Changes after the call may be included or not.
         """
         if isinstance(place, bytes):
             entry = self.entries.get(place) or self.page_in_extent(place)  # its block may have been stored whole since
             return (place,) if entry is not None and not 0 < entry.expires <= now else _NO_KEY
         if isinstance(place, tuple):
             rows = self.index.rows(*place)
-            if rows is not None:  # all rows in one pass, because a lookup of one page is O(rows)
+            if rows is not None:  # read all rows in one pass, because `expires_of` for each page would be O(rows)
                 pages = records.pages(*place, rows)
                 return (key if not 0 < expires <= now else None for key, _, expires, _ in pages)
         block = self._block_at(place)
@@ -156,7 +159,7 @@ class Catalogue:
         return block.pages if block is not None else 0
 
     def strays_at(self, place: Place) -> Collection[bytes]:
-        """Return the strays of a block. A string that replaced a page of a listed block has no place of its own."""
+        """Return the strays of the block at a place: strings that replaced pages have no place of their own."""
         if isinstance(place, bytes):
             return ()
         return self._strays.get(place if isinstance(place, tuple) else (place.req_id, place.page), ())
@@ -164,13 +167,14 @@ class Catalogue:
     def scan(self, cursor: int, count: int) -> tuple[int, list[Place]]:
         """Return the next cursor, 0 at the end, and up to `count` places after `cursor`, 0 for the beginning.
 
-        A place is a key, or a whole block with many keys; `existing_at` returns the keys that still exist. Places of
-        deleted keys are included.
+        Places of deleted keys are included: `existing_at` returns the keys of a place that still exist.
         """
         return self._scans.visit(cursor, count, monotonic_ms())
 
     def draw(self) -> bytes | None:
-        """Return a random key, which exists in about half of the calls; None if the drawn place has no keys."""
+        """Return a random key, which still exists in at least about half of the calls; None if the drawn place has no
+        keys.
+        """
         place = self._scans.draw(monotonic_ms())
         if place is None or isinstance(place, bytes):
             return place
@@ -215,7 +219,9 @@ class Catalogue:
 
     @property
     def listed(self) -> list[bytes] | None:
-        """A list to collect keys whose entries are not set by `put`, for `list_all`; None if no client scans."""
+        """An empty list if a client scans, otherwise None. Code that sets entries without `put` collects their keys in
+        it, and passes it to `list_all`.
+        """
         return [] if self._scans.current is not None else None
 
     def list_all(self, keys: Iterable[bytes]) -> None:
@@ -228,7 +234,7 @@ class Catalogue:
             self._scans.add(place)
 
     def fill(self, block: Block, extent: Extent) -> None:
-        """Make an extent the pages of a block that has none."""
+        """Store an extent in a block that has no pages."""
         block.fill(extent)
         self.in_extents += block.pages
         self._list(block)
@@ -251,7 +257,10 @@ class Catalogue:
         return pages
 
     def take_pages(self, block: Block) -> int:
-        """Remove the entries of a block's pages. Return the number of pages with an expiry. The block is unchanged."""
+        """Remove the entries of a block's pages, and return the number of pages with an expiry.
+
+        The block does not change.
+        """
         extent = block.extent
         if extent is None:
             return sum(bool(self.pop(key).expires) for key in block.page_keys())
@@ -259,12 +268,12 @@ class Catalogue:
         return block.pages if extent.expires else 0
 
     def note_stray(self, key: bytes) -> None:
-        """Add a stored string to the strays if its key names a page."""
+        """Add the key of a stored string to the strays if it names a page."""
         if key[:3] == b"kv:" and (name := page_named(key)):
             self._strays.setdefault((name.req_id, name.page), set()).add(key)
 
     def forget_stray(self, key: bytes) -> None:
-        """Remove a string from the strays, if it is one."""
+        """Remove a key from the strays, if it is one."""
         name = page_named(key) if self._strays else None
         strays = self._strays.get((name.req_id, name.page)) if name else None
         if name and strays:
@@ -273,7 +282,7 @@ class Catalogue:
                 del self._strays[name.req_id, name.page]
 
     def strays_in(self, req_id: bytes, page: int, extent: Extent) -> list[bytes]:
-        """Return the strays whose keys are those of an extent's pages."""
+        """Return the strays that have keys of an extent's pages."""
         names = ((key, page_named(key)) for key in self._strays.get((req_id, page), ()))
         return [key for key, name in names if name and extent.page(None, page, name.layer, name.head, name.kv_type)]
 

@@ -1,4 +1,4 @@
-"""The values that a key can have: a short string, a long one, a page."""
+"""The types of a value: a short string (`Text`), a long string (`Slot`), a page, and the placeholder `OnDisk`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvpage_server.store.memory.index import Block, ExtentPage
 from kvpage_server.store.memory.on_disk import OnDisk
 
 LONGEST_TEXT = 511  # bytes; a longer string has a slot, because the parser receives longer words into slots
-TEXT_OVERHEAD = 200  # bytes that a short string takes in addition to its key and value: dict entry, objects
+TEXT_OVERHEAD = 200  # bytes of memory of a short string in addition to its key and bytes: dict entry, objects
 
 
 class Text:
-    """A short plain string, as bytes. `expires` is in unix milliseconds, 0 for never."""
+    """A short string. `expires` is in unix milliseconds, 0 for never."""
 
     __slots__ = ("data", "expires")
 
@@ -35,7 +35,7 @@ Page = Slot | ExtentPage | OnDisk
 Entry = Text | Page  # a Slot or OnDisk is a page if its `unit` is a block, and a long string otherwise
 
 
-_COLD = {OnDisk}
+_ONLY_ON_DISK = {OnDisk}
 
 
 def is_page(entry: Entry | None) -> TypeGuard[Page]:
@@ -49,20 +49,20 @@ def is_only_on_disk(page: Page) -> bool:
 
 
 def body_on_disk(entry: Entry) -> OnDisk | None:
-    """Return the placeholder of a value's slot; None if its bytes are in memory."""
+    """Return the placeholder that a value has instead of a slot; None if its bytes are in memory."""
     body = entry.extent.slot if type(entry) is ExtentPage else entry
     return body if type(body) is OnDisk else None
 
 
 def has_bytes(page: Page) -> bool:
     """Return whether a page's bytes can be read: they are in memory, or loaded temporarily as `temporary_slot`."""
-    cold = body_on_disk(page)
-    return cold is None or cold.temporary_slot is not None
+    placeholder = body_on_disk(page)
+    return placeholder is None or placeholder.temporary_slot is not None
 
 
 def are_on_disk(entries: Sequence[Entry | None]) -> TypeGuard[list[OnDisk]]:
-    """Return whether all entries are placeholders of values on disk; False for no entries."""
-    return {*map(type, entries)} == _COLD
+    """Return whether all entries are placeholders of values on disk; False if there are no entries."""
+    return {*map(type, entries)} == _ONLY_ON_DISK
 
 
 def page_named(key: bytes) -> PageKey | None:

@@ -4,8 +4,8 @@ A block of single pages that no command has used since the server's start is *un
 its sheets (see `records`), which take less memory than a `Block` and its entries. The first lookup of the block creates
 the `Block`.
 
-A `Block` has a bit for each single page, in rows (see `core.pieces`). The pages of an extent follow from its shape.
-Costs: O(1) to add or discard a page; O(pages) to list pages.
+A `Block` has a bit for each single page, in rows (see `core.pieces`). The pages of an extent are computed from its
+shape. Costs: O(1) to add or discard a page; O(pages) to list pages.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from kvpage_server.store.records import ROW
 
 # -- scan --------------------------------------------------------------------------------------------------------------
 #
-# The order in which keys are scanned: a list of keys. SCAN's cursors are positions in it, and random keys are drawn
-# from it. It exists only while clients scan.
+# The order in which keys are scanned: a list of keys. SCAN's cursors are positions in it, and RANDOMKEY draws from it.
+# It exists only while clients scan.
 #
-# The list has the keys that existed when it was created, then newer ones. A scan starts at the end of the list and
-# moves to its beginning. So the scan ends however many keys are added, and it finds every key that exists from its
-# start to its end, because positions do not change. It also finds deleted keys, which the caller filters out. A key
-# that was deleted and set again is in the list twice. So is a page that was stored by itself, and later in a block.
+# The list has the keys that existed when it was created, followed by newer ones. A scan starts at the end of the list
+# and moves to its beginning. So the scan ends however many keys are added, and it finds every key that exists during
+# the whole scan, because positions do not change. It also finds deleted keys, which the caller filters out. A key that
+# was deleted and set again is in the list twice. So is a page that was stored by itself, and later in an extent.
 #
 # When more than half of a list's keys are deleted, the list gets no more keys, and the next scan creates a new one.
 # Cursors into the last few lists stay valid. Any other cursor starts a new scan, which repeats keys but skips none.
 #
-# Costs: O(keys) to create a list, at most once for as many deletions, or once for REST_AFTER without a scan; O(1) for
-# each key that is added or returned.
+# Costs: O(keys) to create a list, which happens at most once in as many deletions, or after REST_AFTER without a scan;
+# O(1) for each key that is added or returned.
 
-_PLACE_BITS = 40  # low bits of a cursor: positions that are left; the bits above are the list's generation
+_PLACE_BITS = 40  # low bits of a cursor: the number of positions left; the bits above are the list's generation
 _OLD_LISTS = 2  # lists before the current one whose cursors stay valid
 _SLACK = 1024  # deleted keys that a list may have in any case
 REST_AFTER = 300_000  # milliseconds without a scan after which the lists are dropped
@@ -114,16 +114,16 @@ class ScanOrder(Generic[T]):
 #
 # A block in one slot, with one digest and one entry in the index, however many pages it has.
 #
-# An object for a page is created at each lookup. Its header contains a checksum of the page's bytes. The checksums of
-# all pages are computed together when the first one is needed, after the whole body was compared with its digest.
+# Each lookup of a page creates an object. The page's header contains a checksum of its bytes. The checksums of all
+# pages are computed together when the first one is needed, after the whole body was compared with its digest.
 
-_WRONG = 0xFFFF_FFFF_FFFF_FFFF  # inverts the checksums of a damaged body
+_WRONG = 0xFFFF_FFFF_FFFF_FFFF  # XOR mask that makes the checksums of a damaged body wrong
 
 
 class Extent:
-    """The body of a block, in `slot`. `digest` is its XXH3-64, 0 if it is not known.
+    """The body of a whole block, in `slot`. `digest` is its XXH3-64, 0 if it is not known.
 
-    `slot` is a `OnDisk` if the body is on disk only. `created` and `expires` are in unix milliseconds, `ttl` is in
+    `slot` is an `OnDisk` if the body is on disk only. `created` and `expires` are in unix milliseconds, `ttl` is in
     seconds; `expires` and `ttl` are 0 for never.
     """
 
@@ -148,7 +148,7 @@ class Extent:
 
     @property
     def is_intact(self) -> bool:
-        """Whether the body matches its digest, or has none. O(bytes)."""
+        """Whether the body matches its digest; True without a digest. O(bytes)."""
         return not self.digest or checksum(self.slot.body) == self.digest
 
     @property
@@ -173,7 +173,7 @@ class Extent:
 
 
 class ExtentPage:
-    """A page of an extent: the bytes from `start` of the body, `size` of them.
+    """A page of an extent: `size` bytes of its body from offset `start` on.
 
     `unit` is its block, `page` the block's page id. `expires` is in unix milliseconds, 0 for never; it may differ from
     the extent's after a split.
@@ -247,7 +247,7 @@ def rows_of(shape: BlockShape) -> Mapping[int, int]:
 
 
 def page_names(req_id: bytes, page: int, rows: Iterable[tuple[int, int]]) -> Iterator[tuple[bytes, int, int, int]]:
-    """Yield the key, layer, head and kv_type of each page of some rows of a block."""
+    """Yield the key, layer, head and kv_type of each page in `rows`: pairs of a row's number and its bits of heads."""
     for row, heads in rows:
         plane, group = divmod(row, GROUPS)
         layer, kv_type = divmod(plane, TYPES)
@@ -261,7 +261,10 @@ def page_names(req_id: bytes, page: int, rows: Iterable[tuple[int, int]]) -> Ite
 
 
 class Block(PageSet):
-    """The pages of one (req_id, page_id), which are evicted together: an extent, or single pages as bits."""
+    """A block: the pages of one (req_id, page_id), which are evicted together, as an extent or as bits of single pages.
+
+    `pages` is their number. `soonest` is the first expiry of a page in unix milliseconds, 0 for never.
+    """
 
     __slots__ = ()
 
@@ -274,7 +277,7 @@ class Block(PageSet):
         return self.bits if self.extent is None else rows_of(self.extent.shape)
 
     def fill(self, extent: Extent) -> None:
-        """Replace the block's pages by those of an extent."""
+        """Replace the block's pages by an extent."""
         self.bits = {}
         self.extent = extent
         self.pages = extent.shape.pages
@@ -282,7 +285,7 @@ class Block(PageSet):
         self.shape, self.shape_known = extent.shape, True
 
     def split(self) -> None:
-        """Turn the pages of the extent into bits of single pages."""
+        """Replace the extent by bits of its pages. The caller creates their entries."""
         self.bits = self.rows
         self.extent = None
 
@@ -296,7 +299,10 @@ class Block(PageSet):
         return page_names(self.req_id, self.page, rows)
 
     def random_key(self) -> bytes:
-        """Return the key of one of its pages, of which it must have some. O(1) for an extent, O(rows log rows) else."""
+        """Return the key of a random page.
+
+        The block must have pages. O(1) for an extent, otherwise O(rows log rows).
+        """
         if self.extent is not None:
             shape = self.extent.shape
             layer, head = random.randrange(shape.layers), random.randrange(shape.heads)
@@ -305,7 +311,7 @@ class Block(PageSet):
         return random.choice([key for key, *_ in page_names(self.req_id, self.page, [row])])
 
     def expires_at(self, expires: int) -> None:
-        """Lower `soonest` to the expiry of one of its pages, in unix milliseconds, 0 for never."""
+        """Lower `soonest` to the expiry of one of its pages, which is in unix milliseconds, 0 for never."""
         if expires and (not self.soonest or expires < self.soonest):
             self.soonest = expires
 
@@ -328,7 +334,7 @@ class Block(PageSet):
 class BlockKeys:
     """The keys of some pages of a block, in the order of a block's body: every page of a shape, or rows of bits.
 
-    Each key is created when it is iterated over, because there may be 131,072.
+    The iterator creates each key when it is needed, because there may be 131,072.
     """
 
     req_id: bytes
@@ -370,7 +376,7 @@ class PageIndex:
 
     def __init__(self) -> None:
         # By request and page id: a block, or the rows of its sheets while it is unloaded. A request has at least one
-        # block. The core adds blocks, too, and reports them to `note_made`.
+        # block. The core adds blocks, too; its caller then calls `note_made`.
         self.requests: dict[bytes, dict[int, Block | bytes]] = {}
         self._scans = ScanOrder(lambda: list(self.requests), lambda: len(self.requests))
         self._order: tuple[bytes, list[int]] | None = None  # the last listed request, and its page ids in order
@@ -383,7 +389,7 @@ class PageIndex:
         return len(self.requests)
 
     def open(self, req_id: bytes, page: int) -> Block:
-        """Return the block of a request with this page id. It is created if it does not exist."""
+        """Return the block of a request with this page id, loaded. It is created if it does not exist."""
         request = self.requests.get(req_id)
         if request is None:
             request = self.requests[req_id] = {}
@@ -405,7 +411,7 @@ class PageIndex:
         return (block for request in self.requests.values() for block in request.values() if type(block) is Block)
 
     def note_on_disk(self, req_id: bytes, page: int, rows: bytes) -> None:
-        """Add an unloaded block, or more pages of one, as the rows of a sheet."""
+        """Add an unloaded block, or more pages of one. `rows` are the rows of a sheet."""
         request = self.requests.get(req_id)
         if request is None:
             request = self.requests[req_id] = {}
@@ -431,7 +437,7 @@ class PageIndex:
         return block
 
     def rows(self, req_id: bytes, page: int) -> bytes | None:
-        """Return the rows of an unloaded block; None for another block, or without one."""
+        """Return the rows of an unloaded block; None if the block is loaded or does not exist."""
         found = self.requests.get(req_id, {}).get(page)
         return found if isinstance(found, bytes) else None
 
@@ -471,7 +477,7 @@ class PageIndex:
     def pages_from(self, req_id: bytes, first: int) -> Iterator[int]:
         """Return the page ids of a request's blocks in order, from `first` on.
 
-        The sorted list of the last request is kept, so that consecutive parts of one request are listed in O(parts).
+        The sorted list of the last request is kept, so that a request is listed in several calls with one sort.
         """
         order = self._order
         if order is None or order[0] != req_id:
@@ -509,13 +515,13 @@ class PageIndex:
         return self.requests.get(block.req_id, {}).get(block.page) is block
 
     def around(self, block: Block) -> list[Block]:
-        """Return the block before a block, the block itself, and the block after it, as far as these exist."""
+        """Return the blocks with the page ids before, of and after a block, as far as they exist."""
         request, req_id, page = self.requests[block.req_id], block.req_id, block.page
         found = [block]
         if page - 1 in request and (before := self.block(req_id, page - 1)):
             found.insert(0, before)
-        if page + 1 in request and (behind := self.block(req_id, page + 1)):
-            found.append(behind)
+        if page + 1 in request and (successor := self.block(req_id, page + 1)):
+            found.append(successor)
         return found
 
     def clear(self) -> dict[bytes, dict[int, Block | bytes]]:

@@ -1,4 +1,4 @@
-"""The placeholder of a value whose bytes are on disk only."""
+"""`OnDisk`, the placeholder of a value whose bytes are on disk only."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class OnDisk:
 
     `name` is the value's name on disk, `size` the bytes of its body. `header` is a page's 64-byte header, empty for
     other values. `unit` is the block of a page or a body, None for a string. `expires` is in unix milliseconds, 0 for
-    never; `used`, the last use, in monotonic seconds. `borrowed_at` is the total of bytes that replies had borrowed
-    from the disk before the last one borrowed this value; -1 if none has borrowed it. `failing` is the error of the
-    last attempt to read it from disk, empty after a success. `temporary_slot` has the bytes temporarily, for a client
-    with CLIENT NO-TOUCH, whose reads must not change the order of eviction.
+    never; `used`, the last use, in monotonic seconds. `borrowed_at` is the number of bytes that all replies had
+    borrowed from disk when a reply last borrowed this value; -1 if none has. `failing` is the error of the last attempt
+    to read it from disk, empty after a success. `temporary_slot` has the bytes as long as a client with CLIENT NO-TOUCH
+    holds the value: its reads must not change the order of eviction.
     """
 
     __slots__ = ("borrowed_at", "expires", "failing", "header", "name", "size", "temporary_slot", "unit", "used")
@@ -42,7 +42,7 @@ class OnDisk:
 
     @property
     def slot(self) -> Slot:
-        """The slot of `temporary_slot`. This and all properties and methods below raise NotLoaded without it."""
+        """The temporary slot. This and all properties and methods below raise NotLoaded without one."""
         if self.temporary_slot is None:
             raise NotLoaded(self.name)
         return self.temporary_slot
