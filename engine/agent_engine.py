@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -25,8 +25,9 @@ from typing import Any, TypeVar
 from kvpage_server.tracing import TraceSpan, span
 
 from .batch_engine import BlockPoolBatchEngine
+from .generation.sampling import Sampling
 from .generation.tokens import token_ids
-from .generation.unbatched import Sampler
+from .generation.unbatched import Processor, Sampler
 from .memory.blocks import AgentBlocks
 from .scheduling.request import CompletedGeneration, EngineClosedError, PromptReceiver, Token, TokenReceiver
 from .tiers.loading import Loaded, Loading
@@ -208,8 +209,10 @@ class AgentEngine:
         tokens: Sequence[int],
         *,
         max_tokens: int,
-        sampler: Sampler | None = None,
+        sampler: Sampler | Sampling | None = None,
+        logits_processors: Sequence[Processor] = (),
         stop: Sequence[str] = (),
+        stop_tokens: Collection[int] = (),
         continues: bool = False,
         logprobs: int = 0,
         keep: bool = True,
@@ -231,7 +234,9 @@ class AgentEngine:
         options = {
             "max_tokens": max_tokens,
             "sampler": sampler,
+            "logits_processors": logits_processors,
             "stop": stop,
+            "stop_tokens": stop_tokens,
             "continues": continues,
             "logprobs": logprobs,
         }

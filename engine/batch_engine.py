@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import Any
@@ -20,10 +20,10 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .generation.sampling import Guarded
+from .generation.sampling import Guarded, Sampling
 from .generation.text import AnswerText, TokenText
 from .generation.tokens import check_answer, check_prompt, encode, token_ids
-from .generation.unbatched import Sampler
+from .generation.unbatched import Choice, Processor, Sampler
 from .memory import kvcache
 from .memory.blocks import AgentBlocks, check_agent_id
 from .memory.kvcache import Cache
@@ -120,8 +120,10 @@ class BlockPoolBatchEngine:
         cache: AgentBlocks | None = None,
         *,
         max_tokens: int = 256,
-        sampler: Sampler | None = None,
+        sampler: Sampler | Sampling | None = None,
+        logits_processors: Sequence[Processor] = (),
         stop: str | Sequence[str] = (),
+        stop_tokens: Collection[int] = (),
         continues: bool = False,
         on_token: TokenReceiver | None = None,
         logprobs: int = 0,
@@ -131,16 +133,17 @@ class BlockPoolBatchEngine:
 
         Tokens at the start of the prompt that `cache` holds are not computed again, except the prompt's last one. If
         layers carry a state, reuse ends at a kept state. The caller still owns `cache`, and may free it after this
-        call. The answer ends at the model's end of text, at `max_tokens`, at the end of the model's context, or before
-        the first of the `stop` strings. `sampler` selects each token; the default selects the likeliest one. The
-        answer's text equals the text of mlx_lm.generate, which drops a first space; with `continues` it is the exact
-        continuation of the prompt's text.
+        call. The answer ends at the model's end of text, at one of the ids `stop_tokens`, at `max_tokens`, at the end
+        of the model's context, or before the first of the `stop` strings. `sampler` selects each token; the default
+        selects the likeliest one. `logits_processors`, and those of a `Sampling` before them, change the logits as in
+        mlx-lm. The answer's text equals the text of mlx_lm.generate, which drops a first space; with `continues` it is
+        the exact continuation of the prompt's text.
 
         `on_token` is called with each token. With `logprobs` above 0, a token has its log-probability and those of the
         `logprobs` likeliest tokens. `on_prompt` is called once with the full blocks of the prompt, as soon as they are
         computed; to keep them, the callback has to share them in the pool. Both callbacks may call `submit` and
-        `cancel`. An exception from a callback or the sampler, or a sampled value that is no token, ends only this
-        answer, with the reason "error" and without a context.
+        `cancel`. An exception from a callback, a processor or the sampler, or a sampled value that is no token, ends
+        only this answer, with the reason "error" and without a context.
 
         Raises EmptyPromptError, PromptTooLongError, UnknownTokenError, BlockError for the agent's id,
         IncompatibleBlocksError for another model's cache, ValueError for a freed cache, max_tokens below 1, an empty
@@ -164,6 +167,13 @@ class BlockPoolBatchEngine:
         behind = len(shared) * self.spec.block_tokens
         carried = {at: state for at, state in cache.states.items() if behind < at <= reused} if cache else {}
         text = self._token_text.after(tokens) if continues else self._token_text.as_generated()
+        processors, least = [*logits_processors], 0
+        if isinstance(sampler, Sampling):
+            ends = {*self._tokenizer.eos_token_ids, *stop_tokens}
+            processors, least = [*sampler.processors(len(tokens), ends), *logits_processors], sampler.min_tokens
+            sampler = sampler.sampler()
+        guard = Guarded(sampler, processors) if sampler or processors else None
+        choice = Choice(guard, [guard.process] if guard and processors else [], stop_tokens)
         request = Request(
             uid=next(self._uids),
             agent_id=agent_id,
@@ -175,8 +185,9 @@ class BlockPoolBatchEngine:
             checkpoints=checkpoints,
             spare_states=self._block_manager.spare_states(len(checkpoints), shared, len(carried), len(tokens)),
             states=carried,
-            sampler=Guarded(sampler) if sampler else None,
-            text=AnswerText(text, stop),
+            choice=choice,
+            guard=guard,
+            text=AnswerText(text, stop, least),
             submitted=submitted,
             on_token=on_token,
             on_prompt=on_prompt,
@@ -383,8 +394,8 @@ class BlockPoolBatchEngine:
         if not request:
             return None
         ends_text = response.finish_reason == "stop"
-        if isinstance(request.sampler, Guarded):
-            request.sampler.check(response.token)
+        if request.guard:
+            request.guard.check(response.token)
         request.add(response.token, ends=ends_text)
         if response.finish_reason or request.text.stopped:
             request.text.finish()

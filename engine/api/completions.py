@@ -232,18 +232,22 @@ def _prompt(
 ) -> tuple[Prompt, str | None]:
     """Return the prompt for the engine, and the client's name for the agent, None without one.
 
-    With `continues`, the answer keeps its first space.
+    With `continues`, the answer keeps its first space. Raises ApiError (400).
     """
     agent_id, given = service.agent(request, tenant, body)
+    limit = max_tokens or service.limits.max_tokens
+    if body.min_tokens > limit:
+        raise invalid(f"min_tokens: {body.min_tokens} is above the limit of {limit} tokens", "min_tokens")
+    service.prompts.check_ids(body.stop_token_ids, "stop_token_ids")
+    service.prompts.check_ids(body.logit_bias, "logit_bias")
     prompt = Prompt(
         agent_id=agent_id,
         keep=given is not None,
         tokens=tokens,
-        max_tokens=max_tokens or service.limits.max_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        seed=body.seed,
+        max_tokens=limit,
+        sampling=body.sampling(service.prompts.kept_by_xtc),
         stop=body.stop,
+        stop_tokens=body.stop_token_ids,
         continues=continues,
         logprobs=0 if logprobs is None else max(1, logprobs),  # 0 would omit also the logprob of the token itself
     )

@@ -11,7 +11,7 @@ import contextvars
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from functools import partial
 from typing import Self, TypeVar
 
 from ..agent_engine import AgentEngine, Answer
-from ..generation.sampling import sampler
+from ..generation.sampling import Sampling
 from ..scheduling.request import EngineClosedError, Token
 from ..startup import Engine
 
@@ -40,10 +40,9 @@ class Prompt:
     keep: bool  # whether to keep the context
     tokens: Sequence[int]
     max_tokens: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
+    sampling: Sampling = field(default_factory=Sampling)
     stop: Sequence[str] = ()
+    stop_tokens: Collection[int] = ()
     continues: bool = True  # whether its answer keeps a first space
     logprobs: int = 0
     label: str = ""  # the text that people see for a context without a name
@@ -265,8 +264,9 @@ def _submit_to(engine: AgentEngine, generation: Generation) -> None:
             prompt.agent_id,
             prompt.tokens,
             max_tokens=prompt.max_tokens,
-            sampler=sampler(prompt.temperature, prompt.top_p, prompt.seed),
+            sampler=prompt.sampling,
             stop=prompt.stop,
+            stop_tokens=prompt.stop_tokens,
             continues=prompt.continues,
             logprobs=prompt.logprobs,
             keep=prompt.keep,

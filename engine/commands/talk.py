@@ -152,10 +152,10 @@ def chat(args: argparse.Namespace) -> int:
 
 
 def _say(engine: Engine, args: argparse.Namespace, tokens: list[int], *, continues: bool = False) -> Answer:
-    from ..generation.sampling import sampler
+    from ..generation.sampling import Sampling
 
-    drawn = sampler(args.temperature, args.top_p, args.seed)
-    options = {"max_tokens": args.max_tokens, "sampler": drawn, "continues": continues}
+    sampling = Sampling(args.temperature, args.top_p, seed=args.seed)
+    options = {"max_tokens": args.max_tokens, "sampler": sampling, "continues": continues}
     answer = ask(engine, args.agent, tokens, **options, on_token=print_text)
     print(flush=True)
     return answer

@@ -221,12 +221,17 @@ class AnswerText:
     beginning of a stop string, are held back.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str]) -> None:
-        """Start with a new `detokenizer`. The text ends before the first of the `stop` strings."""
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str], min_tokens: int = 0) -> None:
+        """Start with a new `detokenizer`. The text ends before the first of the `stop` strings that begins after the
+        text of `min_tokens` tokens.
+        """
         self._detokenizer = detokenizer
         self._stop = tuple(stop)
         self._longest = max(map(len, self._stop), default=0)
         self._text = ""
+        self._min_tokens = min_tokens
+        self._tokens = 0
+        self._unsearched = 0  # characters at the beginning that are not searched for stop strings
         self._read = 0  # characters that `read` has returned
         self._held = 0  # characters at the end that may be the beginning of a stop string
         self._finished = False
@@ -239,6 +244,7 @@ class AnswerText:
 
     def add(self, token: int) -> None:
         self._detokenizer.add_token(token)
+        self._tokens += 1
         if self._stop:
             self._look()
 
@@ -259,7 +265,10 @@ class AnswerText:
 
     def _look(self) -> None:
         before, self._text = len(self._text), self._detokenizer.text
-        start = max(0, before - self._longest)  # earlier text was searched before
+        if self._tokens <= self._min_tokens:
+            self._unsearched = len(self._text)
+            return
+        start = max(self._unsearched, before - self._longest)  # earlier text was searched before
         at = min((at for word in self._stop if (at := self._text.find(word, start)) >= 0), default=-1)
         self.stopped = at >= 0
         if self.stopped:
@@ -268,6 +277,6 @@ class AnswerText:
 
     def _beginning_of_a_stop(self) -> int:
         """Return the length in characters of the longest end of the text with which a stop string may begin."""
-        lengths = range(min(self._longest - 1, len(self._text)), 0, -1)
+        lengths = range(min(self._longest - 1, len(self._text) - self._unsearched), 0, -1)
         ends = (length for length in lengths if any(word.startswith(self._text[-length:]) for word in self._stop))
         return next(ends, 0)

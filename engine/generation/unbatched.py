@@ -10,12 +10,27 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import chain, count
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import BatchGenerator, generation_stream
+from mlx_lm.generate import BatchGenerator, StopSequences, generation_stream
+from mlx_lm.models.cache import TokenBuffer
+
+Sampler = Callable[[mx.array], mx.array]  # log-probabilities [batch, vocabulary] -> token ids [batch]
+# token ids of prompt and answer [n], and logits of the next token [1, vocabulary] -> logits [1, vocabulary]
+Processor = Callable[[mx.array, mx.array], mx.array]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How the tokens of one answer are chosen."""
+
+    sampler: Sampler | None = None  # None: the likeliest token
+    processors: Sequence[Processor] = ()  # of the logits, one after another
+    stop_tokens: Collection[int] = ()  # ids that end the answer, in addition to the model's
+
 
 # -- one pass ----------------------------------------------------------------------------------------------------------
 #
@@ -36,7 +51,7 @@ class _Question:
     cache: list[Any]
     before: list[int]  # the tokens that the cache holds
     left: int  # tokens that may be generated
-    sampler: Sampler | None
+    choice: Choice
 
 
 class OnePassGenerator:
@@ -66,16 +81,16 @@ class OnePassGenerator:
         max_tokens: Sequence[int],
         caches: Sequence[list[Any]],
         all_tokens: Sequence[Sequence[int]],
-        samplers: Sequence[Sampler | None],
+        choices: Sequence[Choice],
     ) -> list[int]:
         """Add prompts, as in mlx-lm's BatchGenerator, and return their uids."""
         uids = []
-        for parts, left, cache, before, sampler in zip(segments, max_tokens, caches, all_tokens, samplers, strict=True):
+        for parts, left, cache, before, choice in zip(segments, max_tokens, caches, all_tokens, choices, strict=True):
             uids.append(next(self._uids))
             if before and len(parts) == 1 and len(parts[0]) <= self._short:
-                self._questions.append(_Question(uids[-1], list(parts[0]), cache, list(before), left, sampler))
+                self._questions.append(_Question(uids[-1], list(parts[0]), cache, list(before), left, choice))
             else:
-                self._insert(uids[-1], parts, left, cache, before, sampler)
+                self._insert(uids[-1], parts, left, cache, before, choice)
         return uids
 
     def next(self) -> tuple[list[Any], list[Any]]:
@@ -94,7 +109,7 @@ class OnePassGenerator:
             return [*prompts, Progress(first.uid, end_of_segment=True, end_of_prompt=True)], [*tokens, first]
         while self._questions:  # several are faster in the batch
             waiting = self._questions.popleft()
-            self._insert(waiting.uid, [waiting.tokens], waiting.left, waiting.cache, waiting.before, waiting.sampler)
+            self._insert(waiting.uid, [waiting.tokens], waiting.left, waiting.cache, waiting.before, waiting.choice)
         return prompts, tokens
 
     def extract_cache(self, uids: Collection[int]) -> dict[int, tuple[list[Any], list[int]]]:
@@ -122,14 +137,17 @@ class OnePassGenerator:
         left: int,
         cache: list[Any],
         before: Sequence[int],
-        sampler: Sampler | None,
+        choice: Choice,
     ) -> None:
+        stop = [[token] for token in (*self._stop_tokens, *choice.stop_tokens)]
         (inner,) = self._batch.insert_segments(
             [[list(part) for part in parts]],
             max_tokens=[left],
             caches=[cache],
             all_tokens=[list(before)],
-            samplers=[sampler],
+            samplers=[choice.sampler],
+            logits_processors=[choice.processors],
+            stop_sequences=[StopSequences(stop)] if choice.stop_tokens else None,
         )
         self._inner[uid], self._outer[inner] = inner, uid
 
@@ -143,19 +161,18 @@ class OnePassGenerator:
     def _answer(self, question: _Question) -> NextToken:
         """Compute a question in one pass, and return the first token of its answer. The batch continues after it."""
         with mx.stream(generation_stream):
-            logprobs = logprobs_after(self._model, mx.array(question.tokens), question.cache)
-            token = cast(int, (question.sampler or likeliest)(logprobs).item())
-            held = [*question.before, *question.tokens]
-            reason = "stop" if token in self._stop_tokens else "length" if question.left == 1 else None
+            choice, held = question.choice, [*question.before, *question.tokens]
+            logits = logits_after(self._model, mx.array(question.tokens), question.cache)
+            logprobs = _processed(choice, mx.array(held) if choice.processors else None, logits)
+            token = cast(int, (choice.sampler or likeliest)(logprobs).item())
+            ends = token in self._stop_tokens or token in choice.stop_tokens
+            reason = "stop" if ends else "length" if question.left == 1 else None
             if not reason:
-                self._insert(question.uid, [[token]], question.left - 1, question.cache, held, question.sampler)
+                self._insert(question.uid, [[token]], question.left - 1, question.cache, held, choice)
                 return NextToken(question.uid, token, logprobs[0], None, None, None)
             self._model(mx.array([[token]]), cache=question.cache)
             mx.eval([layer.state for layer in question.cache])
             return NextToken(question.uid, token, logprobs[0], reason, question.cache, [*held, token])
-
-
-Sampler = Callable[[mx.array], mx.array]  # log-probabilities [batch, vocabulary] -> token ids [batch]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +204,8 @@ class _Sequence:
     tokens: list[int]  # tokens that the cache holds
     left: int  # tokens that may still be generated
     whole: int  # tokens after which the cache is quantised; 0 if that is done, or never happens
-    sampler: Sampler
+    choice: Choice
+    context: TokenBuffer  # prompt and answer, for processors
     upcoming: mx.array | None = None  # [1], the token sampled last, which the cache does not hold yet
     logprobs: mx.array | None = None  # [1, vocabulary], the log-probabilities from which it was sampled
 
@@ -225,7 +243,7 @@ class UnbatchedGenerator:
         max_tokens: Sequence[int],
         caches: Sequence[list[Any]],
         all_tokens: Sequence[Sequence[int]],
-        samplers: Sequence[Sampler | None],
+        choices: Sequence[Choice],
     ) -> list[int]:
         """Add prompts after the tokens in their caches, and return their uids. No chunk of a prompt crosses the end of
         one of its `segments`.
@@ -233,11 +251,12 @@ class UnbatchedGenerator:
         `all_tokens` are the tokens that each cache has. The generator takes ownership of the caches.
         """
         added = []
-        for parts, left, cache, tokens, sampler in zip(segments, max_tokens, caches, all_tokens, samplers, strict=True):
+        for parts, left, cache, tokens, choice in zip(segments, max_tokens, caches, all_tokens, choices, strict=True):
             *others, (*rest, last) = parts
             ahead = deque([*map(list, others), *([rest] if rest else []), [last]])
             whole = 0 if tokens else min(self._quantised_from, max(1, sum(map(len, ahead)) - 1))
-            added.append(_Sequence(next(self._uids), ahead, cache, list(tokens), left, whole, sampler or likeliest))
+            context = TokenBuffer([*tokens, *chain.from_iterable(ahead)][:-1] if choice.processors else [])
+            added.append(_Sequence(next(self._uids), ahead, cache, list(tokens), left, whole, choice, context))
         self._prompts.extend(added)
         return [sequence.uid for sequence in added]
 
@@ -304,7 +323,8 @@ class UnbatchedGenerator:
         token = cast(int, upcoming.item())
         sequence.tokens.append(token)
         sequence.left -= 1
-        reason = "stop" if token in self._stop_tokens else None if sequence.left else "length"
+        ends = token in self._stop_tokens or token in sequence.choice.stop_tokens
+        reason = "stop" if ends else None if sequence.left else "length"
         if not reason:
             return NextToken(sequence.uid, token, logprobs[0], None, None, None)
         sequence.left = 0
@@ -312,17 +332,35 @@ class UnbatchedGenerator:
 
     def _sample(self, sequence: _Sequence, tokens: mx.array) -> None:
         """Start to compute the token that follows `tokens` ``[n]``."""
-        sequence.logprobs = logprobs_after(self._model, tokens, sequence.cache)
-        sequence.upcoming = sequence.sampler(sequence.logprobs)
+        choice = sequence.choice
+        logits = logits_after(self._model, tokens, sequence.cache)
+        context = sequence.context.update_and_fetch(tokens) if choice.processors else None
+        sequence.logprobs = _processed(choice, context, logits)
+        sequence.upcoming = (choice.sampler or likeliest)(sequence.logprobs)
         mx.async_eval(sequence.upcoming)  # type: ignore[no-untyped-call]
 
 
-def logprobs_after(model: nn.Module, tokens: mx.array, cache: list[Any]) -> mx.array:
-    """Run the model for `tokens` ``[n]``, which the cache then has. Return the log-probabilities of the next token,
+def logits_after(model: nn.Module, tokens: mx.array, cache: list[Any]) -> mx.array:
+    """Run the model for `tokens` ``[n]``, which the cache then has. Return the logits of the next token,
     ``[1, vocabulary]``.
     """
     logits: mx.array = model(tokens[None], cache=cache)[:, -1]
+    return logits
+
+
+def normalised(logits: mx.array) -> mx.array:
+    """Return the log-probabilities for logits ``[batch, vocabulary]``."""
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def _processed(choice: Choice, tokens: mx.array | None, logits: mx.array) -> mx.array:
+    """Return log-probabilities ``[1, vocabulary]`` from processed logits. `tokens` are those of prompt and answer,
+    which only processors need.
+    """
+    for processor in choice.processors:
+        assert tokens is not None
+        logits = processor(tokens, logits)
+    return normalised(logits)
 
 
 def likeliest(logprobs: mx.array) -> mx.array:

@@ -21,7 +21,7 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import CacheList
 
 from ..caches import FullLayer, Layer, Nesting, TokenLayer, WindowLayer, assemble, parts
-from ..generation.unbatched import Sampler, logprobs_after
+from ..generation.unbatched import Sampler, logits_after, normalised
 
 _LENGTHS = (16, 15, 5, 9)  # of prompts, which differ by one and by many; the last joins late
 _COMPARED = (5, 2, 2, 2)  # compared tokens of each answer; the first answer continues after the last prompt has joined
@@ -139,7 +139,8 @@ class Trial:
         vocabulary]``.
         """
         logprobs = [
-            logprobs_after(self._model, mx.array(list(tokens)), cache)[0].astype(mx.float32) for tokens in given
+            normalised(logits_after(self._model, mx.array(list(tokens)), cache))[0].astype(mx.float32)
+            for tokens in given
         ]
         return mx.stack(logprobs)
 

@@ -78,7 +78,7 @@ class ModelRunner:
             max_tokens=[request.max_tokens],
             caches=[request.cache],
             all_tokens=[list(request.prompt[: request.tokens_reused])],
-            samplers=[request.sampler],
+            choices=[request.choice],
         )
         return int(uid)
 

@@ -9,8 +9,9 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from ..generation.sampling import Guarded
 from ..generation.text import AnswerText
-from ..generation.unbatched import Sampler
+from ..generation.unbatched import Choice
 from ..memory.blocks import AgentBlocks, Arrays, KVBlock
 from ..memory.kvcache import Cache
 from ..spec import ModelCacheSpec
@@ -82,7 +83,8 @@ class Request:
     shared: tuple[KVBlock, ...]  # full blocks of the caller's cache that the result shares
     checkpoints: Sequence[int]  # positions in the prompt at which to keep the state
     spare_states: int  # more states that may be kept, without the last one before the prompt's end
-    sampler: Sampler | None
+    choice: Choice
+    guard: Guarded | None  # of the sampler and processors in `choice`, if it has any
     text: AnswerText
     submitted: float  # time.perf_counter(), like `started` and `first_token`
     on_token: TokenReceiver | None

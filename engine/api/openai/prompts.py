@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -51,6 +51,8 @@ class Prompts:
         self._long: set[Future[Any]] = set()  # long prompts; while there are any, only the thread uses the tokenizer
         self.token_text = TokenText(self._tokenizer)
         self.markup = Markup(self._tokenizer)
+        # Ends of lines and of the answer, as in mlx-lm's server.
+        self.kept_by_xtc = frozenset([*tokenizer.eos_token_ids, *tokenizer.encode("\n", add_special_tokens=False)])
         self._keeps_space: bool | None = None  # unknown before the first conversation
 
     async def of_chat(self, body: ChatBody) -> list[int]:
@@ -170,9 +172,13 @@ class Prompts:
         if isinstance(prompt, str):
             self._check_length([prompt], "prompt")
             return self._fitting(encode(self._tokenizer, prompt), "prompt")
-        if prompt and (largest := max(prompt)) >= self._spec.vocab_size:
-            raise invalid(f"prompt: token ids are 0 to {self._spec.vocab_size - 1}, got {largest}", "prompt")
+        self.check_ids(prompt, "prompt")
         return self._fitting(list(prompt), "prompt")
+
+    def check_ids(self, tokens: Collection[int], param: str) -> None:
+        """Raise ApiError (400), which names `param`, for a token id outside of the model's vocabulary."""
+        if tokens and (largest := max(tokens)) >= self._spec.vocab_size:
+            raise invalid(f"{param}: token ids are 0 to {self._spec.vocab_size - 1}, got {largest}", param)
 
     def _check_length(self, texts: Sequence[str], param: str) -> None:
         """Raise ApiError for texts that are much longer than the model's context, without encoding all of them."""

@@ -7,7 +7,7 @@ would change the answer but is not supported is refused by its name. ``null`` is
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -24,6 +24,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from kvpage_server import bounded
 
+from ...generation.sampling import MAX_BIAS, MAX_XTC_THRESHOLD, Sampling
 from .errors import ApiError, invalid, shortened
 
 # -- Fields of requests that would change the answer and are refused, with the values that change nothing --------------
@@ -33,9 +34,6 @@ Values = tuple[object, ...]
 _IN_BOTH: dict[str, Values] = {
     "n": (1,),
     "best_of": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
     # Fields of vLLM, SGLang, llama.cpp, mlx-lm, and services.
     "adapters": (),
     "add_special_tokens": (),
@@ -44,36 +42,31 @@ _IN_BOTH: dict[str, Values] = {
     "dry_multiplier": (0,),
     "dynatemp_range": (0,),
     "ebnf": (),
+    "frequency_context_size": (),
     "grammar": ("",),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "ignore_eos": (False,),
     "include_stop_str_in_output": (False,),
     "json_schema": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
     "lora_path": (),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "mirostat": (0,),
     "n_predict": (),
     "no_stop_trim": (False,),
+    "presence_context_size": (),
     "prompt_logprobs": (),
     "regex": (),
     "repeat_penalty": (1, 0),
-    "repetition_penalty": (1, 0),
     "skip_special_tokens": (False,),
     "stop_regex": ([],),
-    "stop_token_ids": ([],),
     "structured_outputs": (),
     "top_a": (0,),
-    "top_k": (0, -1),
     "truncate_prompt_tokens": (),
     "typical_p": (1,),
     "use_beam_search": (False,),
-    "xtc_probability": (0,),
 }
 IN_CHATS: dict[str, Values] = {
     **_IN_BOTH,
@@ -114,6 +107,8 @@ MAX_STOPS = 16
 MAX_STOP = 256  # characters; the answer is compared with them at every token
 MAX_TOOLS = 128  # as OpenAI's API
 MAX_TOP_LOGPROBS = 20  # as OpenAI's API
+MAX_STOP_IDS = 128
+MAX_REPETITION_PENALTY = 10  # above about 2, texts are nonsense
 
 
 def _only(*allowed: object) -> AfterValidator:
@@ -145,6 +140,16 @@ def _text(content: Any) -> Any:
             raise PydanticCustomError("invalid_value", "part {i} has no text", {"i": i})
         texts.append(text)
     return "".join(texts)
+
+
+def _biases(biases: Any) -> Any:
+    """Return biases by token id. In JSON the ids are texts. Raises PydanticCustomError."""
+    if not isinstance(biases, dict):
+        return biases
+    for token in biases:
+        if not (token.isascii() and token.isdecimal() and len(token) < 10):
+            raise PydanticCustomError("invalid_value", "{token} is no token id, 0 or more", {"token": shortened(token)})
+    return {int(token): bias for token, bias in biases.items()}
 
 
 def _listed(value: Any) -> Any:
@@ -294,6 +299,39 @@ class CompletionFields(RequestBody):
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: Stops = Field(default_factory=list)
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    logit_bias: Annotated[dict[int, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]], BeforeValidator(_biases)] = {}
+    # Of vLLM and mlx-lm.
+    top_k: Annotated[int, Field(ge=-1)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    xtc_probability: Annotated[float, Field(ge=0, le=1)] = 0.0
+    xtc_threshold: Annotated[float, Field(ge=0, le=MAX_XTC_THRESHOLD)] = 0.1
+    repetition_penalty: Annotated[float, Field(gt=0, le=MAX_REPETITION_PENALTY)] = 1.0
+    repetition_context_size: Annotated[int, Field(ge=1)] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, max_length=MAX_STOP_IDS)] = []
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    ignore_eos: bool = False
+
+    def sampling(self, kept_by_xtc: Collection[int]) -> Sampling:
+        """Return the parameters of the choice of tokens. XTC excludes no token of `kept_by_xtc`."""
+        return Sampling(
+            self.temperature,
+            self.top_p,
+            max(0, self.top_k),
+            self.min_p,
+            self.xtc_probability,
+            self.xtc_threshold,
+            kept_by_xtc,
+            self.seed,
+            self.logit_bias,
+            self.repetition_penalty,
+            self.repetition_context_size,
+            self.presence_penalty,
+            self.frequency_penalty,
+            self.min_tokens,
+            self.ignore_eos,
+        )
 
 
 class ChatBody(CompletionFields):
