@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from platformdirs import user_data_path
@@ -78,8 +79,11 @@ def _check_file(name: str, path: Path) -> None:
         raise ConfigError(f"{name}: {path} is a directory")
     elif not path.is_file() and not path.is_char_device():  # /dev/null is allowed; a pipe would wait for its reader
         raise ConfigError(f"{name}: {path} is not a regular file")
-    elif not os.access(path, os.W_OK):
-        raise ConfigError(f"{name}: {path} cannot be written")
+    else:
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK))
+        except OSError as error:
+            raise ConfigError(f"{name}: {path} cannot be written: {error.strerror}") from None
 
 
 def _check_socket(path: Path) -> None:
@@ -93,10 +97,11 @@ def _check_socket(path: Path) -> None:
 def _check_directory(name: str, path: Path) -> None:
     if not path.is_dir():
         raise ConfigError(f"{name}: {path} {'is not a directory' if path.exists() else 'does not exist'}")
-    if not os.access(path, os.W_OK | os.X_OK):
-        read_only = os.statvfs(path).f_flag & os.ST_RDONLY
-        reason = os.strerror(errno.EROFS if read_only else errno.EACCES)
-        raise ConfigError(f"{name}: no file can be created in {path}: {reason}")
+    try:
+        TemporaryFile(dir=path).close()  # os.access says for root that /proc can be written
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # existing files can still be used
+            raise ConfigError(f"{name}: no file can be created in {path}: {error.strerror}") from None
 
 
 _NO_LIMIT_COUNTS_AS = 4 * 1024**3  # bytes that a share of maxmemory refers to if maxmemory is 0

@@ -277,6 +277,20 @@ class TestLog:
         wrong = "exists and is not a socket" if name == "unixsocket" else "is not a regular file"
         assert refused(*first, f"--{name}", str(pipe)) == f"{name}: {pipe} {wrong}"
 
+    @pytest.mark.skipif(not Path("/proc/self").exists(), reason="/proc is of Linux")
+    @pytest.mark.parametrize("checks", [True, False])
+    def test_a_file_that_not_even_root_can_create_is_named(self, checks: bool) -> None:
+        first = ["--check-config"] if checks else ["--port", str(free_port()), "--store", "memory"]
+        expected = "no file can be created in /proc: No such file or directory"
+        assert refused("--check-config", "--store", "tiered", "--dir", "/proc") == f"dir: {expected}"
+        for name in ("logfile", "pidfile", "unixsocket"):
+            assert refused(*first, f"--{name}", "/proc/x") == f"{name}: {expected}"
+
+    def test_check_config_leaves_directories_empty(self, tmp_path: Path) -> None:
+        for name in ("logfile", "pidfile", "unixsocket"):
+            assert run("--check-config", f"--{name}", str(tmp_path / "file")).returncode == 0
+        assert list(tmp_path.iterdir()) == []
+
     def test_check_config_finds_an_address_of_another_machine(self) -> None:
         expected = "cannot listen on 192.0.2.1:0: Cannot assign requested address"
         assert refused("--check-config", "--bind", "192.0.2.1") == expected
