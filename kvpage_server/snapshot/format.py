@@ -41,6 +41,13 @@ class BadFile(DumpError):
     """Error: a file is incomplete, damaged, or not from `kvpage dump`. The message does not name the file."""
 
 
+class OtherVersion(BadFile):
+    """Error: a file is of another version of the format."""
+
+    def __init__(self, version: object) -> None:
+        super().__init__(f"it is of version {version!r:.20} of the format, and this kvpage reads version {VERSION}")
+
+
 @dataclass(slots=True)
 class Failures:
     """Omitted files, pages or strings: their number, and a text with name and reason for each of the first ones."""
@@ -569,7 +576,7 @@ def _header(text: bytes) -> tuple[dict[str, Any], dict[str, str]]:
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
         raise BadFile("it is not of kvpage dump")
     if metadata.get("version") != VERSION:
-        raise BadFile(f"its format is version {metadata.get('version')!r:.20}, only {VERSION} is understood")
+        raise OtherVersion(metadata.get("version"))
     if not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("its metadata is not text")
     return header, metadata
@@ -684,7 +691,9 @@ def locked(path: Path, *, to_write: bool) -> Iterator[None]:
 
 
 def read_summary(path: Path) -> Summary | None:
-    """Return the contents of dump.json, or None if the file does not exist. Raises BadFile, which names dump.json."""
+    """Return the contents of dump.json, or None if the file does not exist. Raises BadFile, which names dump.json;
+    DumpError for another version of the format.
+    """
     try:
         raw = read_regular(path / SUMMARY, _MAX_SUMMARY)
         fields = bounded.parse(raw, containers=_DIRECTORY_MEMBERS, strings=2 * _MAX_FILES, values=_MAX_FILES)
@@ -697,7 +706,7 @@ def read_summary(path: Path) -> Summary | None:
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise BadFile(f"{SUMMARY} is not of kvpage dump")
     if fields.get("version") != VERSION:
-        raise BadFile(f"{SUMMARY} is of format version {fields.get('version')!r:.20}, only {VERSION} is understood")
+        raise DumpError(f"{path / SUMMARY}: {OtherVersion(fields.get('version'))}")
     dumped_ms, selection, files = (fields.get(name) for name in ("dumped_ms", "selection", "files"))
     if type(dumped_ms) is not int or not 0 <= dumped_ms <= LAST_MOMENT:
         raise BadFile(f"{SUMMARY} is corrupt: dumped_ms must be between 0 and {LAST_MOMENT}, got {dumped_ms!r:.40}")
@@ -749,7 +758,8 @@ def remove(files: Iterable[Path]) -> None:
 def read_all(files: Iterable[Path], summary: Summary | None) -> Iterator[tuple[Path, FileContents | BadFile]]:
     """Yield each file with the contents of its header, or with the BadFile error of an unusable file.
 
-    With `summary`, a file whose digest differs from that in dump.json is unusable, too.
+    With `summary`, a file whose digest differs from that in dump.json is unusable, too. Without it, a file of another
+    version of the format raises DumpError.
     """
     for file in files:
         try:
@@ -757,6 +767,8 @@ def read_all(files: Iterable[Path], summary: Summary | None) -> Iterator[tuple[P
             if summary is not None and summary.files.get(file.name, contents.digest) != contents.digest:
                 raise BadFile("it is another file than the one that was written")
         except BadFile as error:
+            if summary is None and isinstance(error, OtherVersion):
+                raise DumpError(f"{file}: {error}") from None
             yield file, error
         else:
             yield file, contents

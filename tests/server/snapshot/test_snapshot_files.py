@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -242,7 +243,7 @@ def test_other_files_are_recognised(tmp_path: Path) -> None:
     safetensors.numpy.save_file({"a": np.zeros(3)}, file)
     assert error_of(file) == "it is not of kvpage dump"
     safetensors.numpy.save_file({"a": np.zeros(3)}, file, {"format": "kvpage-dump", "version": "2"})
-    assert error_of(file) == "its format is version '2', only 1 is understood"
+    assert error_of(file) == "it is of version '2' of the format, and this kvpage reads version 1"
 
 
 def forged(file: Path, **changes: object) -> FileContents:
@@ -346,7 +347,6 @@ def test_a_wrong_summary_is_named_and_the_files_are_restored(
     for content, what in (
         ("{", "is corrupt"),
         ("[]", "is not of kvpage dump"),
-        (written.replace('"version": "1"', '"version": "2"'), "is of format version '2', only 1 is understood"),
         (written.replace("pages-", "../pages-"), "is corrupt: files must be names of files of a dump"),
         (written.replace("dumped_ms", "dumped"), "is corrupt: dumped_ms must be between 0 and"),
     ):
@@ -363,6 +363,39 @@ def test_a_wrong_summary_is_named_and_the_files_are_restored(
         code, _, errors = kvpage("dump", str(tmp_path), "--update", "--url", server.url)
         assert (code, errors.count("\n")) == (1, 1)
         assert what in errors
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_dump_of_another_version_is_refused_unchanged(
+    server: RunningServer, client: redis.Redis, tmp_path: Path, finished: bool
+) -> None:
+    client.set("string", "value")
+    kvpage("dump", str(tmp_path), "--url", server.url)
+    client.flushall()
+    name = "dump.json" if finished else "strings-000001.safetensors"
+    file = tmp_path / name
+    file.write_bytes(re.sub(rb'("version": ?)"1"', rb'\1"2"', file.read_bytes()))
+    if not finished:
+        (tmp_path / "dump.json").unlink()
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    message = f"kvpage: {file}: it is of version '2' of the format, and this kvpage reads version 1\n"
+    for words in (["restore"], ["restore", "--json"], ["dump"], ["dump", "--update"]):
+        assert kvpage(*words, str(tmp_path), "--url", server.url) == (1, "", message)
+    assert kvpage("inspect", str(tmp_path)) == (1, "", message)
+    assert client.dbsize() == 0
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_one_file_of_another_version_is_reported(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
+    fill(client)
+    kvpage("dump", str(tmp_path), "--url", server.url)
+    file = tmp_path / "strings-000001.safetensors"
+    file.write_bytes(file.read_bytes().replace(b'"version":"1"', b'"version":"2"'))
+    client.flushall()
+    code, shown, errors = kvpage("restore", str(tmp_path), "--url", server.url)
+    assert (code, errors) == (1, "")
+    assert f"  {file.name}: it is of version '2' of the format, and this kvpage reads version 1\n" in shown
+    assert client.dbsize() > 0
 
 
 def test_files_of_others_in_the_directory_are_left_alone(
