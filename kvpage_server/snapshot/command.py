@@ -173,14 +173,14 @@ def _keys(server: redis.Redis, selection: Selection) -> int | None:
 
 def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
     """Run `kvpage restore`. Return whether the dump is finished and all of its keys were restored. Raises DumpError."""
-    evicted = server.info("stats").get("evicted_keys", 0)
+    before = _evictions(server)
     nbytes = size_of(args.directory)
     started = time.monotonic()
     with RunningStore(args.url) as store, _bar("restoring", nbytes, in_bytes=True) as done:
         restored = restore(store, args.directory, _requests(args), replace=args.replace, done=done)
     if args.request and not restored.amount.pages + restored.there + restored.expired + restored.corrupt.count:
         raise DumpError(f"{args.directory} has no page of what --request names")
-    evicted = server.info("stats").get("evicted_keys", 0) - evicted
+    evicted, limits = _evicted_since(before, _evictions(server))
     if args.json:
         names = {name: getattr(restored, name).texts for name in ("corrupt", "no_room", "refused")}
         counts = {"there": restored.there, "expired": restored.expired, "evicted": evicted}
@@ -195,12 +195,30 @@ def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
         out.print(f"{how_many(restored.expired, 'key')} had expired by the end of the dump")
     if evicted:
         gone = how_many(evicted, "key")
-        out.print(f"[red]{gone} evicted meanwhile: the dump may be larger than maxmemory, or than a quota[/]")
+        out.print(f"[red]{gone} evicted meanwhile: the dump may be larger than {' and than '.join(limits)}[/]")
     if not restored.finished:
         out.print("[red]the dump was never finished: this is what there was of it[/]")
     fitted = _none("did not fit into the store, and were not restored", restored.no_room)
     taken = _none("were refused by the server, and were not restored", restored.refused)
     return _none("are corrupt, and were not restored", restored.corrupt) and fitted and taken and restored.finished
+
+
+_LIMITS = {"memory": "maxmemory", "disk": "maxdisk", "quota": "a quota"}  # by the end of the names in INFO
+
+
+def _evictions(server: redis.Redis) -> dict[str, int]:
+    """Return the numbers of evicted keys by their fields in INFO: all of them, and by policy and limit."""
+    fields = server.info("stats") | server.info("kvpage")
+    return {name: number for name, number in fields.items() if name == "evicted_keys" or name.startswith("evictions_")}
+
+
+def _evicted_since(before: dict[str, int], now: dict[str, int]) -> tuple[int, list[str]]:
+    """Return the number of keys that were evicted between two results of `_evictions`, and the limits that were
+    reached. Redis has only maxmemory.
+    """
+    grown = {name: number - before.get(name, 0) for name, number in now.items() if number > before.get(name, 0)}
+    limits = {_LIMITS[name.rpartition("_")[2]] for name in grown if name != "evicted_keys"}
+    return grown.get("evicted_keys", 0), sorted(limits) or ["maxmemory"]
 
 
 def run_inspect(args: argparse.Namespace) -> bool:

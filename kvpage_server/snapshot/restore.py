@@ -405,8 +405,9 @@ class _Restore:
             self._wrote(_Write([key], is_page, sum(map(len, value))))
 
     def _refused(self, keys: Iterable[bytes], error: Refused) -> None:
+        failures = self._restored.no_room if error.code == "OOM" else self._restored.refused
         for key in keys:
-            self._restored.refused.add(f"{text_of(key)}: {error}")
+            failures.add(f"{text_of(key)}: {error}")
 
     def _wrote(self, write: _Write) -> None:
         self._waiting.append(write)
@@ -417,9 +418,6 @@ class _Restore:
         for written, write in zip(self._store.write(self._writes), self._waiting, strict=True):
             if written is Written.THERE:
                 self._restored.there += 1
-            elif written is Written.NO_ROOM:
-                for key in write.keys:
-                    self._restored.no_room.add(text_of(key))
             elif isinstance(written, Refused):
                 self._refused(write.keys, written)
             else:

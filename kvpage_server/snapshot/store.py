@@ -89,7 +89,6 @@ class Written(Enum):
 
     DONE = auto()
     THERE = auto()  # the key exists, and was not to be replaced
-    NO_ROOM = auto()  # the limit of the server or of a quota is reached
 
 
 class Writes:
@@ -291,7 +290,8 @@ class RunningStore:
         return replies
 
     def write(self, writes: Writes) -> list[Written | Refused]:
-        """Send queued writes. Return the outcome of each: a Written, or Refused if the server refuses this value.
+        """Send queued writes. Return the outcome of each: a Written, or Refused if the server refuses this value or has
+        no space for it.
 
         Raises Refused if the server refuses all writes at present, for example with MISCONF.
         """
@@ -301,11 +301,9 @@ class RunningStore:
 
 def _written(reply: Any) -> Written | Refused:
     if isinstance(reply, Refused):
-        if reply.code in ("ERR", "NOPERM"):
+        if reply.code in ("ERR", "NOPERM", "OOM"):
             return reply
-        if reply.code != "OOM":
-            raise reply
-        return Written.NO_ROOM
+        raise reply
     return Written.DONE if reply == b"OK" else Written.THERE
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -420,7 +421,37 @@ def test_a_dump_larger_than_the_store_is_reported(server: RunningServer, client:
     with start_server("--maxmemory", "1mb") as small:
         code, shown, _ = kvpage("restore", str(tmp_path), "--url", small.url)
     assert code == 0
-    assert "keys evicted meanwhile: the dump may be larger than maxmemory" in shown
+    assert "keys evicted meanwhile: the dump may be larger than maxmemory\n" in shown
+
+
+@pytest.mark.parametrize("policy", ["noeviction", "allkeys-lru"])
+def test_a_restore_names_maxdisk_if_the_disk_is_full(
+    server: RunningServer, client: redis.Redis, tmp_path: Path, policy: str
+) -> None:
+    for number in range(300):
+        client.set(f"string {number}", bytes(100_000))
+    kvpage("dump", str(tmp_path / "dump"), "--url", server.url)
+    (tmp_path / "store").mkdir()
+    options = ("--store", "tiered", "--maxdisk", "16mb", "--maxmemory", "100mb", "--maxmemory-policy", policy)
+    with start_server(*options, directory=tmp_path / "store") as small:
+        code, shown, errors = kvpage("restore", str(tmp_path / "dump"), "--url", small.url)
+    assert errors == ""
+    if policy == "noeviction":
+        assert code == 1
+        assert re.search(r"^  string \d+: OOM command not allowed when used disk > 'maxdisk': ", shown, re.MULTILINE)
+    else:
+        assert code == 0
+        assert "keys evicted meanwhile: the dump may be larger than maxdisk\n" in shown
+
+
+def test_a_restore_names_the_quota_that_evicts(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
+    for number in range(100):
+        client.set(f"string {number}", bytes(100_000))
+    kvpage("dump", str(tmp_path), "--url", server.url)
+    with start_server("--quota", "string*", "1mb") as small:
+        code, shown, _ = kvpage("restore", str(tmp_path), "--url", small.url)
+    assert code == 0
+    assert "keys evicted meanwhile: the dump may be larger than a quota\n" in shown
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="only Linux lets one process reach another's memory so")
@@ -529,6 +560,7 @@ def test_a_restore_reports_errors_of_a_full_server(store: RunningStore, client: 
         kept = other.execute_command("KVPAGEINDEX", "large")
         assert 0 < len(kept) < 8
         assert f"{(8 - len(kept)) * 16} did not fit into the store, and were not restored:" in shown
+        assert shown.count("OOM command not allowed when used memory > 'maxmemory'.\n") == (8 - len(kept)) * 16
         for page in range(len(kept)):
             assert other.execute_command("KVBLOCKGET", "large", page)
 
