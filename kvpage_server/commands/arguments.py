@@ -17,7 +17,6 @@ from kvpage_server.resp import ReplyError
 __all__ = [
     "I64",
     "NOT_AN_INTEGER",
-    "OUT_OF_MEMORY",
     "SYNTAX_ERROR",
     "WRONG_TYPE",
     "as_integer",
@@ -32,7 +31,6 @@ __all__ = [
 WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
 SYNTAX_ERROR = "ERR syntax error"
 NOT_AN_INTEGER = "ERR value is not an integer or out of range"
-OUT_OF_MEMORY = "OOM command not allowed when used memory > 'maxmemory'."
 
 
 def plain(argument: Argument) -> bytes:

@@ -24,7 +24,7 @@ LEAST_INDEX = 64 << 20  # bytes that the index may take in any case
 
 
 class OutOfMemory(Exception):
-    """Error: memory is full, and the policy may not evict anything."""
+    """Error: memory is full, and the policy may not evict anything. The message names the limit."""
 
 
 class TierBelow(Protocol):
@@ -117,7 +117,9 @@ class MemoryLimit:
         if self.tier is not None:
             self.tier.hurry()
         if not self._contents.evictor.rules.evicts_any:
-            raise OutOfMemory
+            if self._values_are_full:
+                raise OutOfMemory("used memory > 'maxmemory'.")
+            raise OutOfMemory(f"the index takes more than {self.most_index} bytes (maxmemory, and at least 64mb).")
         return True
 
     def _sources(self) -> Iterator[tuple[Iterator[Unit], Callable[[Unit], bool], Callable[[], bool]]]:

@@ -20,7 +20,6 @@ from operator import attrgetter
 from typing import Generic, TypeVar
 
 from kvpage_server.commands.access.user import Denial
-from kvpage_server.commands.arguments import OUT_OF_MEMORY
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.steps import Steps
 from kvpage_server.commands.table import Spec, meant, named
@@ -395,10 +394,10 @@ def free_memory(client: Client) -> None:
     try:
         if not client.server.keyspace.memory.make_room():
             raise Postponed(Wait(asyncio.get_running_loop().call_soon))
-    except OutOfMemory:
+    except OutOfMemory as full:
         if client.server.tiered is not None:
             wait_for_memory(client.server.tiered)
-        raise ReplyError(OUT_OF_MEMORY) from None
+        raise ReplyError(f"OOM command not allowed when {full}") from None
 
 
 def wait_for_messages(client: Client, spec: Spec) -> None:

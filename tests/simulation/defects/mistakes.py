@@ -543,8 +543,8 @@ MISTAKES = [
         "full-memory-takes-more",
         _COMMANDS + "dispatch.checks",
         "free_memory",
-        "    except OutOfMemory:\n        if client.server.tiered is not None:\n            wait_for_memory(client.server.tiered)\n",
-        "    except OutOfMemory:\n        if client.server.tiered is None:\n            return\n        wait_for_memory(client.server.tiered)\n",
+        "    except OutOfMemory as full:\n        if client.server.tiered is not None:\n            wait_for_memory(client.server.tiered)\n",
+        "    except OutOfMemory as full:\n        if client.server.tiered is None:\n            return\n        wait_for_memory(client.server.tiered)\n",
         "under noeviction, a full store takes what it has to refuse",
     ),
     Mistake(
