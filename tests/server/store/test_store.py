@@ -83,6 +83,7 @@ class KeyspaceMachine(RuleBasedStateMachine):
         self.now = START
         self.events: list[tuple[str, bytes]] = []
         self.keys.contents.on_event = lambda event, key: self.events.append((event, key))
+        self.keys.contents.on_block = lambda _, events: self.events.extend(events)
 
     used = Bundle("used")
 
