@@ -98,8 +98,8 @@ class _StandardError(_Lines, logging.StreamHandler[TextIO]):
     """Log handler for standard error. A closed terminal or pipe does not stop the server."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Discard this record and all later ones if the terminal or pipe is closed. Report other errors as `logging`
-        does.
+        """Point the stream at /dev/null if its terminal or pipe is closed: nobody reads this record or a later one, and
+        its descriptor must stay open. Treat other errors as `_Lines` does.
         """
         error = sys.exception()
         if not isinstance(error, OSError) or error.errno not in _NOBODY_READS:
