@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -122,11 +122,17 @@ def guarded(answer: Callable[[], T]) -> Callable[[Callable[Concatenate[G, P], T]
 
 
 class Lookup:
-    """A lookup in progress."""
+    """A lookup in progress, or its answer."""
 
-    def __init__(self, future: Future[int], end: float) -> None:
+    def __init__(self, future: Future[int], end: float, lease_seconds: float) -> None:
         self._future = future
         self._end = end
+        self._leased_until = time.monotonic() + lease_seconds
+
+    @property
+    def is_old(self) -> bool:
+        """Return whether the found blocks may have been evicted since."""
+        return self._future.done() and time.monotonic() > max(self._leased_until, self._end)
 
     def answer(self, patience: float = 0.0) -> int | None:
         """Return the number of stored blocks, or None while it is unknown. After the deadline it is 0.
@@ -143,7 +149,8 @@ class Lookup:
 class Jobs:
     """Jobs of one engine on one store, and the threads that execute them. Threads can share it.
 
-    `reasons` counts missed blocks. `moved` counts found, loaded and saved blocks, and the bytes of the last two.
+    `reasons` counts missed blocks. `moved` counts blocks as lookup/ok, load/ok and save/ok, and bytes as load/bytes and
+    save/bytes.
     """
 
     def __init__(
@@ -173,6 +180,7 @@ class Jobs:
         self._transfers = ThreadPoolExecutor(threads, "kvpage-transfer")
         self._lock = threading.Lock()
         self._open: set[Future[Any]] = set()
+        self._taken: Counter[str] = Counter()
         self._missed: Counter[str] = Counter()  # the client's misses that are in `reasons`
         self._away_until = 0.0
         self._is_closed = False
@@ -195,10 +203,11 @@ class Jobs:
         def ask() -> int:
             options: dict[str, Any] = {"pages_per_block": pages_per_block, "lease_ms": self._lease_ms}
             found = self._client.prefix(names(), deadline=_left(end), **options)
-            self._add(found_blocks=found)
+            self._add({"lookup/ok": found})
             return found
 
-        return Lookup(self._submit(self._lookups, "lookup", ask, lambda: 0, lambda: count), end)
+        future = self._submit(self._lookups, "lookup", ask, lambda: 0, lambda: count)
+        return Lookup(future, end, self._lease_ms / 1000)
 
     def load(self, blocks: Callable[[], Blocks], count: int) -> Future[list[bool]]:
         """Begin to receive pages into their bodies. `blocks` is called by a thread and returns `count` blocks.
@@ -212,6 +221,17 @@ class Jobs:
         was stored. `blocks` is called by a thread and returns `count` blocks.
         """
         return self._transfer("save", blocks, count, self._send)
+
+    def abandon(self, saves: Iterable[Future[list[bool]]]) -> None:
+        """Cancel saves that wait in the queue, and wait for the others, because their memory will change."""
+        wait([future for future in saves if not future.cancel()])
+
+    def take_counts(self) -> dict[str, int]:
+        """Return the increase of all counts since the last call, as ``job/ok``, ``job/bytes`` and ``job/reason``."""
+        with self._lock:
+            now = self.moved + Counter({f"{job}/{reason}": n for (job, reason), n in self.reasons.counts.items()})
+            new, self._taken = now - self._taken, now
+        return dict(new)
 
     def drain(self, seconds: float) -> bool:
         """Wait at most `seconds` for the loads and saves in progress. Return whether all have ended."""
@@ -251,7 +271,7 @@ class Jobs:
             for piece in _pieces(count, size):
                 moved = move([page for block in every[piece] for page in block], end)
                 done[piece] = [all(moved[at : at + pages]) for at in range(0, len(moved), pages)]
-                self._add(**{f"{job}_blocks": sum(done[piece]), f"{job}_bytes": size * sum(done[piece])})
+                self._add({f"{job}/ok": sum(done[piece]), f"{job}/bytes": size * sum(done[piece])})
             if not all(done):
                 self.reasons.count(job, self._why_missed(), done.count(False))
             return done
@@ -298,7 +318,7 @@ class Jobs:
         with self._lock:
             self._open.discard(future)
 
-    def _add(self, **numbers: int) -> None:
+    def _add(self, numbers: dict[str, int]) -> None:
         with self._lock:
             self.moved.update(numbers)
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import Event
+from threading import Event, Timer
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import redis
 from kvpage_connectors.jobs import Jobs, Reasons, guarded
 from proxy import start_proxy
 from servers import RunningServer, start_server
+from waiting import eventually
 
 from kvpage_server.client import Page
 from kvpage_server.page import DType, PageKey
@@ -91,9 +92,9 @@ def test_another_engine_restores_saved_blocks(engine: Engine, server: RunningSer
         assert other.load([0, 1, 2], [1, 0, 2]) == [True] * 3
         assert np.array_equal(other.cache[:, [1, 0, 2]], engine.cache[:, [5, 6, 7]])
         size = 3 * LAYERS * 2 * TOKENS * DIM * 4
-        assert other.jobs.moved == {"found_blocks": 3, "load_blocks": 3, "load_bytes": size}
+        assert other.jobs.moved == {"lookup/ok": 3, "load/ok": 3, "load/bytes": size}
         assert not other.jobs.reasons.counts
-    assert engine.jobs.moved == {"save_blocks": 3, "save_bytes": size}
+    assert engine.jobs.moved == {"save/ok": 3, "save/bytes": size}
 
 
 def test_blocks_are_pages_for_redis_clients(engine: Engine, client: redis.Redis) -> None:
@@ -223,6 +224,39 @@ def test_a_faulty_engine_is_a_miss(engine: Engine) -> None:
     assert engine.jobs.load(broken, 3).result(60) == [False] * 3
     assert engine.jobs.save(lambda: engine.pages([0], [0]), 2).result(60) == [False] * 2
     assert engine.jobs.reasons.counts == {("load", "KeyError"): 3, ("save", "ValueError"): 2}
+
+
+def test_counts_are_taken_once(engine: Engine) -> None:
+    engine.save([0], [0])
+    assert engine.jobs.take_counts() == {"save/ok": 1, "save/bytes": LAYERS * 2 * TOKENS * DIM * 4}
+    assert engine.load([0, 1], [0, 1]) == [True, False]
+    assert engine.jobs.take_counts() == {"load/ok": 1, "load/absent": 1, "load/bytes": LAYERS * 2 * TOKENS * DIM * 4}
+    assert engine.jobs.take_counts() == {}
+
+
+def test_abandoned_saves_end_or_never_begin(server: RunningServer) -> None:
+    begun, go_on = Event(), Event()
+
+    def slow() -> list[list[Page]]:
+        begun.set()
+        go_on.wait(60)
+        return engine.pages([0], [0])
+
+    with engine_on(server.url, threads=1) as engine:
+        running, queued = engine.jobs.save(slow, 1), engine.jobs.save(lambda: engine.pages([1], [1]), 1)
+        assert begun.wait(60)
+        Timer(0.05, go_on.set).start()
+        engine.jobs.abandon([running, queued])
+        assert running.result(0) == [True]
+        assert queued.cancelled()
+        assert engine.jobs.drain(0)
+
+
+def test_an_answer_is_old_when_its_lease_has_ended(server: RunningServer) -> None:
+    with engine_on(server.url, lease_ms=1, lookup_seconds=0.05) as engine:
+        lookup = engine.jobs.lookup(lambda: [(engine.name(0), 0)], 1, PAGES)
+        assert not lookup.is_old
+        assert eventually(lambda: lookup.is_old)
 
 
 def test_a_request_id_with_a_colon_is_a_miss(engine: Engine) -> None:

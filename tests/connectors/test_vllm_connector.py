@@ -1,0 +1,534 @@
+"""The connector for vLLM with a stub of vLLM's scheduler and worker, on a real server."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+from kvpage_connectors.vllm_connector import KvpageConnector, Work
+from kvpage_connectors.vllm_metrics import Counts
+from proxy import start_proxy
+from servers import RunningServer, start_server
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from waiting import until
+
+LAYERS, HEADS, TOKENS, DIM, BLOCKS = 2, 3, 16, 8, 32
+NAMES = [f"layers.{layer}" for layer in range(LAYERS)]
+
+
+class FullAttentionSpec(SimpleNamespace):
+    """Kind of the cache, which the connector knows by the name of the class."""
+
+
+class Tensor:
+    """Stub of a torch tensor."""
+
+    device = SimpleNamespace(type="cpu")
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.array = array
+        self.shape = array.shape
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(step // self.array.itemsize for step in self.array.strides)
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+
+def settings(url: str, **extra: Any) -> SimpleNamespace:
+    options = {"url": url, "weights": "0123", "lookup_seconds": 30, "transfer_seconds": 30, **extra}
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=options, kv_load_failure_policy="recompute"),
+        device_config=SimpleNamespace(device_type="cpu"),
+        parallel_config=SimpleNamespace(rank=0, world_size=1, tensor_parallel_size=1, pipeline_parallel_size=1),
+        cache_config=SimpleNamespace(
+            kv_cache_layout="LBHNC", cache_dtype="auto", prefix_caching_hash_algo="sha256", hash_block_size=None
+        ),
+        model_config=SimpleNamespace(
+            dtype="torch.float32", quantization=None, hf_config=SimpleNamespace(to_dict=lambda: {"_name_or_path": "x"})
+        ),
+        load_config=SimpleNamespace(load_format="auto"),
+        attention_config=SimpleNamespace(backend=None),
+    )
+
+
+def groups() -> SimpleNamespace:
+    spec = FullAttentionSpec(
+        num_kv_heads=HEADS,
+        block_size=TOKENS,
+        head_size=DIM,
+        dtype="torch.float32",
+        page_size_bytes=HEADS * TOKENS * 2 * DIM * 4,
+    )
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=NAMES, kv_cache_spec=spec)])
+
+
+@dataclass
+class Request:
+    """A prompt, with the chain of hashes of its full blocks."""
+
+    request_id: str
+    tokens: list[int]
+    skip_reading_prefix_cache: bool = False
+    computed: int = 0  # tokens
+    blocks: list[int] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        full = range(TOKENS, len(self.tokens) + 1, TOKENS)
+        return [sha256(repr(self.tokens[:end]).encode()).digest() for end in full]
+
+
+def prompt(name: str, length: int, start: int = 0) -> Request:
+    return Request(name, list(range(start, start + length)))
+
+
+@dataclass
+class Engine:
+    """Stub of vLLM: its calls in their order, a paged cache, and a model that computes bytes from hashes."""
+
+    config: SimpleNamespace
+    cache: list[np.ndarray[Any, Any]] = field(init=False)
+    lost: set[int] = field(default_factory=set)  # blocks of the paged cache, as reported
+
+    def __post_init__(self) -> None:
+        shape = BLOCKS, HEADS, TOKENS, 2 * DIM
+        self.cache = [np.zeros(shape, np.float32) for _ in NAMES]
+        self.worker = KvpageConnector(self.config, KVConnectorRole.WORKER, groups())
+        self.worker.register_kv_caches({name: Tensor(one) for name, one in zip(NAMES, self.cache, strict=True)})
+        self.scheduler = KvpageConnector(self.config, KVConnectorRole.SCHEDULER, groups())
+        self.free = list(range(BLOCKS))
+
+    def close(self) -> None:
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+
+    def step(
+        self, *scheduled: tuple[Request, int], preempted: frozenset[str] = frozenset()
+    ) -> tuple[set[str], set[str]]:
+        """Run a step that computes some tokens of requests. Return the requests whose saves and loads have ended."""
+        tables = {request.request_id: ([*request.blocks],) for request, _ in scheduled}
+        output = SimpleNamespace(
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=request.request_id, num_computed_tokens=request.computed)
+                for request, _ in scheduled
+            ],
+            scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+            num_scheduled_tokens={request.request_id: count for request, count in scheduled},
+            total_num_scheduled_tokens=sum(count for _, count in scheduled),
+            preempted_req_ids=preempted,
+            kv_connector_block_state=SimpleNamespace(get_block_ids=tables.get),
+        )
+        work = self.scheduler.build_connector_meta(output)
+        assert isinstance(work, Work)
+        self.worker.handle_preemptions(work)
+        self.worker.bind_connector_metadata(work)
+        for request, count in scheduled:
+            self.compute(request, count)
+        self.worker.start_load_kv(None)
+        self.worker.wait_for_save()
+        sent, received = self.worker.get_finished(set())
+        lost = self.worker.get_block_ids_with_load_errors()
+        self.lost |= lost
+        self.worker.clear_connector_metadata()
+        self.scheduler.update_connector_output(SimpleNamespace(invalid_block_ids=lost, finished_recving=received))
+        return sent or set(), received or set()
+
+    def compute(self, request: Request, count: int) -> None:
+        for index in range(request.computed // TOKENS, (request.computed + count) // TOKENS):
+            for layer, cache in enumerate(self.cache):
+                cache[request.blocks[index]] = values(request.block_hashes[index], layer)
+        request.computed += count
+
+    def matched(self, request: Request) -> tuple[int, bool]:
+        """Ask until the connector knows how many tokens it can load."""
+        end = time.monotonic() + 60
+        while True:
+            tokens, is_async = self.scheduler.get_num_new_matched_tokens(request, request.computed)
+            if tokens is not None:
+                return tokens, is_async
+            assert time.monotonic() < end
+            self.step()
+
+    def admit(self, request: Request, computed: int = 0) -> int:
+        """Load the stored beginning of a prompt after the `computed` tokens. Return the number of loaded tokens."""
+        self.scheduler.on_new_request(request)
+        request.computed = computed
+        while True:
+            tokens, is_async = self.matched(request)
+            assert is_async == (tokens > 0)
+            if not request.blocks:
+                request.blocks = [self.free.pop() for _ in range(-(-request.num_tokens // TOKENS))]
+            table = SimpleNamespace(get_block_ids=lambda: ([*request.blocks],))
+            self.scheduler.update_state_after_alloc(request, table, tokens)
+            if not tokens:
+                return request.computed - computed
+            until(lambda: request.request_id in self.step()[1])
+            loaded = [*range(request.computed // TOKENS, (request.computed + tokens) // TOKENS)]
+            good = next((i for i in loaded if request.blocks[i] in self.lost), loaded[-1] + 1)
+            self.lost.clear()
+            request.computed = good * TOKENS
+            if good:
+                return request.computed - computed
+
+    def finish(self, request: Request) -> None:
+        """Compute the rest of a prompt, and free its blocks when its saves have ended."""
+        self.step((request, request.num_tokens - request.computed))
+        if self.scheduler.request_finished(request, request.blocks)[0]:
+            until(lambda: request.request_id in self.step()[0])
+        self.free += request.blocks
+
+    def run(self, request: Request) -> int:
+        loaded = self.admit(request)
+        self.check(request)
+        self.finish(request)
+        return loaded
+
+    def check(self, request: Request) -> None:
+        """Check every byte of the computed blocks of a request."""
+        for index in range(request.computed // TOKENS):
+            for layer, cache in enumerate(self.cache):
+                assert np.array_equal(cache[request.blocks[index]], values(request.block_hashes[index], layer))
+
+
+def values(digest: bytes, layer: int) -> np.ndarray[Any, Any]:
+    seed = int.from_bytes(digest[:8]) + layer
+    return np.random.default_rng(seed).random((HEADS, TOKENS, 2 * DIM), np.float32)
+
+
+@contextmanager
+def engine_on(
+    url: str, change: Callable[[SimpleNamespace], None] = lambda config: None, **extra: Any
+) -> Iterator[Engine]:
+    config = settings(url, **extra)
+    change(config)
+    engine = Engine(config)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.fixture
+def engine(server: RunningServer, client: redis.Redis) -> Iterator[Engine]:
+    with engine_on(server.url) as engine:
+        yield engine
+
+
+def counts(engine: Engine) -> dict[str, int]:
+    both = engine.scheduler.get_kv_connector_stats(), engine.worker.get_kv_connector_stats()
+    assert isinstance(both[0], Counts)
+    assert isinstance(both[1], Counts)
+    return both[0].aggregate(both[1]).data
+
+
+def test_another_engine_restores_a_prompt(engine: Engine, server: RunningServer) -> None:
+    assert engine.run(prompt("a", 100)) == 0
+    with engine_on(server.url) as other:
+        assert other.run(prompt("b", 100)) == 96
+        assert other.run(prompt("c", 96)) == 80, "one token is computed"
+        size = 11 * LAYERS * HEADS * 2 * TOKENS * DIM * 4
+        assert counts(other) == {
+            "lookup/ok": 11,
+            "load/ok": 11,
+            "load/bytes": size,
+            "save/ok": 1,
+            "save/bytes": size // 11,
+        }
+    assert counts(engine)["save/ok"] == 6
+
+
+def test_a_block_is_pages_of_each_layer_head_and_plane(engine: Engine, client: redis.Redis) -> None:
+    request = prompt("a", 16)
+    engine.run(request)
+    (key,) = {name.split(b":")[1] for name in client.scan_iter("kv:*") if not name.endswith(b":index")}
+    assert key.startswith(b"vllm.lbhnc-vec.")
+    block = values(request.block_hashes[0], 1)[2].reshape(2, -1)  # of layer 1 and head 2, K and V
+    for plane in (0, 1):
+        assert client.execute_command("KVPAGEGET", key, 1, 2, 0, plane) == block[plane].tobytes()
+    assert len(client.execute_command("KVBLOCKGET", key, 0)) == LAYERS * HEADS * 2 * TOKENS * DIM * 4
+
+
+def test_a_longer_prompt_loads_its_stored_beginning(engine: Engine) -> None:
+    engine.run(prompt("a", 40))
+    assert engine.run(prompt("b", 90)) == 32
+    assert engine.run(prompt("c", 90)) == 80
+    assert counts(engine)["save/ok"] == 5, "no block is saved twice"
+
+
+def test_blocks_in_the_paged_cache_are_not_loaded(engine: Engine) -> None:
+    engine.run(prompt("a", 100))
+    request = prompt("b", 100)
+    request.blocks = [engine.free.pop() for _ in range(7)]
+    engine.compute(request, 48)
+    assert engine.admit(request, computed=48) == 48
+    engine.check(request)
+    engine.finish(request)
+
+
+def test_a_prompt_in_the_paged_cache_is_not_looked_up(engine: Engine) -> None:
+    request = prompt("a", 40)
+    engine.scheduler.on_new_request(request)
+    assert engine.scheduler.get_num_new_matched_tokens(request, 32) == (0, False)
+    assert counts(engine) == {}
+
+
+def test_a_request_can_refuse_the_cache(engine: Engine) -> None:
+    engine.run(prompt("a", 40))
+    request = prompt("b", 40)
+    request.skip_reading_prefix_cache = True
+    engine.scheduler.on_new_request(request)
+    assert engine.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+
+
+@pytest.mark.parametrize("damage", ["shorter", "other"])
+def test_a_lost_block_is_computed_and_saved_again(engine: Engine, client: redis.Redis, damage: str) -> None:
+    request = prompt("a", 100)
+    engine.run(request)
+    name = next(key.split(b":")[1] for key in client.scan_iter(f"kv:*{request.block_hashes[3].hex()}:0:0:0:0"))
+    if damage == "shorter":
+        client.execute_command("KVPAGESET", name, 0, 0, 0, 0, 1, 2, 3, 0, b"shorter")
+    else:
+        client.set(b"kv:%b:0:0:0:0" % name, "no page")
+    assert engine.run(prompt("b", 100)) == 48
+    assert engine.run(prompt("c", 100)) == 96
+
+
+def test_a_lost_first_block_is_not_loaded_again_and_again(engine: Engine, client: redis.Redis) -> None:
+    engine.run(prompt("a", 100))
+    for name in client.scan_iter("kv:*:0:0:0:0"):
+        client.set(name, "no page")
+    assert engine.run(prompt("b", 100)) == 0
+    assert engine.run(prompt("c", 100)) == 96
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda config: config.kv_transfer_config.kv_connector_extra_config.update(weights="0124"),
+        lambda config: setattr(config.cache_config, "prefix_caching_hash_algo", "sha256_cbor"),
+        lambda config: setattr(config.cache_config, "kv_cache_layout", "LBNHC"),
+        lambda config: setattr(config.model_config, "quantization", "awq"),
+        lambda config: setattr(config.model_config, "hf_config", SimpleNamespace(to_dict=lambda: {"rope_theta": 1})),
+        lambda config: setattr(config.attention_config, "backend", "OTHER"),
+        lambda config: setattr(config.parallel_config, "tensor_parallel_size", 2),
+    ],
+    ids=["weights", "hash", "layout", "quantization", "config", "backend", "tp"],
+)
+def test_another_engine_finds_nothing(engine: Engine, server: RunningServer, change: Any) -> None:
+    engine.run(prompt("a", 40))
+    with engine_on(server.url, change) as other:
+        assert other.run(prompt("b", 40)) == 0
+
+
+def test_the_path_of_a_model_does_not_matter(engine: Engine, server: RunningServer) -> None:
+    engine.run(prompt("a", 40))
+    moved = SimpleNamespace(to_dict=lambda: {"_name_or_path": "y"})
+    with engine_on(server.url, lambda config: setattr(config.model_config, "hf_config", moved)) as other:
+        assert other.run(prompt("b", 40)) == 32
+
+
+def test_ranks_write_pages_of_the_same_block(server: RunningServer, client: redis.Redis) -> None:
+    """A block is complete when all ranks have saved it."""
+
+    def of_rank(rank: int) -> Callable[[SimpleNamespace], None]:
+        return lambda config: config.parallel_config.__dict__.update(rank=rank, world_size=2, tensor_parallel_size=2)
+
+    with engine_on(server.url, of_rank(0)) as first, engine_on(server.url, of_rank(1)) as second:
+        first.run(prompt("a", 40))
+        assert first.run(prompt("b", 40)) == 0
+        second.run(prompt("a", 40))
+        assert first.run(prompt("c", 40)) == 32
+        assert second.run(prompt("d", 40)) == 32
+
+
+def test_preemption_waits_for_saves_of_the_request(server: RunningServer, client: redis.Redis) -> None:
+    with start_proxy(server.port) as proxy, engine_on(proxy.url, threads=1) as engine:
+        proxy.hold = 0.05
+        requests = [prompt(str(i), 100, start=1000 * i) for i in range(4)]
+        for request in requests:
+            engine.admit(request)
+        engine.step(*((request, 100) for request in requests))
+        engine.step(preempted=frozenset(request.request_id for request in requests))
+        for cache in engine.cache:
+            cache[:] = 0  # other requests have the blocks
+        with engine_on(server.url) as other:
+            for i in range(4):
+                other.run(prompt(str(i), 100, start=1000 * i))
+
+
+def test_a_request_that_ends_during_a_load_is_freed_once(engine: Engine) -> None:
+    engine.run(prompt("a", 100))
+    request = prompt("b", 100)
+    engine.scheduler.on_new_request(request)
+    tokens, _ = engine.matched(request)
+    request.blocks = [engine.free.pop() for _ in range(7)]
+    engine.scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: (request.blocks,)), tokens)
+    assert engine.scheduler.request_finished(request, request.blocks) == (False, None)
+    ended: list[tuple[set[str], set[str]]] = []
+    until(lambda: ended.append(engine.step()) or ended[-1][1] == {"b"})  # type: ignore[func-returns-value]
+    assert not any(sent for sent, _ in ended)
+
+
+def test_a_store_that_is_away_is_a_miss() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        url = f"redis://127.0.0.1:{bound.getsockname()[1]}"
+    with engine_on(url, lookup_seconds=1, transfer_seconds=1) as engine:
+        assert engine.run(prompt("a", 40)) == 0
+        assert engine.run(prompt("b", 40)) == 0
+        found = counts(engine)
+        assert found["lookup/away"] >= 2
+        assert found["save/away"] >= 2
+
+
+def test_a_silent_store_is_a_miss_after_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"redis://127.0.0.1:{silent.getsockname()[1]}"
+        with engine_on(url, lookup_seconds=0.1, transfer_seconds=0.1) as engine:
+            assert engine.run(prompt("a", 40)) == 0
+            assert engine.run(prompt("b", 40)) == 0
+
+
+def test_a_store_that_dies_during_a_load_is_a_miss(engine: Engine, server: RunningServer) -> None:
+    engine.run(prompt("a", 100))
+    with start_proxy(server.port) as proxy, engine_on(proxy.url, transfer_seconds=1) as other:
+        request = prompt("b", 100)
+        other.scheduler.on_new_request(request)
+        assert other.matched(request) == (96, True)
+        proxy.die_after = 0
+        assert other.run(prompt("c", 100)) == 0
+
+
+def test_a_full_store_is_a_miss() -> None:
+    options = "--maxmemory", "1mb", "--maxmemory-policy", "noeviction"
+    with start_server(*options) as server, engine_on(server.url) as engine:
+        for i in range(40):
+            engine.run(prompt(str(i), 100, start=1000 * i))
+        assert counts(engine)["save/oom"] > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda config, cache: setattr(config.device_config, "device_type", "cuda"), "use the tier"),
+        (lambda config, cache: cache.kv_cache_groups.extend(cache.kv_cache_groups), "one group"),
+        (lambda config, cache: setattr(cache.kv_cache_groups[0], "kv_cache_spec", SimpleNamespace()), "one group"),
+        (lambda config, cache: setattr(cache.kv_cache_groups[0].kv_cache_spec, "dtype", "torch.int4"), "dtype"),
+        (lambda config, cache: setattr(config.cache_config, "hash_block_size", 8), "hashed as a whole"),
+    ],
+)
+def test_an_unsupported_cache_is_not_connected(
+    server: RunningServer, caplog: pytest.LogCaptureFixture, change: Any, message: str
+) -> None:
+    config, cache = settings(server.url), groups()
+    change(config, cache)
+    connectors = [KvpageConnector(config, role, cache) for role in KVConnectorRole]
+    assert message in caplog.text
+    scheduler, worker = connectors
+    request = prompt("a", 40)
+    scheduler.on_new_request(request)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    scheduler.update_state_after_alloc(request, None, 0)
+    assert scheduler.request_finished(request, []) == (False, None)
+    worker.register_kv_caches({})
+    for connector in connectors:
+        connector.shutdown()
+
+
+def test_memory_in_another_order_is_not_saved(server: RunningServer, client: redis.Redis) -> None:
+    with engine_on(server.url) as engine:
+        engine.worker._memory = []
+        swapped = [np.zeros((BLOCKS, TOKENS, HEADS, 2 * DIM), np.float32).transpose(0, 2, 1, 3) for _ in NAMES]
+        engine.worker.register_kv_caches({name: Tensor(one) for name, one in zip(NAMES, swapped, strict=True)})
+        engine.run(prompt("a", 40))
+        assert client.dbsize() == 0
+        assert counts(engine)["save/ValueError"] == 2
+
+
+def test_an_unknown_request_is_a_miss(engine: Engine) -> None:
+    assert engine.scheduler.get_num_new_matched_tokens(prompt("a", 40), 0) == (0, False)
+    engine.scheduler.update_state_after_alloc(prompt("a", 40), None, 16)
+    assert engine.scheduler.request_finished(prompt("a", 40), []) == (False, None)
+    assert set(counts(engine)) == {
+        "get_num_new_matched_tokens/KeyError", "update_state_after_alloc/KeyError", "request_finished/KeyError"
+    }  # fmt: skip
+
+
+def test_a_reset_gives_blocks_new_names(engine: Engine) -> None:
+    engine.run(prompt("a", 40))
+    assert engine.scheduler.reset_cache()
+    assert engine.run(prompt("b", 40)) == 0
+    assert engine.run(prompt("c", 40)) == 32
+
+
+def test_the_default_failure_policy_is_a_warning(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+    with engine_on(server.url, lambda config: setattr(config.kv_transfer_config, "kv_load_failure_policy", "fail")):
+        assert 'set kv_load_failure_policy to "recompute"' in caplog.text
+
+
+@pytest.mark.parametrize("option", [{"url": "http://x"}, {"threads": 0}, {"lookup_seconds": 0}])
+def test_an_invalid_option_is_an_error_at_the_start(server: RunningServer, option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"URL|must be"):
+        KvpageConnector(settings(**{"url": server.url, **option}), KVConnectorRole.SCHEDULER, groups())
+
+
+def test_saves_end_before_the_shutdown_does(server: RunningServer, client: redis.Redis) -> None:
+    with engine_on(server.url) as engine:
+        request = prompt("a", 100)
+        engine.admit(request)
+        engine.step((request, 100))
+    with engine_on(server.url) as other:
+        assert other.run(prompt("b", 100)) == 96
+
+
+class Counter:
+    """Stub of a Prometheus counter."""
+
+    values: dict[tuple[str, ...], float]
+
+    def __init__(self, name: str, labelnames: list[str], **_: str) -> None:
+        assert name.startswith("vllm:kvpage_")
+        self.values = {}
+        self.names = labelnames
+
+    def labels(self, *labels: str) -> Any:
+        assert len(labels) == len(self.names)
+
+        def add(count: float) -> None:
+            self.values[labels] = self.values.get(labels, 0) + count
+
+        return SimpleNamespace(inc=add)
+
+
+def test_counts_are_prometheus_counters() -> None:
+    metrics: Any = KvpageConnector.build_prom_metrics(None, {Counter: Counter}, ["engine"], {0: ["0"]})
+    stats = KvpageConnector.build_kv_connector_stats({"load/ok": 3, "load/bytes": 100})
+    assert isinstance(stats, Counts)
+    both = stats.aggregate(Counts({"load/ok": 1, "save/away": 2}))
+    assert not both.is_empty()
+    metrics.observe(both.reduce())
+    metrics.observe({"load/ok": 1})
+    assert metrics._blocks.values == {("0", "load", "ok"): 5, ("0", "save", "away"): 2}
+    assert metrics._bytes.values == {("0", "load"): 100}
+    stats.reset()
+    assert stats.is_empty()
+
+
+@pytest.fixture(autouse=True)
+def _log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
