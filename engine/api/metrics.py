@@ -28,16 +28,25 @@ class _Answers:
         self.registry = CollectorRegistry()
         shared: dict[str, Any] = {"registry": self.registry}
         self._answers = Counter(PREFIX + "answers", "Answers", ["tier", "finish_reason"], **shared)
-        self._prompt = Counter(PREFIX + "prompt_tokens", "Tokens of prompts", **shared)
-        self._reused = Counter(PREFIX + "reused_tokens", "Those that were not computed", ["tier"], **shared)
-        self._generated = Counter(PREFIX + "generated_tokens", "Tokens of answers", **shared)
+        self._prompt = Counter(PREFIX + "prompt_tokens", "Prompt tokens", **shared)
+        self._reused = Counter(PREFIX + "reused_tokens", "Prompt tokens that were reused", ["tier"], **shared)
+        self._generated = Counter(PREFIX + "generated_tokens", "Generated tokens", **shared)
         self._first = Histogram(
-            PREFIX + "time_to_first_token_seconds", "Since the prompt came", ["tier"], buckets=SECONDS, **shared
+            PREFIX + "time_to_first_token_seconds",
+            "Time from the request to the first token",
+            ["tier"],
+            buckets=SECONDS,
+            **shared,
         )
         self._restore = Histogram(
-            PREFIX + "restore_seconds", "To look for a context and fetch it", ["tier"], buckets=SECONDS, **shared
+            PREFIX + "restore_seconds",
+            "Duration of the lookup and the load of a context",
+            ["tier"],
+            buckets=SECONDS,
+            **shared,
         )
-        self._misses = Counter(PREFIX + "misses", "Prompts of which less was found, by reason", ["reason"], **shared)
+        help = "Prompts that reused less than possible, by reason"
+        self._misses = Counter(PREFIX + "misses", help, ["reason"], **shared)
 
     def count(self, answer: Answer) -> None:
         reuse = answer.reuse
@@ -60,11 +69,11 @@ class Metrics:
         self._registry = self._answers.registry
         shared: dict[str, Any] = {"registry": self._registry}
         self.requests = Counter(PREFIX + "requests", "HTTP requests", ["endpoint", "status"], **shared)
-        self.cancelled = Counter(PREFIX + "cancelled", "Answers that their clients did not wait for", **shared)
+        self.cancelled = Counter(PREFIX + "cancelled", "Answers cancelled because the client disconnected", **shared)
         self.closed = Counter(
-            PREFIX + "connections_closed", "Connections that were closed on their clients", ["reason"], **shared
+            PREFIX + "connections_closed", "Connections closed by the server, by reason", ["reason"], **shared
         )
-        waiting = Gauge(PREFIX + "pending", "Answers that are on their way or wait for their turn", **shared)
+        waiting = Gauge(PREFIX + "pending", "Requests that are running or waiting", **shared)
         waiting.set_function(pending)
 
     def watch(self, engine: Engine) -> None:
@@ -90,53 +99,54 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         pool, store = self._engine.pool, self._engine.store.metrics()
         yield _gauge("pool_used_bytes", "Bytes of contexts in memory", pool.used_bytes)
-        yield _gauge("pool_bytes", "Bytes that contexts may take", pool.total_bytes)
+        yield _gauge("pool_bytes", "Limit of the bytes of contexts in memory", pool.total_bytes)
         yield _gauge("pool_used_blocks", "Blocks of contexts in memory", pool.used_blocks)
         yield _gauge("hot_agents", "Agents whose contexts are in memory", store.hot_agents)
-        yield _gauge("dirty_agents", "Agents whose contexts wait to be written", store.dirty_agents)
-        yield _gauge("dirty_bytes", "Bytes that wait to be written", store.dirty_bytes)
-        yield _gauge("prefix_bytes", "Bytes of beginnings in memory, for whoever has them", store.prefix_bytes)
+        yield _gauge("dirty_agents", "Agents with dirty contexts, which are not saved yet", store.dirty_agents)
+        yield _gauge("dirty_bytes", "Bytes of dirty contexts", store.dirty_bytes)
+        yield _gauge("prefix_bytes", "Bytes of shared prefixes in memory", store.prefix_bytes)
         tiers = {"hot": store.hot, "prefix": store.prefix, "page": store.page, "cold": store.cold}
         for what, help in (
-            ("hits", "Loads that a tier answered"),
-            ("loaded_bytes", "Bytes that came from a tier"),
-            ("load_seconds", "Seconds that they took"),
-            ("saves", "Contexts written to a tier"),
-            ("saved_bytes", "Bytes written to a tier"),
-            ("save_seconds", "Seconds that they took"),
+            ("hits", "Loads of contexts from a tier"),
+            ("loaded_bytes", "Bytes loaded from a tier"),
+            ("load_seconds", "Duration of loads from a tier"),
+            ("saves", "Contexts saved to a tier"),
+            ("saved_bytes", "Bytes saved to a tier"),
+            ("save_seconds", "Duration of saves to a tier"),
         ):
             yield _counter(f"tier_{what}", help, "tier", {name: getattr(tier, what) for name, tier in tiers.items()})
         if store.server is not None:
             yield from _page_server(store.server)
-        yield _counter("store_misses", "Loads that found nothing, by reason", "reason", store.misses)
-        yield _counter("store_unsaved", "Writes that failed, by tier", "tier", store.unsaved)
+        yield _counter("store_misses", "Loads without a result, by reason", "reason", store.misses)
+        yield _counter("store_unsaved", "Failed saves, by tier", "tier", store.unsaved)
         unnamed = {"written": store.unnamed_written, "left": store.unnamed_left}
-        yield _counter("unnamed", "Contexts without a name, by whether they were worth storing", "what", unnamed)
-        yield _counter("evictions", "Contexts that left memory", "", {"": store.evictions})
-        yield _counter("flushes", "Contexts written to all tiers they were owed", "", {"": store.dirty_flushes})
-        yield _counter("lost", "Contexts dropped because no tier could be written to", "", {"": store.lost})
+        help = "Contexts without an agent id: written to the page server, or left out as not worth storing"
+        yield _counter("unnamed", help, "what", unnamed)
+        yield _counter("evictions", "Contexts evicted from memory", "", {"": store.evictions})
+        yield _counter("flushes", "Dirty contexts saved to all their tiers", "", {"": store.dirty_flushes})
+        yield _counter("lost", "Contexts lost because no tier could be written", "", {"": store.lost})
 
 
 def _page_server(server: PageServer) -> Iterator[Metric]:
     """Yield the metrics of the page server's tier."""
     breaker = GaugeMetricFamily(
-        PREFIX + "page_server_breaker", "Whether it is asked: 1 for the state that it is in", labels=["state"]
+        PREFIX + "page_server_breaker", "Circuit breaker of the page server: 1 for its state", labels=["state"]
     )
     for state in ("closed", "half-open", "open"):
         breaker.add_metric([state], server.breaker == state)
     yield breaker
     yield _gauge("page_server_up", "1 if the page server answers, 0 during an outage", server.reachable)
     yield _gauge("page_server_saving", "1 if the last context was saved, 0 if its save failed", server.saving)
-    yield _counter("page_server_opened", "Times that it was not asked any more", "", {"": server.opened})
-    yield _counter("page_server_misses", "Loads that found less than they might have", "reason", server.misses)
-    yield _counter("page_server_unsaved", "Writes that failed", "reason", server.unsaved)
-    yield _counter("page_server_unasked", "Other questions without an answer", "reason", server.unasked)
+    yield _counter("page_server_opened", "Times that the circuit breaker has opened", "", {"": server.opened})
+    yield _counter("page_server_misses", "Incomplete or missed loads, by reason", "reason", server.misses)
+    yield _counter("page_server_unsaved", "Failed saves, by reason", "reason", server.unsaved)
+    yield _counter("page_server_unasked", "Other failed requests, by reason", "reason", server.unasked)
     decided = {"fetched": server.fetched, "computed": server.recomputed}
-    yield _counter("page_server_decisions", "Loads by what was expected to be sooner", "what", decided)
+    yield _counter("page_server_decisions", "Loads by the estimated faster way: fetched or computed", "what", decided)
     for name, help, value in (
-        ("bytes_per_second", "Measured lately: of the link", server.link_rate),
-        ("latency_seconds", "Measured lately: of a question", server.latency),
-        ("prefill_tokens_per_second", "Measured lately: of computing prompts", server.prefill_rate),
+        ("bytes_per_second", "Recent rate of the link to the page server", server.link_rate),
+        ("latency_seconds", "Recent latency of a request to the page server", server.latency),
+        ("prefill_tokens_per_second", "Recent rate of prefill", server.prefill_rate),
     ):
         if value is not None:
             yield _gauge(f"page_server_{name}", help, value)

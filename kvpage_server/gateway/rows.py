@@ -1,4 +1,4 @@
-"""The commands of a gateway: the rows of the command table, with other functions."""
+"""The commands of a gateway: the rows of the command table, with functions that call the cluster."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from kvpage_server.commands.steps import Steps, each
 from kvpage_server.commands.table import TABLE, Spec, nothing
 from kvpage_server.core import Argument, Command, NewPages, Slot
 from kvpage_server.core.arguments import NAME_WORDS, PAGE_WORDS, BadPage
-from kvpage_server.gateway.upstream import MOST, NO_PAGE, Plans, Standing, Upstream, Value, waited_for
+from kvpage_server.gateway.upstream import MOST, NO_PAGE, PageMetadata, Plans, Upstream, Value, wait_for
 from kvpage_server.page import FIELD_AT, HEADER_SIZE, MAX_TTL, MAX_U32, PageError, PageKey, unix_ms
 from kvpage_server.resp import OK, Reply, ReplyError, Stream, Wait, simple
 from kvpage_server.store.eviction.leases import LONGEST_LEASE
 
 # -- Conversion of clients' commands and of the cluster's replies, without copies of values ----------------------------
 
-_TTL = slice(FIELD_AT["ttl"], FIELD_AT["ttl"] + 8)  # of a header
+_TTL = slice(FIELD_AT["ttl"], FIELD_AT["ttl"] + 8)  # the bytes of a page's header
 
 
 @dataclass(frozen=True, slots=True)
 class Borrowed:
-    """Memory from which a reply is sent."""
+    """Part of a reply: memory of a node's reply, which is sent without a copy."""
 
     view: memoryview
 
@@ -46,7 +46,7 @@ class Borrowed:
 
 
 def bulk_reply(value: Value | None) -> Reply:
-    """Return a value as a bulk string."""
+    """Return a value as a bulk string, null for None, and WRONGTYPE for NO_PAGE."""
     if value is None:
         return None
     if value is NO_PAGE:
@@ -55,7 +55,7 @@ def bulk_reply(value: Value | None) -> Reply:
 
 
 def reply_of(answer: Answer | Failed) -> Reply:
-    """Return the reply of a node as a reply to the client; null for a read that no node answered."""
+    """Convert a node's reply into a reply to the client. A read that no node answered is null."""
     if isinstance(answer, memoryview):
         return bulk_reply((answer,))
     if isinstance(answer, bytes):
@@ -64,7 +64,7 @@ def reply_of(answer: Answer | Failed) -> Reply:
 
 
 def passed(words: Sequence[Argument], *, writes: bool) -> cluster.Command:
-    """Return the client's command, unchanged. Its second word is its key."""
+    """Return a command for the cluster with the client's words, unchanged. The second word is its key."""
 
     def pieces() -> Iterator[Piece]:
         yield b"*%d\r\n" % len(words)
@@ -80,7 +80,7 @@ def passed(words: Sequence[Argument], *, writes: bool) -> cluster.Command:
 
 
 def set_page(key: bytes, slot: Slot) -> cluster.Command:
-    """Return SET of a page with its header, which are in a slot."""
+    """Return a SET command with the page in `slot`, header and body, and the TTL of its header."""
     ttl = int.from_bytes(slot.header[_TTL], "little")
     opening, ending = cluster.around_value(key, HEADER_SIZE + slot.size, ttl)
 
@@ -94,98 +94,111 @@ def set_page(key: bytes, slot: Slot) -> cluster.Command:
 
 # -- Overlapping writes of blocks --------------------------------------------------------------------------------------
 #
-# Blocks that a client writes one after the other, without waiting for each reply, are written together.
-#
-# While some blocks are being sent to the cluster, the next ones are received. Then these are sent together, in one
-# round trip per node. The replies keep their order. Every other command waits until the client's earlier writes are
+# A client may send several KVBLOCKSET without waiting for the replies (a pipeline). Their blocks are written in
+# batches: while one batch is sent to the cluster, the next blocks are received and become the next batch, which takes
+# one round trip per node. The replies keep their order. Any other command waits until the client's earlier writes are
 # done, so that it finds their values.
 
 OVERLAP = frozenset({"kvblockset"})
-_BLOCKS, _BYTES = 16, 64 * 1024**2  # that are written at once: blocks of one client, and bytes of all clients
-_CONCURRENT_BATCHES = 2  # batches of a client
+_BLOCKS, _BYTES = 16, 64 * 1024**2  # limits of unfinished writes: blocks of one client, and bytes of all clients
+_CONCURRENT_BATCHES = 2  # of one client
 
 
-_Block = tuple[list[cluster.Write], asyncio.Future[None]]  # the writes of a block, and its completion
+_Block = tuple[list[cluster.Write], asyncio.Future[None]]  # the writes of a block, and a future of their completion
 
 
 @dataclass(slots=True)
-class _OfClient:
-    """Writes in progress of one client."""
+class _ClientWrites:
+    """Unfinished writes of one client."""
 
-    names: set[BlockName] = field(default_factory=set)
-    next: list[_Block] = field(default_factory=list)  # blocks to send when a batch is done
-    under_way: int = 0  # number of batches that are being written
-    waiting: list[Callable[[], None]] = field(default_factory=list)  # called when a block is done
+    names: set[BlockName] = field(default_factory=set)  # all blocks that are not written yet
+    next: list[_Block] = field(default_factory=list)  # the next batch
+    batches_running: int = 0
+    waiting: list[Callable[[], None]] = field(default_factory=list)  # callbacks of commands that wait for a block
 
     def take(self) -> list[_Block]:
-        """Remove and return the blocks to send."""
+        """Remove and return the blocks of the next batch."""
         some, self.next = self.next, []
         return some
 
 
 class Overlap:
-    """The blocks that are being written, by client."""
+    """The unfinished writes of blocks, by client."""
 
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
-        self._of: dict[Client, _OfClient] = {}
+        self._writes_of: dict[Client, _ClientWrites] = {}
         self._bytes = 0
 
     def check(self, client: Client, spec: Spec, words: Command) -> None:
-        """Raise Postponed if a command must wait for its client's writes."""
-        theirs = self._of.get(client)
-        if theirs and not (spec.name in OVERLAP and self._has_space(theirs) and theirs.names.isdisjoint(_named(words))):
-            raise Postponed(Wait(theirs.waiting.append))
+        """Raise Postponed if a command must wait for unfinished writes of its client.
 
-    def _has_space(self, theirs: _OfClient) -> bool:
-        return len(theirs.names) < _BLOCKS and self._bytes < _BYTES
+        KVBLOCKSET waits only for space, or for an earlier write of the same block.
+        """
+        writes = self._writes_of.get(client)
+        if writes and not (
+            spec.name in OVERLAP and self._has_space(writes) and writes.names.isdisjoint(_block_to_write(words))
+        ):
+            raise Postponed(Wait(writes.waiting.append))
+
+    def _has_space(self, writes: _ClientWrites) -> bool:
+        return len(writes.names) < _BLOCKS and self._bytes < _BYTES
 
     def write(self, client: Client, name: BlockName, nbytes: int, block: list[cluster.Write]) -> Steps[None]:
-        """cluster.Write a block, in steps that end when it is written. Raises ReplyError."""
-        theirs = self._of.setdefault(client, _OfClient())
+        """Write a block of `nbytes` bytes with the commands in `block`. The steps end when it is written.
+
+        Raises ReplyError if the cluster refuses it or fails.
+        """
+        writes = self._writes_of.setdefault(client, _ClientWrites())
         done = asyncio.get_running_loop().create_future()
-        theirs.names.add(name)
-        theirs.next.append((block, done))
-        if theirs.under_way < _CONCURRENT_BATCHES:
-            self._send(theirs, theirs.take())
+        writes.names.add(name)
+        writes.next.append((block, done))
+        if writes.batches_running < _CONCURRENT_BATCHES:
+            self._send(writes, writes.take())
         self._bytes += nbytes
         client.keep(nbytes)
         try:
-            yield from waited_for(done)
+            yield from wait_for(done)
         finally:
             self._bytes -= nbytes
             client.keep(-nbytes)
-            theirs.names.discard(name)
-            if not theirs.names:
-                del self._of[client]
-            waiting, theirs.waiting = theirs.waiting, []
+            writes.names.discard(name)
+            if not writes.names:
+                del self._writes_of[client]
+            waiting, writes.waiting = writes.waiting, []
             for then in waiting:
                 then()
 
-    def _send(self, theirs: _OfClient, some: Sequence[_Block]) -> None:
-        theirs.under_way += 1
+    def _send(self, writes: _ClientWrites, some: Sequence[_Block]) -> None:
+        """Start to write a batch."""
+        writes.batches_running += 1
         task = self._upstream.start(self._upstream.plans.calls.write([one for block, _ in some for one in block]))
-        task.add_done_callback(partial(self._sent, theirs, some))
+        task.add_done_callback(partial(self._batch_done, writes, some))
 
-    def _sent(self, theirs: _OfClient, some: Sequence[_Block], task: asyncio.Task[None]) -> None:
-        """Notify the waiters of these blocks, and write blocks that arrived meanwhile."""
-        theirs.under_way -= 1
+    def _batch_done(self, writes: _ClientWrites, some: Sequence[_Block], task: asyncio.Task[None]) -> None:
+        """End the steps of a batch's blocks, with the error if it failed, and start the next batch.
+
+        If a batch of several blocks failed, each of them is written again alone, because one may have caused the error.
+        """
+        writes.batches_running -= 1
         if task.cancelled():
             return
         error = task.exception()
         if error and len(some) > 1:
-            for one in some:  # again one by one, because the error may be due to one of them
-                self._send(theirs, [one])
+            for one in some:
+                self._send(writes, [one])
             return
         for _, done in some:
             if not done.done():
                 done.set_exception(error) if error else done.set_result(None)
-        if theirs.next:
-            self._send(theirs, theirs.take())
+        if writes.next:
+            self._send(writes, writes.take())
 
 
-def _named(words: Command) -> list[BlockName]:
-    """Return the name of the block that KVBLOCKSET writes, in a list; an empty list if the command will be refused."""
+def _block_to_write(words: Command) -> list[BlockName]:
+    """Return the name of the block of a KVBLOCKSET, in a list. The list is empty if the name is invalid, because the
+    command will be refused.
+    """
     try:
         return block_names(words[1:3])
     except ReplyError:
@@ -199,7 +212,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PagesBehind:
-    """The functions of commands for pages. Each takes a client and arguments, and returns the steps of the reply."""
+    """The functions of page commands on a gateway, with the names of the commands.
+
+    Each takes a client and the arguments, and returns the steps of the reply. They raise ReplyError.
+    """
 
     upstream: Upstream
     overlap: Overlap
@@ -215,7 +231,7 @@ class PagesBehind:
         yield OK
 
     def kvpagemset(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        """cluster.Write pages. All of them are checked before the first is written."""
+        """Write pages. All of them are checked before the first one is written."""
         count = check_batch("KVPAGEMSET", args, PAGE_WORDS, "page")
         now, batches, read = unix_ms(), list[NewPages](), 0
         while read < count:
@@ -247,8 +263,8 @@ class PagesBehind:
 
     def kvpagestat(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
         """Yield the header fields and the TTL of a page. Lease and pin are 0, because a cluster has neither."""
-        found = yield from self.upstream.do(self.upstream.plans.standing(_key(args)))
-        if not isinstance(found, Standing):
+        found = yield from self.upstream.do(self.upstream.plans.metadata(_key(args)))
+        if not isinstance(found, PageMetadata):
             yield bulk_reply(found)
             return
         left = {"ttl_left_ms": found.ttl_left_ms, "lease_left_ms": 0, "pinned": 0, "tier": "cluster"}
@@ -311,6 +327,7 @@ class PagesBehind:
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def _put(self, batches: Sequence[NewPages]) -> Steps[None]:
+        """Write pages, one batch after the other."""
         for pages in batches:
             names = [pages.name(i) for i in range(len(pages))]
             written = [set_page(name.key, slot) for name, slot in zip(names, pages.slots, strict=True)]
@@ -319,17 +336,19 @@ class PagesBehind:
 
 
 def _key(args: Sequence[Argument]) -> PageKey:
+    """Return the page key at the start of `args`: req_id, layer, head, page, type. Raises ReplyError."""
     name = page_name(args)
     return PageKey(name.req_id, name.layer, name.head, name.page, name.kv_type)
 
 
 def _keys(command: str, args: Sequence[Argument]) -> Steps[list[PageKey]]:
+    """Return the page keys of a batch command, in steps. `args` begins with their number. Raises ReplyError."""
     check_batch(command, args, NAME_WORDS, "page")
     return each(args[1:], lambda some: [_key(some[i:]) for i in range(0, len(some), NAME_WORDS)], NAME_WORDS)
 
 
 def _encode_page(body: Value | None) -> Reply:
-    """Return the reply for one of several pages. A value that is no page counts as absent."""
+    """Return the reply for one of several pages: null if the string under the page's key is no page."""
     return bulk_reply(None if body is NO_PAGE else body)
 
 
@@ -338,27 +357,28 @@ def _page_ids(args: Sequence[Argument]) -> list[int]:
 
 
 def _some(items: list[T]) -> Iterator[list[T]]:
-    """Yield the items in batches, with an empty batch if there are none."""
+    """Yield the items in batches of MOST, or one empty batch if there are none."""
     return (items[start : start + MOST] for start in range(0, len(items) or 1, MOST))
 
 
 # -- strings -----------------------------------------------------------------------------------------------------------
 #
-# The commands of strings and keys on a gateway. When a reply is lost, the command is sent again, so only commands that
-# can safely run twice are supported.
+# The commands of strings and keys on a gateway. The client sends a command again if its reply is lost, so only commands
+# that can run twice without harm are supported.
 #
-# A page may be part of a block. So commands on a page's key look for both, or are refused.
+# A page is a string of its own, or a part of a block's string. So commands on a page's key look for both, or are
+# refused.
 
 _SETS = frozenset({"set", "setex", "psetex"})
-_OF_BLOCK = frozenset({"type", "ttl", "pttl", "expiretime", "pexpiretime"})  # the same for a page and its block
+_OF_BLOCK = frozenset({"type", "ttl", "pttl", "expiretime", "pexpiretime"})  # a page in a block has its block's result
 _OF_STRING = frozenset({"strlen", "getrange", "expire", "pexpire", "expireat", "pexpireat", "persist"})
 PASSED = _SETS | _OF_BLOCK | _OF_STRING
-COUNTED = {"del": b"UNLINK", "unlink": b"UNLINK", "exists": b"EXISTS", "touch": b"TOUCH"}  # of several keys
-_ONCE = frozenset({b"NX", b"XX", b"GET", b"IFEQ"})  # options of SET
+SUMMED = {"del": b"UNLINK", "unlink": b"UNLINK", "exists": b"EXISTS", "touch": b"TOUCH"}  # they return a count of keys
+_ONCE = frozenset({b"NX", b"XX", b"GET", b"IFEQ"})  # options with which SET cannot run twice
 
 
 def page_of(key: bytes) -> PageKey | None:
-    """Return the page that a key names, or None."""
+    """Return a key as PageKey; None if it is not the key of a page."""
     try:
         return PageKey.parse(key)
     except PageError:
@@ -367,9 +387,9 @@ def page_of(key: bytes) -> PageKey | None:
 
 @dataclass(frozen=True)
 class StringsBehind:
-    """The functions of commands for strings and keys.
+    """The functions of commands for strings and keys on a gateway.
 
-    Each takes the command's row, a client and arguments, and returns the steps of the reply.
+    Each takes the command's row, a client and the arguments, and returns the steps of the reply. They raise ReplyError.
     """
 
     upstream: Upstream
@@ -379,16 +399,19 @@ class StringsBehind:
         return self.upstream.plans
 
     def get(self, spec: Spec, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        [value] = yield from self.upstream.do(self._plans.of_keys([_named_strings(plain(args[0]))]))
+        [value] = yield from self.upstream.do(self._plans.strings_and_pages([_named_strings(plain(args[0]))]))
         yield bulk_reply(value)
 
     def mget(self, spec: Spec, client: Client, args: list[Argument]) -> Iterator[Reply]:
         keys = yield from each(args, lambda some: [*map(_named_strings, plain_all(some))])
-        yield from self.upstream.fetch(client, keys, self._plans.of_keys, bulk_reply)
+        yield from self.upstream.fetch(client, keys, self._plans.strings_and_pages, bulk_reply)
 
     def counted(self, spec: Spec, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        """Yield the number of keys that exist, or were deleted."""
-        word, keys = COUNTED[spec.name], plain_all(args)
+        """Yield the number of existing keys, or of deleted keys, for DEL, UNLINK, EXISTS and TOUCH.
+
+        TOUCH of a page in a block touches the block.
+        """
+        word, keys = SUMMED[spec.name], plain_all(args)
         pages = [page for key in keys if (page := page_of(key))]
         others = [key for key in keys if not page_of(key)]
         count = 0
@@ -405,7 +428,11 @@ class StringsBehind:
         yield count + sum(answer for answer in answers if isinstance(answer, int))
 
     def passed(self, spec: Spec, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        """Pass a command on to the node unchanged."""
+        """Send a command with one key to its node, unchanged.
+
+        A page that is part of a block gets the block's TTL and type. Commands that would change a page in a block, or
+        read a part of it, are refused.
+        """
         if spec.name == "set" and _ONCE & {option.upper() for option in plain_all(args[2:])}:
             raise ReplyError(
                 "ERR a gateway does not support SET with NX, XX, IFEQ or GET: "
@@ -432,7 +459,7 @@ class StringsBehind:
 
 
 def _named_strings(key: bytes) -> PageKey | bytes:
-    """Return a key, as PageKey if it is the key of a page."""
+    """Return a key as PageKey if it is the key of a page, otherwise unchanged."""
     return page_of(key) or key
 
 
@@ -443,7 +470,9 @@ _TRANSACTION = frozenset({"multi", "exec", "discard"})
 
 
 class Rows:
-    """The rows of commands on a gateway."""
+    """The command table of a gateway: the override that the server calls for each command
+    (`Server.command_override`).
+    """
 
     def __init__(self, upstream: Upstream) -> None:
         self._overlap = Overlap(upstream)
@@ -454,22 +483,22 @@ class Rows:
         for names, steps in (
             (("get",), strings.get),
             (("mget",), strings.mget),
-            (COUNTED, strings.counted),
+            (SUMMED, strings.counted),
             (PASSED, strings.passed),
         ):
             done |= {name: partial(steps, TABLE[name]) for name in names if name in TABLE}
         self._rows = {name: _row(TABLE[name], steps) for name, steps in done.items()}
 
     def __call__(self, client: Client, spec: Spec, words: Command) -> Spec:
-        """Return the row of a command.
+        """Return the gateway's row of the command with the server's row `spec`.
 
-        Raises ReplyError for a command that a cluster can't do, Postponed for a command that has to wait.
+        Raises ReplyError for an unsupported command, Postponed for a command that waits for its client's writes.
         """
         self._overlap.check(client, spec, words)
         return self.row(spec)
 
     def row(self, spec: Spec) -> Spec:
-        """Return the row of a command for any client. Raises ReplyError."""
+        """Return the gateway's row of a command, whatever its client's writes are. Raises ReplyError if unsupported."""
         if spec.name in _TRANSACTION:
             raise ReplyError(
                 f"ERR '{spec.name}': a gateway has no transactions, since each node of a cluster works by itself"
@@ -482,10 +511,10 @@ class Rows:
 
 
 def _row(spec: Spec, steps: _Steps) -> Spec:
-    """Return the row of a command with the function that `steps` gives it.
+    """Return the row of a command with a function that replies in `steps`.
 
     The command waits for the cluster, so it can't be part of a transaction. A write is completed even if its client
-    disconnects. The body of a block is not hashed, because a cluster stores other digests than that of the body.
+    disconnects. The body of a block is not hashed on arrival, because a cluster stores the digests of its pages.
     """
     overlaps = spec.name in OVERLAP
 

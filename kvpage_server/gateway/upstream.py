@@ -44,34 +44,37 @@ from kvpage_server.page import HEADER_SIZE, PageError, PageHeader, PageKey
 from kvpage_server.resp import Raw, Reply, ReplyError, Wait
 from kvpage_server.system import malloc
 
-# -- Plans of a gateway in addition to those of `ClusterCalls`: values of any kind, unchanged --------------------------
+# -- Plans of a gateway, in addition to those of `ClusterCalls`: reads of strings, pages and blocks without copies -----
 
-Value = tuple[memoryview, ...]  # a string in one piece or two
-NO_PAGE: Value = ()  # stands for a string under a page's key that is no page
+Value = tuple[memoryview, ...]  # the bytes of a value, in one piece or two
+NO_PAGE: Value = ()  # in place of a string under a page's key that is no page
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """A page's header, and its TTL in milliseconds."""
+class PageMetadata:
+    """A page's header, and the remaining milliseconds of its TTL."""
 
     header: PageHeader
-    ttl_left_ms: int
+    ttl_left_ms: int  # -1 without a TTL, as in PTTL
 
 
 @dataclass(frozen=True)
 class Plans:
-    """Plans of requests to a cluster. `AsyncPageClient.carry_out` of the client that has `calls` executes them."""
+    """Plans of requests to a cluster. `AsyncPageClient.carry_out` of the client that has `calls` executes them.
+
+    A plan for several keys returns a result for each, in their order.
+    """
 
     calls: ClusterCalls
 
     @timed
     def ask(self, end: Deadline, commands: Sequence[Command]) -> Plan[list[Answer | Failed]]:
-        """Return the replies to commands for one key each, Failed for reads that no node answered."""
+        """Return the replies to commands with one key each; Failed for a read that no node answered."""
         return (yield from self.calls.router.ask(commands, end))
 
     @timed
     def values(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[Value | None]]:
-        """Return the values under pages' keys, as strings or in blocks."""
+        """Return pages with their headers, as strings or as header and body in their block; None for absent ones."""
         names = [*dict.fromkeys((key.req_id, key.page) for key in keys)]
         asked = [*(simple(b"GET", bytes(key)) for key in keys), *map(get_opening, names)]
         answers = yield from self.calls.router.ask(asked, end)
@@ -93,8 +96,8 @@ class Plans:
         return found
 
     @timed
-    def of_keys(self, end: Deadline, keys: Sequence[PageKey | bytes]) -> Plan[list[Value | None]]:
-        """Return the values of keys. Pages are found as strings or in blocks."""
+    def strings_and_pages(self, end: Deadline, keys: Sequence[PageKey | bytes]) -> Plan[list[Value | None]]:
+        """Return the values of keys; None for absent ones. A page may be a string, or a part of its block's string."""
         pages = [key for key in keys if isinstance(key, PageKey)]
         values = iter((yield from self.values(pages)(end)) if pages else ())
         others = [simple(b"GET", key) for key in keys if not isinstance(key, PageKey)]
@@ -110,7 +113,10 @@ class Plans:
 
     @timed
     def pages(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[Value | None]]:
-        """Return pages' bodies; None for absent and damaged ones."""
+        """Return pages' bodies; None for absent and corrupt ones, NO_PAGE for a string that is no page.
+
+        Counts the reasons of misses.
+        """
         values = yield from self.values(keys)(end)
         found: list[Value | None] = []
         for key, value in zip(keys, values, strict=True):
@@ -129,14 +135,14 @@ class Plans:
 
     @timed
     def blocks(self, end: Deadline, names: Sequence[BlockName]) -> Plan[list[Value | None]]:
-        """Return blocks' bodies; None for absent and damaged ones."""
+        """Return blocks' bodies; None for absent and corrupt ones. Counts the reasons of misses."""
         answers = yield from self.calls.router.ask([simple(b"GET", block_key(name)) for name in names], end)
         self._count_unavailable(answers)
         return [self._body(name, answer) for name, answer in zip(names, answers, strict=True)]
 
     @timed
-    def standing(self, end: Deadline, key: PageKey) -> Plan[Standing | Value | None]:
-        """Return the known metadata of a page; None if it is absent."""
+    def metadata(self, end: Deadline, key: PageKey) -> Plan[PageMetadata | Value | None]:
+        """Return the header and TTL of a page; NO_PAGE if its key has another string, None if it is absent."""
         name = key.req_id, key.page
         keys = bytes(key), block_key(name)
         asked = [get_opening(name), get_range(keys[0], 0, HEADER_SIZE - 1), *(simple(b"PTTL", one) for one in keys)]
@@ -148,15 +154,16 @@ class Plans:
         if not header or isinstance(header, Failed) or isinstance(ttl_left, Failed):
             return None
         known = header_of(key, header)
-        return Standing(known, ttl_left) if known else NO_PAGE
+        return PageMetadata(known, ttl_left) if known else NO_PAGE
 
     @timed
     def in_block(self, end: Deadline, key: PageKey) -> Plan[bool]:
-        """Return whether a page is in a block."""
+        """Return whether a page is a part of its block's string."""
         [opening] = yield from self.calls.router.ask([get_opening((key.req_id, key.page))], end)
         return _ranges(key, opening) is not None
 
     def _body(self, name: BlockName, value: Answer | Failed) -> Value | None:
+        """Return the body in a block's string; None if the string is absent or corrupt, which is counted."""
         if not isinstance(value, memoryview):
             return None
         shape = shape_of(value[:OPENING_SIZE])
@@ -175,7 +182,10 @@ class Plans:
 
 
 def _ranges(key: PageKey, opening: Answer | Failed) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Return the position of a page in the block with this opening, or None."""
+    """Return the ranges (first, last byte) of a page's header and body in its block's string; None if it has no block.
+
+    `opening` is the start of that string.
+    """
     shape = shape_of(opening) if isinstance(opening, memoryview) else None
     return ranges_of_page(key, shape) if shape else None
 
@@ -185,19 +195,19 @@ U = TypeVar("U")
 
 logger = logging.getLogger("kvpage")
 
-_CALLS = 64  # concurrent calls; each may use a connection to every node
-FIRST, MOST = 8, 256  # items that are requested at once: at first, and at most
-_KEPT = 64 * 1024**2  # bytes of freed memory that glibc keeps
-_OUR_RIGHTS = frozenset({"NOAUTH", "WRONGPASS", "NOPERM"})
-_OF_THE_CLUSTER = frozenset({"NOAUTH", "WRONGPASS", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "READONLY"})
+_CONCURRENT_CALLS = 64  # each may use a connection to every node
+FIRST, MOST = 8, 256  # items of a request: in the first one of a reply, and at most
+_KEPT_BYTES = 64 * 1024**2  # of freed memory, which glibc keeps
+_ACL_ERROR_CODES = frozenset({"NOAUTH", "WRONGPASS", "NOPERM"})
+_CLUSTER_FAILURE_CODES = frozenset({"NOAUTH", "WRONGPASS", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "READONLY"})
 
 
 def keep_memory() -> None:
-    """Make glibc keep freed memory for the next allocations.
+    """Configure glibc to keep freed memory for the next allocations.
 
-    Fresh memory from the system costs a third of a second of CPU time per GB.
+    The page faults of new memory cost a third of a second of CPU time per GB.
     """
-    malloc.tune({malloc.MMAP_THRESHOLD: _KEPT // 2, malloc.TRIM_THRESHOLD: _KEPT})
+    malloc.tune({malloc.MMAP_THRESHOLD: _KEPT_BYTES // 2, malloc.TRIM_THRESHOLD: _KEPT_BYTES})
 
 
 def cluster_url(nodes: str) -> str:
@@ -207,25 +217,27 @@ def cluster_url(nodes: str) -> str:
     return url
 
 
-class _Counted:
-    """Bytes that count against a client."""
+class _ClientBytes:
+    """Bytes that count against a client's memory limit."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
         self.nbytes = 0
 
     def set(self, nbytes: int) -> None:
+        """Count `nbytes` instead of the bytes so far."""
         self.client.keep(nbytes - self.nbytes)
         self.nbytes = nbytes
 
 
-class _PendingBlocks(_Counted):
-    """The batch of values that was requested. It counts with its expected size until it has arrived."""
+class _PendingBlocks(_ClientBytes):
+    """The next values of a reply, which were requested. They count with their expected size until they have arrived."""
 
     task: asyncio.Task[list[Value | None]] | None = None
     count = 0  # number of values
 
     def begin(self, task: asyncio.Task[list[Value | None]], count: int, nbytes: int) -> None:
+        """Begin with the request in `task` for `count` values, of `nbytes` bytes as estimated."""
         self.task, self.count = task, count
         self.set(nbytes)
         task.add_done_callback(self._arrived)
@@ -235,7 +247,7 @@ class _PendingBlocks(_Counted):
             self.set(sum(map(_size, task.result())))
 
     def end(self) -> None:
-        """End the request, because its values were taken or are not needed any more."""
+        """Forget the values, and cancel the request if it has not ended."""
         if self.task is not None:
             _cancel(self.task)
         self.task = None
@@ -243,29 +255,29 @@ class _PendingBlocks(_Counted):
 
 
 class Upstream:
-    """The cluster behind a gateway, for one event loop."""
+    """The connection to the cluster behind a gateway, for one event loop."""
 
     def __init__(self, nodes: str) -> None:
         """Create the client of a cluster. `nodes` is the value of `cluster-nodes`. Raises ValueError."""
         self.client = AsyncPageClient(cluster_url(nodes))
         self.plans = Plans(self.client.cluster)
-        self._turns = asyncio.Semaphore(_CALLS)
+        self._turns = asyncio.Semaphore(_CONCURRENT_CALLS)
         self._failing = ""  # the last error, if the last call failed
         self._usual_size = 1  # bytes of a value in the last batch
 
     async def begin(self) -> None:
-        """Log a warning if the cluster cannot be used. Commands fail until it can."""
+        """Send a command to the cluster, and log a warning if that fails. Commands of clients try again themselves."""
         try:
             await self._done(self.plans.ask([simple(b"EXISTS", b"kv:")]))
         except ReplyError as error:
             logger.warning("the cluster can't be used yet: %s", error)
 
     def do(self, plan: Timed[T]) -> Steps[T]:
-        """Carry out a plan, and return the steps until it is done, which return its result. Raises ReplyError."""
-        return waited_for(self.start(plan))
+        """Start a plan. Return steps that wait for its end and return its result. The steps raise ReplyError."""
+        return wait_for(self.start(plan))
 
     def each(self, items: Sequence[T], plan: Callable[[Sequence[T]], Timed[list[U]]]) -> Steps[list[U]]:
-        """Carry out a plan for all items, MOST at a time, in steps, and return the results. Raises ReplyError."""
+        """Carry out a plan for all items, MOST at a time, in steps. Return the results in order. Raises ReplyError."""
         found: list[U] = []
         for start in range(0, len(items), MOST):
             found += yield from self.do(plan(items[start : start + MOST]))
@@ -278,83 +290,88 @@ class Upstream:
         plan: Callable[[Sequence[T]], Timed[list[Value | None]]],
         encode: Callable[[Value | None], Reply],
     ) -> Iterator[Reply]:
-        """Yield an array of the values of all items, in steps.
+        """Yield the reply to a read of several items, in steps: an array with `encode(value)` for each item.
 
-        The next values are fetched while the current ones are sent, unless the server is tight. Values count against
-        the client until they are yielded. Raises ReplyError if the first values can't be fetched. Later ones count as
-        missing.
+        The next values are fetched while the current ones are sent, unless the server is short of memory. Values count
+        against the client's memory until they are yielded. Raises ReplyError if the first request fails. When a later
+        one fails, its items are missing, because the reply has begun already.
         """
-        coming, here, at = _PendingBlocks(client), _Counted(client), 0
+        pending, here, at = _PendingBlocks(client), _ClientBytes(client), 0
         try:
             while at < len(items):
-                if coming.task is None:
-                    self._begin(coming, items, at, plan)
-                assert coming.task is not None
+                if pending.task is None:
+                    self._begin(pending, items, at, plan)
+                assert pending.task is not None
                 try:
-                    found = yield from waited_for(coming.task)
+                    found = yield from wait_for(pending.task)
                 except ReplyError:
                     if not at:
                         raise
-                    found = [None] * coming.count
-                    self.plans.calls.misses[GONE] += coming.count
+                    found = [None] * pending.count
+                    self.plans.calls.misses[GONE] += pending.count
                 if not at:
                     yield Raw(b"*%d\r\n" % len(items))
-                at += coming.count
+                at += pending.count
                 here.set(sum(map(_size, found)))
                 self._usual_size = max(here.nbytes // len(found), 1)
-                coming.end()
+                pending.end()
                 if at < len(items) and not client.server.is_tight:
-                    self._begin(coming, items, at, plan)
+                    self._begin(pending, items, at, plan)
                 for i, value in enumerate(found):
                     found[i] = None
                     here.set(here.nbytes - _size(value))
                     yield encode(value)
         finally:
-            coming.end()
+            pending.end()
             here.set(0)
 
     def _begin(
         self,
-        coming: _PendingBlocks,
+        pending: _PendingBlocks,
         items: Sequence[T],
         at: int,
         plan: Callable[[Sequence[T]], Timed[list[Value | None]]],
     ) -> None:
-        """Request the next values, as many as should fit into memory."""
-        room = coming.client.server.found_at_once // self._usual_size
+        """Request the next values from item `at` on, as many as should fit into memory by the size of the last ones."""
+        room = pending.client.server.found_at_once // self._usual_size
         some = items[at : at + min(max(room, 1), MOST if at else FIRST)]
-        coming.begin(self.start(plan(some)), len(some), self._usual_size * len(some))
+        pending.begin(self.start(plan(some)), len(some), self._usual_size * len(some))
 
     def start(self, plan: Timed[T]) -> asyncio.Task[T]:
-        """Carry out a plan in a task, and return the task. The task raises ReplyError."""
+        """Start a plan, and return its task. The task raises ReplyError."""
         return asyncio.get_running_loop().create_task(self._done(plan))
 
     async def _done(self, plan: Timed[T]) -> T:
-        """Return the result of a plan. Raises ReplyError."""
+        """Carry out a plan, and return its result. Raises ReplyError. Logs the start and the end of a cluster's
+        failure.
+        """
         try:
             async with self._turns:
                 found = await self.client.carry_out(plan)
         except (BadBuffer, PageError) as error:
             raise ReplyError(f"ERR {error}") from None
         except PageClientError as error:
-            raise self._refusal(error) from None
-        self._note("")
+            raise self._report_error(error) from None
+        self._log_change("")
         return found
 
-    def _refusal(self, error: PageClientError) -> ReplyError:
-        """Return the error that a client of the gateway gets.
+    def _report_error(self, error: PageClientError) -> ReplyError:
+        """Return the error reply for a client of the gateway, and log it if the cluster has begun to fail.
 
-        No frame through which it is raised may have it in a variable, because that is a reference cycle.
+        The caller raises it without a variable for it: a frame that has the error in a variable, and is in its
+        traceback, would be a reference cycle.
         """
-        refusal = _refusal_of(error)
-        if _is_of_the_cluster(error):
-            self._note(str(refusal))
+        refusal = _reply_error(error)
+        if _is_cluster_failure(error):
+            self._log_change(str(refusal))
         elif isinstance(error, Refused):
-            self._note("")
+            self._log_change("")
         return refusal
 
-    def _note(self, failing: str) -> None:
-        """Log when the cluster begins to fail, and when it works again."""
+    def _log_change(self, failing: str) -> None:
+        """Log the first failure of the cluster, and the first success after it. `failing` is the error, "" for a
+        success.
+        """
         if failing and not self._failing:
             logger.warning("the cluster fails: %s", failing)
         elif self._failing and not failing:
@@ -362,16 +379,16 @@ class Upstream:
         self._failing = failing
 
 
-def _is_of_the_cluster(error: PageClientError) -> bool:
-    """Return whether the cluster has failed, and not only one command."""
+def _is_cluster_failure(error: PageClientError) -> bool:
+    """Return whether an error concerns all commands, such as a lost connection, and not only its own."""
     if isinstance(error, Refused):
-        return error.code in _OF_THE_CLUSTER
+        return error.code in _CLUSTER_FAILURE_CODES
     return isinstance(error, Disconnected | DeadlineExceeded | WrongReply)
 
 
-def _refusal_of(error: PageClientError) -> ReplyError:
-    """Return the error that a client of the gateway gets."""
-    if isinstance(error, Refused) and error.code in _OUR_RIGHTS:
+def _reply_error(error: PageClientError) -> ReplyError:
+    """Return the error reply for a client of the gateway."""
+    if isinstance(error, Refused) and error.code in _ACL_ERROR_CODES:
         return ReplyError(f"ERR the cluster refuses this gateway's user: {error}")
     if isinstance(error, Refused):
         return ReplyError(str(error))
@@ -384,10 +401,10 @@ def _size(value: Value | None) -> int:
     return sum(map(len, value or ()))
 
 
-def waited_for(task: asyncio.Future[T]) -> Steps[T]:
-    """Wait for a task, in steps, and return its result or raise its exception.
+def wait_for(task: asyncio.Future[T]) -> Steps[T]:
+    """Wait for a task, in steps. Return its result, or raise its exception.
 
-    The task is cancelled if the steps end before it is done.
+    Closing the steps before the end cancels the task.
     """
     try:
         while not task.done():
@@ -395,7 +412,7 @@ def waited_for(task: asyncio.Future[T]) -> Steps[T]:
         return task.result()
     finally:
         _cancel(task)
-        del task  # its error refers to this frame
+        del task  # break the reference cycle: the task's error has this frame in its traceback
 
 
 def _cancel(task: asyncio.Future[Any]) -> None:

@@ -22,7 +22,7 @@ from kvpage_server.client.page import BlockName
 from kvpage_server.client.questions import encoded
 from kvpage_server.look.multi_store import MultiStore, Pipeline
 from kvpage_server.observe.asking import Command, QueriedStore, ask, text
-from kvpage_server.observe.memory_by_agent import holdings_of_agent, literally
+from kvpage_server.observe.memory_by_agent import exact_pattern, holdings_of_agent
 from kvpage_server.page import HEADER_SIZE, PageError, PageHeader, PageKey, decode_page, index_key
 
 Answers: TypeAlias = list[Any]
@@ -79,7 +79,7 @@ class PagesOnStrings:
         cursor = b"0"
         for _ in range(_MAX_SCAN_CALLS):
             (answer,) = self.answers(
-                [[b"SCAN", cursor, b"MATCH", b"kv:%b:*" % literally(req_id), b"COUNT", 1000, b"TYPE", b"set"]]
+                [[b"SCAN", cursor, b"MATCH", b"kv:%b:*" % exact_pattern(req_id), b"COUNT", 1000, b"TYPE", b"set"]]
             )
             if isinstance(answer, redis.ResponseError):
                 raise answer

@@ -22,9 +22,9 @@ from kvpage_server.observe.memory_by_agent import (
     PREFIX,
     Agent,
     Holdings,
+    exact_pattern,
     holdings_of_agent,
     holdings_of_store,
-    literally,
 )
 from kvpage_server.page import MAX_PAGE, DType, KVType, PageError, PageKey, check_range, check_req_id
 from kvpage_server.system.terminal import for_people, out, print_json, readable, table_of, when
@@ -229,7 +229,7 @@ def why(store: QueriedStore, args: argparse.Namespace) -> bool:
         return _print_answer(args, {"url": args.home(name), "string": args.req}, found)
     if answer["reason"] in _UNKNOWN and not args.name:  # no request has this name
         holdings = ask(store, holdings_of_agent(name))
-        losses, since = _removed_strings(store, b"%b%b:*" % (PREFIX, literally(name)))
+        losses, since = _removed_strings(store, b"%b%b:*" % (PREFIX, exact_pattern(name)))
         if holdings.agents or holdings.unreadable or losses:
             return _show_agent(store, args, holdings, losses)
         if (of_string := _why_string(store, name)) is not None:
@@ -294,7 +294,7 @@ def _why_string(store: QueriedStore, key: bytes) -> Answer | None:
     (idle,) = ask(store, _idle_time(key))
     if isinstance(idle, int):
         return {"reason": "stored"}
-    losses, _ = _removed_strings(store, literally(key))
+    losses, _ = _removed_strings(store, exact_pattern(key))
     return next(({k: v for k, v in loss.items() if k != "key"} for loss in losses), None)
 
 

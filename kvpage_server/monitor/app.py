@@ -42,17 +42,17 @@ from kvpage_server.observe.overview import BOUNDS, CallFigures, DiskFigures, Ove
 
 # -- exposition --------------------------------------------------------------------------------------------------------
 #
-# The store's figures for Prometheus. docs/monitoring/ explains them, and has alerts and a dashboard.
+# The store's statistics as metrics for Prometheus. docs/monitoring/ explains them, and has alerts and a dashboard.
 #
-# The server chooses most labels, and they have few values each. Labels with values that an operator chooses are limited
-# in number.
+# Most labels have a few values, which the server defines. The number of values that a user or an operator can choose,
+# such as patterns of quotas, is limited to MOST_LABELS.
 
-MOST_LABELS = 100  # quotas, or error codes, with a label of their own; the others are counted together
+MOST_LABELS = 100  # quotas, or error codes, with a label of their own; the others are summed under OTHERS
 OTHERS = "(others)"
 
 
 def exposition(overview: Overview, closed: Mapping[str, int], engines: EnginesSeen) -> bytes:
-    """Return the metrics in Prometheus's text format. `closed` are numbers of closed HTTP connections, by reason."""
+    """Return the metrics in Prometheus's text format. `closed` has the number of closed HTTP connections by reason."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Figures(overview, closed, engines))
     return generate_latest(registry)
@@ -67,10 +67,12 @@ class _Figures(Collector):
     def collect(self) -> Iterator[Metric]:
         overview = self._overview
         yield _info(overview)
-        yield _gauge("uptime_seconds", "Since the server was started", overview.server.uptime)
-        yield _counter("http_connections_closed", "HTTP connections closed on their clients", "reason", self._closed)
-        yield _gauge("engines", "Engines that report their state", len(self._engines.connected))
-        help = "Tokens of the engines' prompts, by the tier that had them; none: they were computed"
+        yield _gauge("uptime_seconds", "Seconds since the start of the server", overview.server.uptime)
+        yield _counter(
+            "http_connections_closed", "HTTP connections closed by the server, by reason", "reason", self._closed
+        )
+        yield _gauge("engines", "Connected engines that publish statistics", len(self._engines.connected))
+        help = "Prompt tokens of the engines, by the tier that supplied them; none: computed"
         yield _counter("prompt_tokens", help, "tier", self._engines.tokens)
         if not overview.everything:
             return
@@ -85,7 +87,7 @@ class _Figures(Collector):
 
 def _info(overview: Overview) -> Metric:
     server = overview.server
-    info = InfoMetricFamily("kvpage_server", "Which server this is")
+    info = InfoMetricFamily("kvpage_server", "Version, core and eviction policy of the server")
     info.add_metric([], {"version": server.version, "core": server.core, "policy": overview.memory.policy})
     return info
 
@@ -93,12 +95,12 @@ def _info(overview: Overview) -> Metric:
 def _memory(overview: Overview) -> Iterator[Metric]:
     memory = overview.memory
     yield _gauge("memory_used_bytes", "Memory that counts against maxmemory", memory.used)
-    yield _gauge("memory_limit_bytes", "maxmemory; 0 is none", memory.limit)
-    yield _gauge("resident_memory_bytes", "What the process has of the machine's memory", memory.resident)
+    yield _gauge("memory_limit_bytes", "maxmemory; 0: no limit", memory.limit)
+    yield _gauge("resident_memory_bytes", "Resident memory (RSS) of the process", memory.resident)
     yield _gauges(
         "memory_bytes",
-        "Memory by what it is for: live is in use, spare is kept for the next values, fragmentation is free between "
-        "values, in_flight is held by connections",
+        "Memory by use: live is values, spare is allocated and free, fragmentation is free slots between values, "
+        "in_flight is buffers of clients",
         "class",
         {
             "live": memory.live,
@@ -112,21 +114,19 @@ def _memory(overview: Overview) -> Iterator[Metric]:
 def _contents(overview: Overview) -> Iterator[Metric]:
     contents = overview.contents
     yield _gauge("requests", "Requests that have pages", contents.requests)
-    yield _gauge("blocks", "Blocks of pages", contents.blocks)
-    yield _gauge("keys", "Keys: pages and strings", contents.keys)
-    yield _gauge("expiring_keys", "Keys with a time to live", contents.expiring)
-    yield _gauge("protected_blocks", "Blocks leased or pinned", contents.protected)
-    yield _gauge("protected_bytes", "Their bytes", contents.protected_bytes)
+    yield _gauge("blocks", "Stored blocks", contents.blocks)
+    yield _gauge("keys", "Keys of pages and strings", contents.keys)
+    yield _gauge("expiring_keys", "Keys with a TTL", contents.expiring)
+    yield _gauge("protected_blocks", "Leased or pinned blocks", contents.protected)
+    yield _gauge("protected_bytes", "Bytes of leased or pinned blocks", contents.protected_bytes)
 
 
 def _traffic(overview: Overview) -> Iterator[Metric]:
     traffic, connections = overview.traffic, overview.connections
-    yield _counter("received_bytes", "Bytes from clients", "", {"": traffic.bytes_in})
-    yield _counter("sent_bytes", "Bytes to clients", "", {"": traffic.bytes_out})
-    yield _counter("reads", "Reads of keys", "result", {"hit": traffic.hits, "miss": traffic.misses})
-    yield _counter(
-        "misses", "Reads of pages, blocks and strings that found nothing, by reason", "reason", overview.misses
-    )
+    yield _counter("received_bytes", "Bytes received from clients", "", {"": traffic.bytes_in})
+    yield _counter("sent_bytes", "Bytes sent to clients", "", {"": traffic.bytes_out})
+    yield _counter("reads", "Reads of keys, by result", "result", {"hit": traffic.hits, "miss": traffic.misses})
+    yield _counter("misses", "Missed reads of pages, blocks and strings, by reason", "reason", overview.misses)
     yield _counter("expired_keys", "Expired keys", "", {"": traffic.expired})
     evicted = CounterMetricFamily(
         "kvpage_evicted_keys",
@@ -136,58 +136,56 @@ def _traffic(overview: Overview) -> Iterator[Metric]:
     for eviction in overview.evictions:
         evicted.add_metric([eviction.policy, eviction.reason], eviction.keys)
     yield evicted
-    yield _gauge("connected_clients", "Connections", connections.now)
-    yield _gauge("max_clients", "How many there may be", connections.limit)
-    yield _gauge("blocked_clients", "Connections that wait for the end of CLIENT PAUSE", connections.blocked)
-    yield _counter("connections", "Connections taken", "", {"": connections.so_far})
-    yield _counter("rejected_connections", "Connections turned away", "", {"": connections.rejected})
-    yield _counter("closed_connections", "Connections ended by the server, by reason", "reason", connections.closed)
-    yield _counter("denied", "What the ACL refused, by kind", "kind", connections.denied)
+    yield _gauge("connected_clients", "Connected clients", connections.now)
+    yield _gauge("max_clients", "maxclients: limit of connected clients", connections.limit)
+    yield _gauge("blocked_clients", "Clients that wait for the end of CLIENT PAUSE", connections.blocked)
+    yield _counter("connections", "Accepted connections", "", {"": connections.so_far})
+    yield _counter("rejected_connections", "Connections rejected because of maxclients", "", {"": connections.rejected})
+    yield _counter("closed_connections", "Connections closed by the server, by reason", "reason", connections.closed)
+    yield _counter("denied", "Logins and commands denied by the ACL, by kind", "kind", connections.denied)
     yield _counter("errors", "Error replies, by code", "code", _few(overview.errors))
 
 
 def _commands(overview: Overview) -> Iterator[Metric]:
     families = overview.families
-    yield _histogram("command_duration_seconds", "Time that commands took, by family", "family", families)
+    yield _histogram("command_duration_seconds", "Duration of commands, by family", "family", families)
     failed = {name: calls.failed for name, calls in families.items()}
     rejected = {name: calls.rejected for name, calls in families.items()}
-    yield _counter("commands_failed", "Commands answered with an error", "family", failed)
-    yield _counter("commands_rejected", "Commands refused before they ran", "family", rejected)
+    yield _counter("commands_failed", "Commands that returned an error", "family", failed)
+    yield _counter("commands_rejected", "Commands rejected before their execution", "family", rejected)
 
 
 def _quotas(overview: Overview) -> Iterator[Metric]:
     for name, help, of in (
-        ("bytes", "Bytes that the keys of a quota hold", {quota.pattern: quota.bytes for quota in overview.quotas}),
-        ("limit_bytes", "Bytes that they may hold; 0 is no limit", {q.pattern: q.limit for q in overview.quotas}),
+        ("bytes", "Bytes of the keys of a quota", {quota.pattern: quota.bytes for quota in overview.quotas}),
+        ("limit_bytes", "Limit of a quota; 0: no limit", {q.pattern: q.limit for q in overview.quotas}),
     ):
         yield _gauges(f"quota_{name}", help, "quota", _few(of))
     evicted = {quota.pattern: quota.evicted for quota in overview.quotas}
-    yield _counter("quota_evicted_keys", "Keys evicted by the limit of a quota", "quota", _few(evicted))
+    yield _counter("quota_evicted_keys", "Keys evicted because of the limit of a quota", "quota", _few(evicted))
 
 
 def _disk(disk: DiskFigures) -> Iterator[Metric]:
     yield _gauge("disk_values", "Values on disk", disk.values)
-    yield _gauge("disk_used_bytes", "Their bytes", disk.bytes)
-    yield _gauge("disk_file_bytes", "Bytes of the database's file", disk.file_bytes)
-    yield _gauge("disk_limit_bytes", "maxdisk; 0 is none", disk.limit)
-    yield _gauge("disk_full", "1 while values take nearly all that maxdisk has for them", disk.is_full)
-    yield _gauge("disk_queue_bytes", "Bytes that wait to be written", disk.waiting_bytes)
-    yield _gauge("disk_unsaved_changes", "Changes that a crash would cost", disk.unsaved)
+    yield _gauge("disk_used_bytes", "Bytes of values on disk", disk.bytes)
+    yield _gauge("disk_file_bytes", "Size of the database file", disk.file_bytes)
+    yield _gauge("disk_limit_bytes", "maxdisk; 0: no limit", disk.limit)
+    yield _gauge("disk_full", "1 if values use at least 95 % of their space under maxdisk", disk.is_full)
+    yield _gauge("disk_queue_bytes", "Bytes in the write queue", disk.waiting_bytes)
+    yield _gauge("disk_unsaved_changes", "Changes that a crash would lose", disk.unsaved)
     yield _gauge("disk_failing", "1 while writes fail", bool(disk.failing))
-    yield _histogram("disk_commit_seconds", "Time that commits took", "", {"": disk.commits})
-    yield _histogram(
-        "disk_fetch_seconds", "Time from asking the disk for values to having them", "", {"": disk.fetches}
-    )
+    yield _histogram("disk_commit_seconds", "Duration of commits", "", {"": disk.commits})
+    yield _histogram("disk_fetch_seconds", "Duration of fetches of values from disk", "", {"": disk.fetches})
     for name, help, count in (
-        ("write_errors", "Writes that failed", disk.write_errors),
+        ("write_errors", "Failed writes", disk.write_errors),
         ("fetched_values", "Values read from disk", disk.fetched),
-        ("dropped_values", "Values that left memory and stay on disk", disk.dropped),
+        ("dropped_values", "Values dropped from memory and kept on disk", disk.dropped),
         ("evicted_values", "Values evicted from disk", disk.evicted),
-        ("corrupt_values", "Values found damaged", disk.corrupt),
-        ("repaired_values", "Damaged values that memory still had", disk.repaired),
-        ("quarantined_records", "Records that could not be read, and were put aside", disk.quarantined),
-        ("scrubbed_bytes", "Bytes looked through for damage", disk.scrubbed_bytes),
-        ("scrub_rounds", "Times that all of it was looked through", disk.scrub_rounds),
+        ("corrupt_values", "Values with a wrong checksum", disk.corrupt),
+        ("repaired_values", "Corrupt values that were written again from memory", disk.repaired),
+        ("quarantined_records", "Unreadable records that were moved to the quarantine", disk.quarantined),
+        ("scrubbed_bytes", "Bytes read by the scrubber", disk.scrubbed_bytes),
+        ("scrub_rounds", "Complete passes of the scrubber", disk.scrub_rounds),
     ):
         yield _counter(f"disk_{name}", help, "", {"": count})
 
@@ -204,7 +202,7 @@ def _gauges(name: str, help: str, label: str, values: Mapping[str, float]) -> Me
 
 
 def _counter(name: str, help: str, label: str, values: Mapping[str, float]) -> Metric:
-    """Return a counter with a value for each label. Without a label, `label` and the only key of `values` are ""."""
+    """Return a counter with `values` by value of the label. Without a label, `label` and the only key are ""."""
     family = CounterMetricFamily(f"kvpage_{name}", help, labels=_labels(label))
     for each, value in values.items():
         family.add_metric(_labels(each), value)
@@ -212,6 +210,7 @@ def _counter(name: str, help: str, label: str, values: Mapping[str, float]) -> M
 
 
 def _histogram(name: str, help: str, label: str, values: Mapping[str, CallFigures]) -> Metric:
+    """Return a histogram of durations in seconds, with `values` by value of the label, as `_counter`."""
     family = HistogramMetricFamily(f"kvpage_{name}", help, labels=_labels(label))
     for each, calls in values.items():
         if calls.within:
@@ -220,6 +219,7 @@ def _histogram(name: str, help: str, label: str, values: Mapping[str, CallFigure
 
 
 def _buckets(calls: CallFigures) -> Iterable[tuple[str, float]]:
+    """Yield the upper bound of each bucket in seconds, and the number of calls up to it."""
     yield from ((str(bound), count) for bound, count in zip(BOUNDS, calls.within, strict=True))
     yield "+Inf", calls.count
 
@@ -229,7 +229,7 @@ def _labels(label: str) -> list[str]:
 
 
 def _few(counts: Mapping[str, int]) -> Mapping[str, int]:
-    """Return the largest counts, and the sum of the others under OTHERS."""
+    """Return the MOST_LABELS largest counts, and the sum of the others under OTHERS."""
     if len(counts) <= MOST_LABELS:
         return counts
     ordered = sorted(counts.items(), key=lambda item: -item[1])
@@ -249,16 +249,17 @@ ASK = {"WWW-Authenticate": 'Basic realm="kvpage", charset="UTF-8"'}
 
 
 class NotLoggedIn(Exception):
-    """Error: the user has to log in first."""
+    """Error: the request has neither the cookie of a login nor the token."""
 
 
 def make_app(
     logins: Logins, closed: Counter[str], pages: Sequence[BaseRoute], origins: Sequence[str] = ()
 ) -> Starlette:
-    """Return the application. `closed` counts closed connections by reason. `pages` are further routes.
+    """Return the application of the HTTP process, with the routes of this module and `pages`.
 
-    `origins` are the sites under which proxies serve the page. A route calls `login_of(request)` for its user. The page
-    at /login has a form, which is sent to /login with POST.
+    `closed` counts closed HTTP connections by reason. `origins` are the sites under which proxies serve the page. A
+    route gets the user of its request from `login_of`. One of `pages` is the form at /login, which is sent to /login
+    with POST.
     """
     app = Starlette(
         routes=[
@@ -276,7 +277,7 @@ def make_app(
             redis.exceptions.NoPermissionError: _not_allowed,
             redis.ResponseError: _refused,
             redis.RedisError: _no_answer,
-            ClientDisconnect: _gone,
+            ClientDisconnect: _disconnected,
         },
     )
     app.state.logins, app.state.closed = logins, closed
@@ -286,8 +287,8 @@ def make_app(
 async def login_of(request: Request) -> Login:
     """Return the login of a request, by its cookie or by the token in its Authorization header.
 
-    A user and a password in that header may be intended for a proxy, so they are not tried. Raises NotLoggedIn, or
-    RedisError if the store refuses or does not answer.
+    A user and password in that header are ignored, because they may be intended for a proxy. Raises NotLoggedIn, and
+    RedisError if the store refuses the login or does not answer.
     """
     logins: Logins = request.app.state.logins
     login = logins.of_cookie(request.cookies.get(cookie_name(request), ""))
@@ -300,7 +301,7 @@ async def login_of(request: Request) -> Login:
 
 
 async def _metrics(request: Request) -> Response:
-    """Return the metrics: all for the token; for a user and password, or the cookie of a login, those of that user."""
+    """Return the metrics: all with the token; with a user and password, or a cookie, the metrics of that user."""
     logins: Logins = request.app.state.logins
     who = credentials(request)
     observer: Observer | None = None
@@ -324,11 +325,12 @@ async def _metrics(request: Request) -> Response:
 
 
 async def _health(request: Request) -> Response:
+    """Return 200: this process is running, whether or not the store answers."""
     return PlainTextResponse("ok\n")
 
 
 async def _log_in(request: Request) -> Response:
-    """Log in with a form of `user` and `password`. Redirect to the first page, or back to the form with ?wrong."""
+    """Log in with the fields `user` and `password` of the form. Redirect to the page, or to the form with ?wrong."""
     try:
         form = parse_qs(await _body(request), keep_blank_values=True, max_num_fields=8)
     except ValueError as error:
@@ -338,7 +340,7 @@ async def _log_in(request: Request) -> Response:
 
 
 async def log_in(request: Request, user: str, password: str) -> Response:
-    """Log a browser in. Redirect it to the first page, or to the form if the store refuses the password."""
+    """Log a browser in with a cookie, and redirect it to the page; to the form with ?wrong if the password is wrong."""
     logins: Logins = request.app.state.logins
     try:
         cookie = await logins.log_in(user, password, address_of(request))
@@ -350,7 +352,7 @@ async def log_in(request: Request, user: str, password: str) -> Response:
 
 
 async def _body(request: Request) -> str:
-    """Return the request's body. Raises HTTPException if it is too long or too slow."""
+    """Return the request's body. Raises HTTPException: 413 above MOST_BODY bytes, 408 after BODY_SECONDS."""
     if int(request.headers.get("content-length", 0)) > MOST_BODY:  # reject before 100 Continue
         raise HTTPException(413, headers={"Connection": "close"})
     raw = b""
@@ -365,6 +367,7 @@ async def _body(request: Request) -> str:
 
 
 async def _log_out(request: Request) -> Response:
+    """Delete the login of the request's cookie, and the cookie."""
     logins: Logins = request.app.state.logins
     logins.log_out(request.cookies.get(cookie_name(request), ""))
     answer = RedirectResponse("/login", 303)
@@ -373,6 +376,7 @@ async def _log_out(request: Request) -> Response:
 
 
 async def _to_login(request: Request, error: Exception) -> Response:
+    """Redirect a navigation to the login form. Reply to other requests, as of scripts, with 401."""
     if request.headers.get("sec-fetch-mode", "navigate") == "navigate" and request.method == "GET":
         return RedirectResponse("/login", 303)
     return PlainTextResponse("log in first\n", 401)
@@ -397,5 +401,5 @@ async def _no_answer(request: Request, error: Exception) -> Response:
     return PlainTextResponse(NO_ANSWER, 503, {"Retry-After": "1"})
 
 
-async def _gone(request: Request, error: Exception) -> Response:
+async def _disconnected(request: Request, error: Exception) -> Response:
     return PlainTextResponse("", 400)

@@ -1,10 +1,11 @@
-"""Logins of viewers. They are users of the store's ACL. Each has its own connection, and so sees only permitted data.
+"""Logins of viewers as users of the store's ACL.
 
-All viewers with the same name and password share one connection, which queries the store once a second.
+Each user has a connection to the store, so that the store limits the data to the user's keys. All viewers with the same
+name and password share one connection, which queries the store once a second.
 
-A user without a password needs the token that the server prints when it starts, or `web-token`. A connection from this
-machine does not replace the token. Behind a reverse proxy, requests of remote clients arrive from this machine, too,
-and they need not have a header that shows it (nginx adds none by default).
+A user without a password needs the token: `web-token`, or the one that the server prints when it starts. Requests from
+this machine need it, too: behind a reverse proxy, the requests of all clients come from this machine, and may have no
+header that shows the client's address (nginx adds none by default).
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from dataclasses import dataclass
 import redis
 from starlette.requests import Request
 
-from kvpage_server.monitor.store_connections import MONITOR, WITH_TOKEN, Entrance
+from kvpage_server.monitor.store_connections import MONITOR, WITH_TOKEN, StoreConnector
 from kvpage_server.observe.engines import Engines
 from kvpage_server.observe.observer import Observer
 
-MOST_USERS = 64  # connections to the store
+MOST_USERS = 64  # logged in, each with a connection to the store
 MOST_SESSIONS = 1024  # browsers that are logged in
-IDLE_SECONDS = 12 * 3600.0  # after which a browser has to log in again
-CHECKED_SECONDS = 1.0  # after which a password that is sent with each request is checked again
+IDLE_SECONDS = 12 * 3600.0  # a browser has to log in again after this time without a request
+CHECKED_SECONDS = 1.0  # a password that is sent with each request is checked again after this time
 DEFAULT = "default"
 
 
@@ -37,7 +38,7 @@ class Malformed(ValueError):
 
 @dataclass(slots=True)
 class Login:
-    """A user of the store, and the observer that reads the store as this user."""
+    """A logged-in user of the store, and the observer that reads the store as this user."""
 
     user: str
     observer: Observer
@@ -46,23 +47,27 @@ class Login:
 
 @dataclass(slots=True)
 class _Session:
+    """A browser with a cookie."""
+
     login: bytes  # its key in `Logins`
     used: float  # time of the last request, in monotonic seconds
 
 
 class Logins:
-    """Users by name and password, and browsers by cookie. Above the limits, the least recently used are removed."""
+    """Logged-in users by name and password, and browsers by cookie. Beyond the limits, the least recently used one is
+    removed.
+    """
 
-    def __init__(self, entrance: Entrance, token: str) -> None:
+    def __init__(self, connector: StoreConnector, token: str) -> None:
         self._token = token.encode()
         self.engines = Engines()
-        self.figures = Observer(entrance.store(MONITOR), MONITOR, self.engines)
-        self._entrance = entrance
+        self.figures = Observer(connector.store(MONITOR), MONITOR, self.engines)
+        self._connector = connector
         self._logins: OrderedDict[bytes, Login] = OrderedDict()
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
 
     async def log_in(self, user: str, password: str, address: str) -> str:
-        """Return a new cookie. `password` may be the token, for a user without a password.
+        """Log a browser in, and return its new cookie. `password` may be the token, for a user without a password.
 
         Raises AuthenticationError for a wrong password, RedisError if the store does not answer.
         """
@@ -74,6 +79,7 @@ class Logins:
         return cookie
 
     def log_out(self, cookie: str) -> None:
+        """Log a browser out. The user's connection stays open for its other browsers."""
         self._sessions.pop(_digest(cookie), None)
 
     async def of_password(self, user: str, password: str, address: str) -> Login:
@@ -81,7 +87,9 @@ class Logins:
         return self._logins[await self._enter(user, password, address, time.monotonic() - CHECKED_SECONDS)]
 
     def is_token(self, word: str) -> bool:
-        """Return whether `word` is the token. The time of the comparison reveals nothing about the token."""
+        """Return whether `word` is the token. The comparison takes the same time for all words, so nobody can guess it
+        by measuring.
+        """
         return hmac.compare_digest(self._token, word.encode("utf-8", "surrogateescape"))
 
     def of_cookie(self, cookie: str) -> Login | None:
@@ -99,15 +107,16 @@ class Logins:
         return self._logins[session.login]
 
     async def forget(self, login: Login) -> None:
-        """Remove a login whose password the store does not accept any more."""
+        """Remove a login, and close its connection, because the store does not accept its password any more."""
         for key in [key for key, known in self._logins.items() if known is login]:
             del self._logins[key]
         await login.observer.close()
 
     async def _enter(self, user: str, password: str, address: str, checked_since: float) -> bytes:
-        """Return the key of a login, after the store has accepted its password at `checked_since` or later.
+        """Return the key of a login whose password the store has accepted at `checked_since` (monotonic seconds) or
+        later.
 
-        `checked_since` is in monotonic seconds.
+        Otherwise open a connection to check the password now. Raises as `log_in`.
         """
         key = hashlib.blake2b(f"{user}\0{password}".encode("utf-8", "surrogateescape"), digest_size=16).digest()
         known = self._logins.get(key)
@@ -115,7 +124,7 @@ class Logins:
             self._logins.move_to_end(key)
             return key
         words = WITH_TOKEN + address if self.is_token(password) else address
-        store = self._entrance.store(words, user, password)
+        store = self._connector.store(words, user, password)
         try:
             await store.connection_pool.release(await store.connection_pool.get_connection())  # type: ignore[no-untyped-call]
         except redis.RedisError as error:
@@ -135,7 +144,7 @@ class Logins:
 
 
 def address_of(request: Request) -> str:
-    """Return the address of the viewer, as the server writes it."""
+    """Return the address of the viewer as HOST:PORT, with brackets around an IPv6 address."""
     host, port = request.client or ("", 0)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -146,9 +155,9 @@ def cookie_name(request: Request) -> str:
 
 
 def credentials(request: Request) -> tuple[str, str] | None:
-    """Return user and password of HTTP's basic authentication, or "" and a bearer token; None without the header.
+    """Return the user and password of HTTP basic authentication, or "" and a bearer token; None without the header.
 
-    Raises Malformed.
+    Raises Malformed for any other header.
     """
     received = request.headers.getlist("authorization")
     if not received:

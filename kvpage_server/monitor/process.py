@@ -1,4 +1,4 @@
-"""The HTTP process next to the server. It runs until the server that started it has ended."""
+"""The main function of the HTTP process. The server starts the process, which ends when the server ends."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from starlette.routing import BaseRoute
 from kvpage_server.http import ConnectionLimiter, HttpServer, Unanswered
 from kvpage_server.monitor.app import HEALTH, make_app
 from kvpage_server.monitor.logins import Logins
-from kvpage_server.monitor.store_connections import MONITOR, Entrance
+from kvpage_server.monitor.store_connections import MONITOR, StoreConnector
 from kvpage_server.observe.engines import ALL_CHANNELS, Engines
 from kvpage_server.system.text import log_to_standard_error
 
 # -- Subscription to the engines' statistics, for the life of the process ----------------------------------------------
 
-AGAIN_SECONDS = 5.0  # before a new connection; a server at its limit of clients counts each refused one
+RECONNECT_SECONDS = 5.0  # before a new connection, because a server at its limit of clients counts each refused one
 TURN_SECONDS = 5.0
 
 
-async def listen(entrance: Entrance, engines: Engines) -> None:
-    """Pass the messages of engines to `engines` until cancelled. Connect again after a lost connection."""
+async def listen(connector: StoreConnector, engines: Engines) -> None:
+    """Pass the statistics that engines publish to `engines`, until cancelled. Reconnect after a lost connection."""
     while True:
-        store = entrance.store(MONITOR)
+        store = connector.store(MONITOR)
         with suppress(redis.RedisError, OSError):  # the server is ending, or has closed the connection
             async with store.pubsub(ignore_subscribe_messages=True) as channel:
                 await channel.psubscribe(ALL_CHANNELS)
@@ -40,20 +40,20 @@ async def listen(entrance: Entrance, engines: Engines) -> None:
                     if message is not None:
                         engines.receive(message["channel"], message["data"])
         await store.aclose()
-        await asyncio.sleep(AGAIN_SECONDS)
+        await asyncio.sleep(RECONNECT_SECONDS)
 
 
-CONNECTIONS, FOR_EACH = 256, 64  # in total, and from one address
+CONNECTIONS, PER_ADDRESS = 256, 64  # limits of HTTP connections: in total, and from one address
 GRACE_SECONDS = 1.0
 LONGEST_MESSAGE = 1 << 16  # bytes
 
 
 def main(pages: Sequence[BaseRoute]) -> None:
-    """Run the HTTP process until the server has ended.
+    """Run the HTTP process until the server has ended. `pages` are the routes of the web page.
 
-    `sys.argv` has the descriptors of the channel to the server, and of the listening sockets. The first message on the
-    channel is the token and the sites under which proxies serve the page, with spaces between them. Signals are
-    ignored, because they are for the server, and this process ends with it.
+    `sys.argv` has the descriptors of the channel to the server and of the listening sockets. The first message on the
+    channel is the token, followed by the sites under which proxies serve the page, separated by spaces. SIGINT, SIGTERM
+    and SIGHUP are ignored: a terminal sends them to the server as well, and this process ends with the server.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -72,17 +72,18 @@ async def _serve(
     pages: Sequence[BaseRoute],
 ) -> None:
     closed: Counter[str] = Counter()
-    door = ConnectionLimiter(
-        CONNECTIONS, FOR_EACH, closed=lambda reason: closed.update([reason]), refused=_refused, always=[HEALTH]
+    limiter = ConnectionLimiter(
+        CONNECTIONS, PER_ADDRESS, closed=lambda reason: closed.update([reason]), refused=_refused, always=[HEALTH]
     )
-    entrance = Entrance(channel)
-    logins = Logins(entrance, token)
-    server = HttpServer(make_app(logins, closed, pages, origins), door, grace=GRACE_SECONDS)
-    listening_to_engines = asyncio.create_task(listen(entrance, logins.engines))
-    gone = asyncio.Event()
-    asyncio.get_running_loop().add_reader(channel, gone.set)  # the server sends nothing more: readable at its end
+    connector = StoreConnector(channel)
+    logins = Logins(connector, token)
+    server = HttpServer(make_app(logins, closed, pages, origins), limiter, grace=GRACE_SECONDS)
+    listening_to_engines = asyncio.create_task(listen(connector, logins.engines))
+    server_ended = asyncio.Event()
+    # the server sends nothing more on the channel, so it becomes readable when the server has ended
+    asyncio.get_running_loop().add_reader(channel, server_ended.set)
     serving = asyncio.create_task(server.serve(listening))
-    ended = asyncio.create_task(gone.wait())
+    ended = asyncio.create_task(server_ended.wait())
     await asyncio.wait([serving, ended], return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
     listening_to_engines.cancel()

@@ -138,7 +138,7 @@ TURNS = 8  # SCANs for the newest keys, and as many for the next ones, in each r
 REFRESHED = 100  # known requests that each read of the store queries again
 MOST_READ = 16 << 20  # bytes, in each read of the store, of manifests for which HEAD_BYTES are too few
 MOST_NAMED = 500_000  # blocks that manifests name, in total
-_SOME = 64  # manifests that are read at a time, HEAD_BYTES of each
+_MANIFESTS_PER_STEP = 64  # manifests that are read at a time, HEAD_BYTES of each
 MOST_PREFIXES = 100
 LABEL = b"label:"
 MOST_LABEL = 240  # bytes of a label
@@ -248,7 +248,7 @@ class KnownManifest(NamedTuple):
     manifest: Manifest | None  # None if it is damaged
     at: float  # before it was read, in monotonic seconds
 
-    def is_as_it_was(self, idle: Any) -> bool:
+    def is_unchanged(self, idle: Any) -> bool:
         """Return whether the manifest cannot have been written since it was read.
 
         `idle` is the reply to OBJECT IDLETIME, in whole seconds.
@@ -284,7 +284,7 @@ class Holdings:
 
 
 @dataclass(slots=True)
-class _Looked:
+class _ReadState:
     cut: set[str] = field(default_factory=set)
     unreadable: list[bytes] = field(default_factory=list)
     refused: str = ""
@@ -297,48 +297,48 @@ def holdings_of_store(limits: LookLimits = LookLimits(), known: Known | None = N
     scanned for manifests, manifests without a use since then are not read again, and some of the known requests are
     queried in turn.
     """
-    looked, known = _Looked(), Known() if known is None else known
-    keys = yield from _manifest_keys(limits.agents + MOST_UNREADABLE, known, looked)
-    return (yield from _holdings(keys, limits, known, looked))
+    state, known = _ReadState(), Known() if known is None else known
+    keys = yield from _manifest_keys(limits.agents + MOST_UNREADABLE, known, state)
+    return (yield from _holdings(keys, limits, known, state))
 
 
-def _manifest_keys(most: int, known: Known, looked: _Looked) -> Reading[list[bytes]]:
+def _manifest_keys(most: int, known: Known, state: _ReadState) -> Reading[list[bytes]]:
     """Return the keys of at most `most` manifests. Some of the manifests may have been deleted since an earlier
     read.
     """
     if not known.cursor:
-        keys = yield from _keys(b"manifest:*", b"string", most, "agents", looked)
-        known.cursor = b"" if looked.cut else b"0"
+        keys = yield from _keys(b"manifest:*", b"string", most, "agents", state)
+        known.cursor = b"" if state.cut else b"0"
         return keys
     # a scan returns the newest keys first
-    _, newest = yield from _scan(b"manifest:*", b"string", b"0", TURNS, most, looked)
-    cursor, others = yield from _scan(b"manifest:*", b"string", known.cursor, TURNS, most, looked)
+    _, newest = yield from _scan(b"manifest:*", b"string", b"0", TURNS, most, state)
+    cursor, others = yield from _scan(b"manifest:*", b"string", known.cursor, TURNS, most, state)
     known.cursor = cursor
     keys = sorted({*known.manifests, *newest, *others})
     if len(keys) > most:
-        looked.cut.add("agents")
+        state.cut.add("agents")
     return keys[:most]
 
 
 def holdings_of_agent(agent_id: bytes) -> Reading[Holdings]:
     """Return the contexts of one agent, one for each model. Other agents that share its blocks are not read."""
-    looked, key, limits = _Looked(), PREFIX + agent_id, LookLimits(requests=0)
-    pattern = literally(key) + b":*"
-    found = yield from _keys(pattern, b"string", limits.agents + MOST_UNREADABLE, "agents", looked)
+    state, key, limits = _ReadState(), PREFIX + agent_id, LookLimits(requests=0)
+    pattern = exact_pattern(key) + b":*"
+    found = yield from _keys(pattern, b"string", limits.agents + MOST_UNREADABLE, "agents", state)
     (older,) = yield [[b"EXISTS", key]]
     keys = [key, *found] if older == 1 else found
-    return (yield from _holdings(keys, limits, Known(), looked))
+    return (yield from _holdings(keys, limits, Known(), state))
 
 
-def literally(name: bytes) -> bytes:
+def exact_pattern(name: bytes) -> bytes:
     """Return a glob pattern that matches only this name."""
     return re.sub(rb"([*?\[\]\\])", rb"\\\1", name)
 
 
-def _holdings(keys: Sequence[bytes], limits: LookLimits, known: Known, looked: _Looked) -> Reading[Holdings]:
-    found, idle = yield from _manifests(keys, limits.agents, known.manifests, looked)
-    blocks = yield from _blocks(found, limits.blocks, looked)
-    requests = (yield from _requests(blocks, limits.requests, known.requests, looked)) if limits.requests else []
+def _holdings(keys: Sequence[bytes], limits: LookLimits, known: Known, state: _ReadState) -> Reading[Holdings]:
+    found, idle = yield from _manifests(keys, limits.agents, known.manifests, state)
+    blocks = yield from _blocks(found, limits.blocks, state)
+    requests = (yield from _requests(blocks, limits.requests, known.requests, state)) if limits.requests else []
     owners = _owners(found)
     agents = [_agent(manifest, blocks, owners, idle.get(manifest.key)) for manifest in found]
     agents.sort(key=lambda agent: (-agent.bytes, agent.agent_id))
@@ -347,26 +347,26 @@ def _holdings(keys: Sequence[bytes], limits: LookLimits, known: Known, looked: _
         tuple(agents),
         tuple(_prefixes(found, blocks, owners)),
         tuple(requests),
-        tuple(looked.unreadable),
-        tuple(sorted(looked.cut)),
+        tuple(state.unreadable),
+        tuple(sorted(state.cut)),
         owners,
-        looked.refused,
+        state.refused,
     )
 
 
-def _keys(pattern: bytes, kind: bytes, most: int, what: str, looked: _Looked) -> Reading[list[bytes]]:
+def _keys(pattern: bytes, kind: bytes, most: int, what: str, state: _ReadState) -> Reading[list[bytes]]:
     """Return at most `most` keys of the Redis type `kind` that match a pattern, sorted.
 
-    Add `what` to `looked.cut` if there are more.
+    Add `what` to `state.cut` if there are more.
     """
-    cursor, found = yield from _scan(pattern, kind, b"0", MOST_SCANS, most, looked)
+    cursor, found = yield from _scan(pattern, kind, b"0", MOST_SCANS, most, state)
     if cursor != b"0" or len(found) > most:
-        looked.cut.add(what)
+        state.cut.add(what)
     return sorted(found)[:most]
 
 
 def _scan(
-    pattern: bytes, kind: bytes, cursor: bytes, turns: int, most: int, looked: _Looked
+    pattern: bytes, kind: bytes, cursor: bytes, turns: int, most: int, state: _ReadState
 ) -> Reading[tuple[bytes, set[bytes]]]:
     """Scan from a cursor with at most `turns` calls, until more than `most` keys were found.
 
@@ -378,7 +378,7 @@ def _scan(
         bounds: Command = [b"COUNT", SCAN_COUNT, b"MAXLEN", MOST_KEY]
         (answer,) = yield [[b"SCAN", cursor, b"MATCH", pattern, *bounds, b"TYPE", kind]]
         if refused(answer):
-            looked.refused = str(answer)
+            state.refused = str(answer)
             return b"", found
         cursor, some = answer
         found.update(some)
@@ -388,7 +388,7 @@ def _scan(
 
 
 def _manifests(
-    keys: Sequence[bytes], most: int, known: dict[bytes, KnownManifest], looked: _Looked
+    keys: Sequence[bytes], most: int, known: dict[bytes, KnownManifest], state: _ReadState
 ) -> Reading[tuple[list[Manifest], dict[bytes, int]]]:
     """Return at most `most` readable manifests at these keys, and idle seconds by key. Update `known`.
 
@@ -399,12 +399,12 @@ def _manifests(
     found: list[Manifest] = []
     idle: dict[bytes, int] = {}
     left, names = MOST_READ, 0
-    for start in range(0, len(keys), _SOME):
+    for start in range(0, len(keys), _MANIFESTS_PER_STEP):
         if len(found) >= most or names >= MOST_NAMED:
-            looked.cut.add("agents")
+            state.cut.add("agents")
             break
-        some = keys[start : start + _SOME]
-        unused, left = yield from _update(known, some, left, looked)
+        some = keys[start : start + _MANIFESTS_PER_STEP]
+        unused, left = yield from _update(known, some, left, state)
         idle |= unused
         for key in some:
             if (one := known.get(key)) is None:
@@ -413,14 +413,14 @@ def _manifests(
                 found.append(one.manifest)
                 names += len(one.manifest.blocks)
             else:
-                looked.unreadable.append(key)
+                state.unreadable.append(key)
     if len(found) > most:
-        looked.cut.add("agents")
+        state.cut.add("agents")
     return found[:most], idle
 
 
 def _update(
-    known: dict[bytes, KnownManifest], keys: Sequence[bytes], left: int, looked: _Looked
+    known: dict[bytes, KnownManifest], keys: Sequence[bytes], left: int, state: _ReadState
 ) -> Reading[tuple[dict[bytes, int], int]]:
     """Read changed manifests at these keys into `known`. Return the keys' idle seconds, and the remaining bytes.
 
@@ -428,7 +428,7 @@ def _update(
     """
     answers = yield [[b"OBJECT", b"IDLETIME", key] for key in keys]
     idle = dict(zip(keys, answers, strict=True))
-    used = [key for key in keys if key not in known or not known[key].is_as_it_was(idle[key])]
+    used = [key for key in keys if key not in known or not known[key].is_unchanged(idle[key])]
     now = time.monotonic()
     digests = yield [[b"GETRANGE", key, 0, DIGEST_BYTES - 1] for key in used]
     changed = []
@@ -444,7 +444,7 @@ def _update(
         manifest = parse(key, head) if isinstance(head, bytes) else None
         if manifest is None and isinstance(head, bytes) and len(head) == HEAD_BYTES:
             if left < MOST_BYTES:
-                looked.cut.add("agents")
+                state.cut.add("agents")
                 continue
             (more,) = yield [[b"GETRANGE", key, 0, MOST_BYTES - 1]]
             manifest = parse(key, more) if isinstance(more, bytes) else None
@@ -453,11 +453,11 @@ def _update(
     return {key: seconds for key, seconds in idle.items() if isinstance(seconds, int)}, left
 
 
-def _blocks(found: Iterable[Manifest], most: int, looked: _Looked) -> Reading[dict[bytes, ContextBlock]]:
+def _blocks(found: Iterable[Manifest], most: int, state: _ReadState) -> Reading[dict[bytes, ContextBlock]]:
     """Return at most `most` of the blocks that manifests name, with their sizes, by name."""
     sizes = {name: manifest.tokens_in(i) for manifest in found for i, name in enumerate(manifest.blocks)}
     if len(sizes) > most:
-        looked.cut.add("blocks")
+        state.cut.add("blocks")
     names = list(sizes)[:most]
     answers = yield [[b"KVPAGEINDEX", name, b"TOTAL"] for name in names]
     return {name: _block(name, sizes[name], answer) for name, answer in zip(names, answers, strict=True)}
@@ -471,18 +471,18 @@ def _block(name: bytes, tokens: int, answer: Any) -> ContextBlock:
 
 
 def _requests(
-    blocks: Mapping[bytes, ContextBlock], most: int, known: dict[bytes, OtherRequest], looked: _Looked
+    blocks: Mapping[bytes, ContextBlock], most: int, known: dict[bytes, OtherRequest], state: _ReadState
 ) -> Reading[list[OtherRequest]]:
     """Return the requests with pages that are not among `blocks`, at most `most` of them. Update `known`."""
-    keys = yield from _keys(b"kv:*", b"set", most + len(blocks), "requests", looked)
+    keys = yield from _keys(b"kv:*", b"set", most + len(blocks), "requests", state)
     names = [name for key in keys if (name := key.removeprefix(b"kv:").removesuffix(b":index")) not in blocks]
     if len(names) > most:
-        looked.cut.add("requests")
+        state.cut.add("requests")
     for name in known.keys() - set(names[:most]):
         del known[name]
     asked = [*islice(known, REFRESHED), *(name for name in names[:most] if name not in known)]
     answers = yield [[b"KVPAGEINDEX", name, b"TOTAL"] for name in asked]
-    labels = yield from _labels(asked, most, looked)
+    labels = yield from _labels(asked, most, state)
     for name, answer in zip(asked, answers, strict=True):
         known.pop(name, None)
         for total in parts_of(answer):
@@ -491,7 +491,7 @@ def _requests(
     return _by_label(known.values())
 
 
-def _labels(names: Iterable[bytes], most: int, looked: _Looked) -> Reading[dict[bytes, str]]:
+def _labels(names: Iterable[bytes], most: int, state: _ReadState) -> Reading[dict[bytes, str]]:
     """Return the labels of those blocks that have one, by block name.
 
     Absent label keys are not read, because the store would count a miss.
@@ -499,7 +499,7 @@ def _labels(names: Iterable[bytes], most: int, looked: _Looked) -> Reading[dict[
     blocks = [name for name in names if _CHAIN_HASH.search(name)]
     if not blocks:
         return {}
-    keys = {*(yield from _keys(b"label:*", b"string", most, "requests", looked))}
+    keys = {*(yield from _keys(b"label:*", b"string", most, "requests", state))}
     labelled = [name for name in blocks if LABEL + name in keys]
     answers = yield [[b"GETRANGE", LABEL + name, 0, MOST_LABEL - 1] for name in labelled]
     answered = zip(labelled, answers, strict=True)

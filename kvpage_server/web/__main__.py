@@ -1,4 +1,4 @@
-"""Entry point of the HTTP process, which only `kvpage-server` can start."""
+"""Entry point of the HTTP process. Only `kvpage-server` can start it, because it needs the server's sockets."""
 
 from kvpage_server.monitor.process import main
 from kvpage_server.web.routes import ROUTES

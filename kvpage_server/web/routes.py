@@ -1,4 +1,4 @@
-"""The routes of the store's page and its data, which are read-only."""
+"""The routes of the store's web page: the page, its events, and data of contexts and blocks. All are read-only."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from kvpage_server.observe.memory_by_agent import Agent, ContextBlock, Holdings
 from kvpage_server.observe.observer import Observer
 from kvpage_server.web import page_response, views
 
-# -- Further queries of the page: slow commands, clients, and blocks that agents have lost -----------------------------
+# -- Queries for the page only: the slow log, clients, and missing blocks of agents ------------------------------------
 
 SLOW_CALLS = 32
 MOST_CLIENTS = 200
 MOST_LOSSES = 50
-SHOWN_LETTERS = 80  # of an argument
+SHOWN_LETTERS = 80  # characters of an argument or a field; the rest is cut
 
 Shown = dict[str, Any]
 
 
 def slow_calls() -> Reading[list[Shown] | None]:
-    """Return the last slow calls, newest first; None if the user lacks the right."""
+    """Return the latest SLOW_CALLS entries of the slow log, newest first; None if the user may not read it."""
     (answer,) = yield [[b"SLOWLOG", b"GET", SLOW_CALLS]]
     if refused(answer):
         return None
@@ -43,6 +43,7 @@ def slow_calls() -> Reading[list[Shown] | None]:
 
 
 def _slow(call: Any) -> Shown:
+    """Return an entry of the slow log, with its time in unix seconds and its duration in seconds."""
     if isinstance(call, dict):  # redis-py has parsed it
         words, number, at, took = call["command"], call["id"], call["start_time"], call["duration"]
         command = text(words)
@@ -53,7 +54,9 @@ def _slow(call: Any) -> Shown:
 
 
 def connected_clients() -> Reading[Shown | None]:
-    """Return the connections; None if the user lacks the right."""
+    """Return the number of connections and the first MOST_CLIENTS of them; None if the user may not call CLIENT
+    LIST.
+    """
     (answer,) = yield [[b"CLIENT", b"LIST"]]
     if refused(answer):
         return None
@@ -67,9 +70,10 @@ def connected_clients() -> Reading[Shown | None]:
 
 
 def losses_of(holdings: Holdings) -> Reading[list[Shown]]:
-    """Return the first missing block of each agent with missing blocks, the reason, and the agent that was saved next.
+    """Return for each agent with missing blocks the first one, and the reason and time of its removal, latest first.
 
-    Blocks that were stored again meanwhile are left out. At most MOST_LOSSES blocks are queried.
+    `next` is the agent whose context was saved first after the removal: its save may have caused it. Blocks that were
+    stored again meanwhile are omitted. At most MOST_LOSSES blocks are queried.
     """
     holes = [(agent, *hole) for agent in holdings.agents if (hole := _first_hole(agent))]
     shown = list(islice(holes, MOST_LOSSES))
@@ -85,6 +89,7 @@ def losses_of(holdings: Holdings) -> Reading[list[Shown]]:
 
 
 def _first_hole(agent: Agent) -> tuple[int, ContextBlock] | None:
+    """Return the index and the block of the first block that is not complete; None if the context is complete."""
     return next(((index, block) for index, block in enumerate(agent.blocks) if not block.complete), None)
 
 
@@ -108,22 +113,25 @@ def _loss(holdings: Holdings, agent: Agent, index: int, reason: Any) -> Shown:
 # -- Events for the open pages of one user. The store is read once for all of them -------------------------------------
 
 EVERY_SECONDS = 1.0
-SLOWLY_SECONDS = 5.0  # between two reads of values that change slowly and take longer to read
+SLOW_VALUES_SECONDS = 5.0  # between two reads of memory by agent, losses, slow log and clients
 
 
 class Feed:
-    """The events for one user."""
+    """The events for the open pages of one user."""
 
     def __init__(self, observer: Observer) -> None:
         self.watchers = 0
         self._observer = observer
-        self._slowly = b""  # the last events with values that change slowly
-        self._looking: asyncio.Task[None] | None = None
+        self._slow_data = b""  # the last events `holdings` and `more`, which change rarely and take longer to read
+        self._reading: asyncio.Task[None] | None = None
 
     async def events(self, user: str) -> AsyncIterator[bytes]:
-        """Yield events, one batch a second, until the store does not answer any more."""
+        """Yield server-sent events every second: `overview`, new `moments`, and `holdings` and `more` after a change.
+
+        Ends when the store does not answer.
+        """
         self.watchers += 1
-        last, slowly = 0.0, b""
+        last, slow_data = 0.0, b""
         try:
             while True:
                 now = await self._observer.overview()
@@ -133,23 +141,24 @@ class Feed:
                 events = views.event("overview", views.overview(now, user, engines))
                 if moments:
                     events += views.event("moments", [views.moment(moment) for moment in moments])
-                if slowly is not self._slowly:
-                    slowly = self._slowly
-                    events += slowly
+                if slow_data is not self._slow_data:
+                    slow_data = self._slow_data
+                    events += slow_data
                 yield events
-                if self._looking is None:
-                    self._looking = asyncio.create_task(self._look())
-                elif self._looking.done():
-                    self._looking.result()  # raises the error of the task
-                    self._looking = None
+                if self._reading is None:
+                    self._reading = asyncio.create_task(self._read_slow_values())
+                elif self._reading.done():
+                    self._reading.result()  # raises the exception of the task
+                    self._reading = None
                     continue
                 await asyncio.sleep(EVERY_SECONDS)
         except redis.RedisError:
-            self._looking = None
+            self._reading = None
         finally:
             self.watchers -= 1
 
-    async def _look(self) -> None:
+    async def _read_slow_values(self) -> None:
+        """Read the data of the events `holdings` and `more`, and then wait for SLOW_VALUES_SECONDS."""
         holdings = await self._observer.holdings()
         losses = await self._observer.read(losses_of(holdings))
         slow = await self._observer.read(slow_calls())
@@ -157,14 +166,14 @@ class Feed:
         more = {"losses": losses, "slow": slow, "connected": clients}
         store = (await self._observer.overview()).server.store
         events = await asyncio.to_thread(_slow_events, holdings, store, more)
-        self._slowly = events if events != self._slowly else self._slowly
-        await asyncio.sleep(SLOWLY_SECONDS)
+        self._slow_data = events if events != self._slow_data else self._slow_data
+        await asyncio.sleep(SLOW_VALUES_SECONDS)
 
 
 def _slow_events(holdings: Holdings, store: str, more: views.Shown) -> bytes:
-    """Return the events with values that change slowly.
+    """Return the events `holdings` and `more`.
 
-    It is called in a thread, because there may be thousands of agents and blocks.
+    It runs in a thread, because thousands of agents and blocks would hold the event loop.
     """
     return views.event("holdings", views.holdings(holdings, store)) + views.event("more", more)
 
@@ -173,6 +182,7 @@ _FEEDS: WeakKeyDictionary[Observer, Feed] = WeakKeyDictionary()
 
 
 def feed_of(observer: Observer) -> Feed:
+    """Return the feed of an observer, one for all pages of its user."""
     return _FEEDS.setdefault(observer, Feed(observer))
 
 
@@ -182,9 +192,9 @@ MOST_WATCHERS = 64  # of one user
 
 
 async def index(request: Request) -> Response:
-    """Return the page, which has no data of the store.
+    """Return the page, which gets its data from the other routes. With `token` in the URL, log the browser in first.
 
-    With the token in the URL, log the browser in. Raises NotLoggedIn without a login, as `login_of` does.
+    Raises NotLoggedIn or RedisError as `login_of`.
     """
     if token := request.query_params.get("token"):
         return await log_in(request, DEFAULT, token)
@@ -193,12 +203,12 @@ async def index(request: Request) -> Response:
 
 
 async def login(request: Request) -> Response:
-    """Return the login form, which is sent to /login of the monitor."""
+    """Return the login form, which is sent to /login with POST."""
     return FileResponse(PAGE / "login.html")
 
 
 async def events(request: Request) -> Response:
-    """Return the store's state every second, and its agents when they change."""
+    """Return a stream of `Feed.events`. Raises HTTPException if the user has MOST_WATCHERS open pages."""
     login = await login_of(request)
     await login.observer.overview()  # raises if the user lacks permission
     feed = feed_of(login.observer)
@@ -209,14 +219,17 @@ async def events(request: Request) -> Response:
 
 
 async def agent(request: Request) -> Response:
-    """Return the contexts of an agent, one for each model, block by block."""
+    """Return the contexts of the agent `id`, one for each model, with the state of each block."""
     login = await login_of(request)
     found = await login.observer.agent(request.query_params.get("id", ""))
     return await asyncio.to_thread(lambda: JSONResponse([views.context(agent, places) for agent, places in found]))
 
 
 async def block(request: Request) -> Response:
-    """Return one block, page by page; null if it is incomplete or too large."""
+    """Return the norms of the pages of the block `name`, a request id in hexadecimal digits.
+
+    Return null if the block is incomplete or too large.
+    """
     login = await login_of(request)
     try:
         name = bytes.fromhex(request.query_params.get("name", ""))

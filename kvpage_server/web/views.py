@@ -1,4 +1,6 @@
-"""Conversion of observed data to JSON for the page, limited to the displayed fields."""
+"""Conversion of a store's state to JSON for the page. It has the fields that the page shows, and limits their
+number.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,19 @@ from kvpage_server.observe.overview import STORES_NOTHING, Overview
 MOST_AGENTS = 500
 MOST_REQUESTS = 100
 MOST_PREFIXES = 30
-MOST_NAMES = 12  # of agents that share something
-MOST_LETTERS = 128  # of such a name
+MOST_NAMES = 12  # of the agents that share a prefix or a block
+MOST_LETTERS = 128  # of such a name; the rest is cut
 
 Shown = dict[str, Any]
 
 
 def event(name: str, data: object) -> bytes:
-    """Return a server-sent event."""
+    """Return a server-sent event with `data` as JSON."""
     return b"event: %s\ndata: %s\n\n" % (name.encode(), json.dumps(data, separators=(",", ":")).encode())
 
 
 def overview(now: Overview, user: str, engines: EnginesSeen) -> Shown:
-    """Return the store's state in numbers, as `user` may see it."""
+    """Return the data of the event `overview`: the store's state in numbers, and the engines that `user` may see."""
     shown = asdict(now)
     for unshown in ("commands", "errors"):
         del shown[unshown]
@@ -51,6 +53,7 @@ def overview(now: Overview, user: str, engines: EnginesSeen) -> Shown:
 
 
 def moment(then: Moment) -> Shown:
+    """Return the rates per second in the time between two overviews; `why` has the misses by reason."""
     return {
         "at": round(then.at, 2),
         "commands": round(then.commands, 1),
@@ -65,9 +68,10 @@ def moment(then: Moment) -> Shown:
 
 
 def holdings(found: Holdings, store: str) -> Shown:
-    """Return the memory by agent, the largest first.
+    """Return the data of the event `holdings`: agents, tenants, prefixes and other requests, the largest first.
 
-    In `shared`, each block of several agents is counted once. `unseen` is the reason if nothing can be read.
+    `shared` has the blocks of several agents, each once. `more_agents` is the bytes of agents beyond MOST_AGENTS.
+    `unseen` is the reason if the user may not list keys, or the server is a gateway (`store` is "cluster").
     """
     agents = [_agent(agent) for agent in found.agents[:MOST_AGENTS]]
     requests = [_request(request) for request in found.requests[:MOST_REQUESTS]]
@@ -102,7 +106,7 @@ def holdings(found: Holdings, store: str) -> Shown:
 
 
 def _names(agents: Sequence[str]) -> list[str]:
-    """Return the first names, each cut to MOST_LETTERS."""
+    """Return the first MOST_NAMES names, each cut to MOST_LETTERS."""
     return [name[:MOST_LETTERS] for name in agents[:MOST_NAMES]]
 
 
@@ -133,7 +137,9 @@ def _request(request: OtherRequest) -> Shown:
 
 
 def _shared(found: Holdings) -> list[Shown]:
-    """Return the groups of blocks that the same agents share."""
+    """Return shared blocks as groups with the same agents: their sums of bytes, tokens and blocks, the largest
+    first.
+    """
     blocks = {
         block.name: block for agent in found.agents for block in agent.blocks if len(found.owners[block.name]) > 1
     }
@@ -150,6 +156,7 @@ def _shared(found: Holdings) -> list[Shown]:
 
 
 def context(agent: Agent, places: list[BlockPlace]) -> Shown:
+    """Return an agent's context with its blocks, in order; `places` has the state of each."""
     return _agent(agent) | {
         "blocks": [
             {
@@ -173,7 +180,7 @@ def context(agent: Agent, places: list[BlockPlace]) -> Shown:
 
 
 def pages(found: Pages) -> Shown:
-    """Return one block, page by page: norms by layer, plane and head."""
+    """Return a block: its shape, and the norms of its pages by layer, plane and head."""
     return {
         "name": text(found.name),
         "tokens": found.tokens,
@@ -187,7 +194,7 @@ def pages(found: Pages) -> Shown:
 
 
 def _finite(norms: Any) -> Any:
-    """Return the numbers rounded, with null for NaN and infinity."""
+    """Return nested lists of numbers, rounded to 4 digits, with None for NaN and infinity."""
     if isinstance(norms, list):
         return [_finite(norm) for norm in norms]
     return round(norms, 4) if math.isfinite(norms) else None

@@ -4,14 +4,15 @@ import { at, bar, el, say } from "./dom.js";
 import { count, seconds } from "./format.js";
 import { events } from "./events.js";
 import { WORDS } from "./tiers.js";
-import { asked, denied } from "./token.js";
+import { askForToken, authHeaders } from "./token.js";
 
-const MOST_TURNS = 100; // on the page
+const MAX_TURNS = 100; // on the page; older ones are removed from it, and stay in the conversation
 
 let model = null;
 let messages = [];
 
-/** Handle the events of the form, and request the model until the engine answers. Resolve to the name of the model. */
+/** Install the handlers of the form, and request the list of models until the engine replies. Resolve to the name of the
+ * model. */
 export async function chat() {
   at("ask").addEventListener("submit", (event) => {
     event.preventDefault();
@@ -29,13 +30,15 @@ export async function chat() {
     at("question").focus();
   });
   for (;;) {
-    const reply = await fetch("/v1/models", { headers: asked() }).catch(() => null);
+    const reply = await fetch("/v1/models", { headers: authHeaders() }).catch(() => null);
     if (reply?.ok) return (model = (await reply.json()).data[0].id);
-    if (reply?.status === 401) await denied();
+    if (reply?.status === 401) await askForToken();
     else await new Promise((resolve) => setTimeout(resolve, 2000));
   }
 }
 
+/** Send the conversation with the message of the form, and show the answer. After an error, the message is in the form
+ * again. */
 async function ask() {
   const question = at("question").value.trim();
   if (!question) return;
@@ -49,7 +52,7 @@ async function ask() {
   try {
     const reply = await fetch("/v1/chat/completions", {
       method: "POST",
-      headers: { ...asked(), "Content-Type": "application/json" },
+      headers: { ...authHeaders(), "Content-Type": "application/json" },
       body: JSON.stringify({
         model,
         messages,
@@ -60,7 +63,7 @@ async function ask() {
       }),
     });
     if (!reply.ok) throw new Error((await reply.json()).error.message);
-    messages.push({ role: "assistant", content: await hear(reply, shown) });
+    messages.push({ role: "assistant", content: await showAnswer(reply, shown) });
   } catch (error) {
     messages.pop();
     at("question").value ||= question;
@@ -72,8 +75,9 @@ async function ask() {
   }
 }
 
-/** Show an answer while it arrives. Resolve to its text. */
-async function hear(reply, shown) {
+/** Show an answer while it arrives, and its reused tokens at the end. `shown` has the elements of the turn. Resolve to the
+ * text of the answer. Throws Error if the stream has an error, or ends early. */
+async function showAnswer(reply, shown) {
   let text = "";
   let reuse = null;
   let usage = null;
@@ -97,6 +101,7 @@ async function hear(reply, shown) {
   return text;
 }
 
+/** Add a turn to the page. `role` is "user" or "assistant". Return the elements for its text and for its reused tokens. */
 function turn(role, content) {
   const text = el("div", { class: "text" });
   text.textContent = content; // keeps line breaks

@@ -1,4 +1,4 @@
-// The engine's page: it shows the state, answers and agents in the server's events.
+// The engine's page: it receives the server's events, and shows its state, answers and agents.
 
 import { at, bar, el, first, list, meter, say, soon, themes, widthOf } from "./dom.js";
 import { ago, bytes, clock, count, median, percent, plural, seconds } from "./format.js";
@@ -6,28 +6,28 @@ import { scatter } from "./charts.js";
 import { listen } from "./events.js";
 import { TIERS, WORDS, chip, key } from "./tiers.js";
 import { chat } from "./chat.js";
-import { asked, denied } from "./token.js";
+import { askForToken, authHeaders } from "./token.js";
 
-const SHOWN = 50; // rows of a table
-const POINTS = 200;
+const MAX_ROWS = 50; // of each table
+const POINTS = 200; // answers in the chart
 
 let state = null;
 let agents = { count: 0, agents: [] };
 let answers = []; // newest first
 
 listen("/page/events", {
-  headers: asked,
-  denied,
+  headers: authHeaders,
+  denied: askForToken,
   state: (now) => {
     at("status").dataset.state = now;
-    say(at("status"), now === "live" ? "live" : "connection lost, trying again");
+    say(at("status"), now === "live" ? "live" : "disconnected, reconnecting");
   },
   received(name, data) {
     if (name === "state") state = data;
     else if (name === "agents") agents = data;
     else {
-      // After a new connection, the server sends all answers that it has. They replace older ones: the numbers of a
-      // restarted engine begin again.
+      // After a reconnection, the server sends all answers that it has. They replace the page's answers with the same
+      // and higher numbers, because the numbers of a restarted engine begin again.
       const older = answers.filter((answer) => answer.number < data[0].number);
       answers = [...data.reverse(), ...older].slice(0, 500);
     }
@@ -39,45 +39,44 @@ const reused = () => TIERS.reduce((sum, tier) => sum + (state.totals.reused[tier
 const computed = () => answers.filter((answer) => !answer.reused);
 const restored = () => answers.filter((answer) => answer.reused);
 
-/** Return the seconds to the first token per thousand prompt tokens; null without answers. */
-function pace(those) {
+/** Return the mean time to first token of answers, in seconds per thousand prompt tokens; null without answers. */
+function secondsPerThousand(those) {
   const tokens = those.reduce((sum, answer) => sum + answer.prompt, 0);
   return tokens ? (1000 * those.reduce((sum, answer) => sum + answer.first_seconds, 0)) / tokens : null;
 }
 
-/**
- * Return a description of the page server's failure; null if there is none. The text changes only with the state,
- * because it is read aloud.
- */
-function trouble({ store, at: now }) {
+/** Return a description of the page server's failure; null if there is none. The text changes only with the state, because
+ * screen readers read it aloud. */
+function storeFailure({ store, at: now }) {
   if (store.store === "unreachable")
     return `The page server cannot be reached since ${clock(now - store.seconds)} (${store.reason}). Contexts stay in this engine's memory.`;
-  if (store.store === "not saving") return `The page server takes no contexts (${store.reason}). They stay in this engine's memory.`;
+  if (store.store === "not saving") return `The page server refuses contexts (${store.reason}). They stay in this engine's memory.`;
   return null;
 }
 
 function showAlarm() {
-  const words = trouble(state);
+  const words = storeFailure(state);
   at("alarm").hidden = words === null;
   say(at("alarm"), words ?? "");
   showAgents();
 }
 
-const unsaved = () => (!state?.saves ? "in memory only" : trouble(state) ? "not saved" : "being written");
+const unsaved = () => (!state?.saves ? "in memory only" : storeFailure(state) ? "not saved" : "being saved");
 
 function showFigures() {
   const { totals, memory, running } = state;
   const share = totals.prompt ? reused() / totals.prompt : null;
   say(at("share"), share === null ? "–" : percent(share));
   say(at("share-note"), totals.prompt ? `of ${plural(totals.prompt, "prompt token")}` : "no prompts yet");
-  const [slow, quick] = [pace(computed()), pace(restored())];
-  say(at("computed"), slow === null ? "–" : seconds(slow));
-  say(at("computed-note"), slow === null ? "none yet" : "a thousand tokens of prompt");
-  say(at("restored"), quick === null ? "–" : seconds(quick));
-  say(at("restored-note"), quick === null ? "none yet" : slow > quick ? `a thousand; ${(slow / quick).toFixed(1)} times sooner` : "a thousand tokens of prompt");
+  const [cold, cached] = [secondsPerThousand(computed()), secondsPerThousand(restored())];
+  say(at("computed"), cold === null ? "–" : seconds(cold));
+  say(at("computed-note"), cold === null ? "no answers yet" : "per 1,000 prompt tokens");
+  say(at("restored"), cached === null ? "–" : seconds(cached));
+  say(at("restored-note"), cached === null ? "no answers yet"
+    : `per 1,000 prompt tokens${cold > cached ? `; ${(cold / cached).toFixed(1)} times faster` : ""}`);
   say(at("batch-count"), count(running.length));
-  const waits = running.filter((each) => each.stage !== "running").length;
-  say(at("batch-note"), waits ? `${count(waits)} waiting` : "0 waiting");
+  const waiting = running.filter((each) => each.stage !== "running").length;
+  say(at("batch-note"), `${count(waiting)} waiting`);
   at("memory-box").hidden = !memory;
   if (memory) {
     say(at("memory"), bytes(memory.used));
@@ -87,10 +86,10 @@ function showFigures() {
 }
 
 function summary(totals, share) {
-  if (!totals.answers) return "Nothing was asked yet. Try an agent: its second turn begins where its first one ended.";
+  if (!totals.answers) return "No requests yet. Try an agent: its second turn reuses the tokens of the first one.";
   const most = [...TIERS].sort((a, b) => (totals.reused[b] ?? 0) - (totals.reused[a] ?? 0))[0];
   const from = { hot: "memory", prefix: "shared prefixes", page: "the page server", cold: "files" }[most];
-  if (!share) return `${plural(totals.answers, "answer")}, and every prompt was computed from its first token.`;
+  if (!share) return `${plural(totals.answers, "answer")}, and no prompt tokens were reused.`;
   return `${percent(share)} of the tokens of ${plural(totals.answers, "prompt")} were reused, most of them from ${from}.`;
 }
 
@@ -112,7 +111,7 @@ function showFirst() {
   }));
   const kinds = ["computed", "restored"].map((word) => [word, word === "computed" ? computed() : restored()]);
   const medians = kinds.map(([word, those]) => `${word}: ${those.length
-    ? `${seconds(median(those.map((answer) => answer.first_seconds)))} in the middle of ${those.length}` : "none"}`);
+    ? `median ${seconds(median(those.map((answer) => answer.first_seconds)))} of ${those.length}` : "none"}`);
   const box = at("first");
   box.replaceChildren(scatter(points, {
     width: Math.max(widthOf(box, showFirst), 260),
@@ -120,33 +119,33 @@ function showFirst() {
     name: `Time to first token. ${medians.join("; ")}.`,
     formatX: count,
     formatY: seconds,
-    labelX: "tokens of the prompt",
+    labelX: "prompt tokens",
   }));
 }
 
-const DOING = {
-  submitted: "waits for room",
-  loading: "looks for its context",
-  waiting: "waits for another's blocks",
-  ready: "about to begin",
-  running: "computes its prompt",
+const STAGES = { // of a request before its first token
+  submitted: "waiting for memory",
+  loading: "loading its context",
+  waiting: "waiting for blocks of another request",
+  ready: "scheduled",
+  running: "prefill",
 };
 
 function showBatch() {
-  const running = first(state.running, SHOWN, at("batch-more"));
+  const running = first(state.running, MAX_ROWS, at("batch-more"));
   at("batch-empty").hidden = running.length > 0;
   at("batch-box").hidden = !running.length;
   list(at("batch"), running, (each) => each.uid, (each) =>
     el("tr", {},
       el("td", {}, name(each.agent_id ?? (each.label || null))),
-      el("td", { class: "soft" }, each.generated ? "answers" : DOING[each.stage]),
+      el("td", { class: "soft" }, each.generated ? "decode" : STAGES[each.stage]),
       meter(prompt(each), `${count(each.reused)} of ${count(each.prompt)}`),
       el("td", { class: "num" }, plural(each.generated, "token")),
       el("td", { class: "num" }, seconds(each.seconds))));
 }
 
 function showAnswers() {
-  const shown = first(answers, SHOWN, at("answers-more"));
+  const shown = first(answers, MAX_ROWS, at("answers-more"));
   at("answers-empty").hidden = shown.length > 0;
   at("answers-box").hidden = !shown.length;
   list(at("answers"), shown, (answer) => answer.number, (answer) =>
@@ -163,7 +162,7 @@ function showAgents() {
   const wanted = at("agents-find").value.trim();
   const found = agents.agents.filter((agent) => agent.id.includes(wanted));
   const largest = Math.max(...agents.agents.map((agent) => agent.bytes), 1);
-  const shown = first(found, SHOWN, at("agents-more"));
+  const shown = first(found, MAX_ROWS, at("agents-more"));
   say(at("agents-note"), agents.count ? `${plural(agents.count, "agent")}, the largest first` : "");
   at("agents-empty").hidden = agents.count > 0;
   at("agents-box").hidden = !agents.count;
@@ -181,7 +180,7 @@ const name = (agent) => el("span", { class: agent === null ? "soft" : "name clip
 const prompt = (each) =>
   bar([[each.tier, each.reused], ["none", each.prompt - each.reused]], each.prompt);
 
-const PARTS = { // the functions that draw each event
+const PARTS = { // the functions that draw the data of each event
   state: [showAlarm, showFigures, showTiers, showBatch],
   answers: [showFigures, showFirst, showAnswers],
   agents: [showAgents],

@@ -1,4 +1,4 @@
-// The tiers that supply prompt tokens: their order, names and marks on the page.
+// The tiers that supply prompt tokens: their order, and their names and marks on the page.
 
 import { el } from "./dom.js";
 import { mark } from "./charts.js";

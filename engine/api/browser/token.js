@@ -4,31 +4,32 @@ import { at } from "./dom.js";
 
 const KEY = "kvpage.token";
 
-/** Return the headers of a request with the token, and show the button that deletes it. */
-export function asked() {
+/** Return the headers of a request: the token, or none without a token. Show the button that deletes the token if there
+ * is one. */
+export function authHeaders() {
   const token = sessionStorage.getItem(KEY);
   at("leave").hidden = token === null;
   return token === null ? {} : { Authorization: `Bearer ${token}` };
 }
 
-let asking = null;
+let dialogClosed = null; // the promise of the open dialog
 
 /** Show the dialog for a token, once for all refused requests. Resolve when it is closed. */
-export function denied() {
-  asking ??= new Promise((resolve) => {
+export function askForToken() {
+  dialogClosed ??= new Promise((resolve) => {
     const error = at("login-error");
     error.hidden = sessionStorage.getItem(KEY) === null;
-    error.textContent = "That token is not known here.";
+    error.textContent = "Unknown token.";
     at("login").showModal();
     at("login").addEventListener("close", () => {
       const token = at("token").value.trim();
       if (token) sessionStorage.setItem(KEY, token);
       at("token").value = "";
-      asking = null;
+      dialogClosed = null;
       resolve();
     }, { once: true });
   });
-  return asking;
+  return dialogClosed;
 }
 
 at("leave").addEventListener("click", () => {

@@ -1,11 +1,13 @@
-// Charts in SVG. Each has a name for screen readers.
+// Charts in SVG: treemap, lines, columns, scatter plot. Each has a name for screen readers.
 
 import { printable, svg } from "./dom.js";
 import { bytes } from "./format.js";
 
 /** Return [x, y, width, height] of a rectangle for each value, with areas proportional to the values. Together they
- * fill the given rectangle. This is a squarified treemap, which avoids narrow rectangles. `values` are sorted, the
- * largest first. */
+ * fill the given rectangle. `values` are sorted, the largest first.
+ *
+ * This is a squarified treemap (Bruls, Huizing, van Wijk, 2000): each row or column takes the next value as long as that
+ * makes its rectangles closer to squares. */
 export function squarify(values, x, y, width, height) {
   const total = values.reduce((sum, value) => sum + value, 0);
   const scale = total > 0 ? (width * height) / total : 0;
@@ -41,17 +43,17 @@ export function squarify(values, x, y, width, height) {
   return placed;
 }
 
-/** Return a text, cut so that it fits into `width` pixels with a font of `size` pixels; "" if hardly a letter fits. */
+/** Return a text, cut so that it fits into `width` pixels with a font of `size` pixels; "" if fewer than 5 letters fit. */
 const fits = (text, width, size) => {
   const letters = Math.floor((width - 16) / (size * 0.6));
   if (letters >= text.length) return text;
   return letters > 4 ? `${text.slice(0, letters - 1)}…` : "";
 };
 
-/** Return a treemap of items, the largest first: each has `key`, `value`, `name`, `note`, `kind` (a CSS class),
- * `title`, and `opens`, which is true for a tile that is a button. `choose` is called with the key of a button that is
- * pressed. `chosen` is the key of the highlighted tile, or null. `name` is the text for screen readers. Arrow keys move
- * from tile to tile. */
+/** Return a treemap of items, which are sorted, the largest first. An item has `key`, `value`, `name`, `note` (a second
+ * line), `kind` (a CSS class), `title` (the text under the pointer), and `opens`, which is true if its tile is a button.
+ * `choose` is called with the key of a pressed button. `chosen` is the key of the highlighted tile, or null. `name` is
+ * the text for screen readers. Arrow keys move the focus from tile to tile. */
 export function treemap(items, { width, height, name, choose, chosen }) {
   const box = svg("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, height, role: "group", "aria-label": name });
   const places = squarify(items.map((item) => item.value), 0, 0, width, height);
@@ -98,7 +100,7 @@ export function walk(event, press) {
   next.focus();
 }
 
-const LEFT = 58; // width of the axis with its numbers
+const LEFT = 58; // pixels of the axis with its numbers
 
 /** Return an empty chart with a name for screen readers. */
 const chart = ({ width, height, name }) =>
@@ -110,7 +112,7 @@ const rule = (width, y, number) => [
   svg("text", { x: LEFT - 8, y: y + 4, "text-anchor": "end" }, number),
 ];
 
-/** Return the labels at both ends of a time axis. */
+/** Return the labels at both ends of a time axis. `span` is the left one, for example "5 min ago". */
 const times = ({ width, height, span }) =>
   [svg("text", { x: LEFT, y: height - 4 }, span), svg("text", { x: width, y: height - 4, "text-anchor": "end" }, "now")];
 
@@ -126,10 +128,10 @@ const niceBytes = (value) => {
   return [1, 2, 4, 10, 20, 40, 100, 200, 400, 1024].map((times) => times * unit).find((step) => step >= value);
 };
 
-/** Return a chart of lines over time. `series` are {kind, values} with a CSS class and the values, oldest first; null
- * is an unknown value, and a gap in the line. `format` makes the text of a number at the axis. `top` is the end of the
- * axis, by default a round number above the largest value. `shape` has width, height, name and span, the text at the
- * left end of the time axis. */
+/** Return a chart of lines over time. `series` is a list of {kind, values}: a CSS class, and the values, oldest first. A
+ * null is an unknown value, and makes a gap in the line. `format` returns the text of a number at the axis. `top` is the
+ * end of the axis, by default a round number above the largest value. `shape` has width and height in pixels, `name`, and
+ * `span`, the text at the left end of the time axis. */
 export function lines(series, { format, top, ...shape }) {
   const { width, height } = shape;
   const floor = height - 22;
@@ -153,8 +155,8 @@ export function lines(series, { format, top, ...shape }) {
   return box;
 }
 
-/** Return a chart of stacked bars over time. `series` has a list of [class, value] for each bar, oldest first, from the
- * bottom to the top of a bar. `format` and `shape` are as for `lines`. */
+/** Return a chart of stacked bars over time. `series` has a list for each bar, oldest first, with [CSS class, value] from
+ * the bottom to the top. `format` and `shape` are as for `lines`. */
 export function columns(series, { format, ...shape }) {
   const { width, height } = shape;
   const floor = height - 22;
@@ -176,7 +178,7 @@ export function columns(series, { format, ...shape }) {
   return box;
 }
 
-// marks of the tiers, which differ in form, too, for readers who cannot distinguish the colours
+// marks of the tiers; they differ in shape as well as in colour, for readers who cannot distinguish the colours
 const SHAPES = {
   none: (x, y) => svg("circle", { cx: x, cy: y, r: 5 }),
   hot: (x, y) => svg("rect", { x: x - 5, y: y - 5, width: 10, height: 10, rx: 2 }),
@@ -192,9 +194,9 @@ export function mark(kind) {
   return svg("svg", { viewBox: "0 0 14 14", "aria-hidden": "true" }, shape);
 }
 
-/** Return a plot of points {x, y, kind, title} with `y` on a logarithmic scale. `kind` is a tier (a key of SHAPES),
- * `title` the text under the pointer. `formatX` and `formatY` make the texts at the axes, `labelX` is the text below.
- * */
+/** Return a scatter plot of {x, y, kind, title} with `y` on a logarithmic scale. `kind` is a key of SHAPES, `title` the
+ * text under the pointer. `formatX` and `formatY` return the texts of numbers at the axes, `labelX` is the label of the x
+ * axis. `shape` has width, height and name, as for `lines`. */
 export function scatter(points, { formatX, formatY, labelX, ...shape }) {
   const { width, height } = shape;
   const floor = height - 40;

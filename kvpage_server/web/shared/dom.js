@@ -1,4 +1,4 @@
-// Elements, created without HTML: names from clients are inserted as text, with escapes for unprintable characters.
+// Creation of elements without HTML: names from clients are inserted as text, with escapes for unprintable characters.
 
 import { count } from "./format.js";
 
@@ -26,6 +26,7 @@ export const printable = (text) => text.replace(UNPRINTABLE, (letter) => {
   return `\\${kind}${code.toString(16).padStart(digits, "0")}`;
 });
 
+/** Set attributes and listeners, and append children, as `el` describes. Return the node. */
 function fill(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (typeof value === "function") node.addEventListener(name, value);
@@ -39,17 +40,17 @@ function fill(node, attributes, children) {
 /** Return the element with this id. */
 export const at = (id) => document.getElementById(id);
 
-/** Set a text if it differs. An unchanged text costs nothing, and screen readers do not repeat it. */
+/** Set the text of a node if it differs, because screen readers repeat a text that is set again. */
 export function say(node, text) {
   text = printable(String(text));
   if (node.textContent !== text) node.textContent = text;
 }
 
-const MADE = 150; // elements that one call of `list` creates; the rest follows in the next frame
+const MADE = 150; // elements that one call of `list` creates before it leaves the rest to the next frame
 
 /** Make the children of `parent` the nodes of `items`, in their order. `key(item)` identifies an item, `make(item)`
- * returns its node. A node is kept if the item with its key has the same content (as JSON) as in the last call. If many
- * nodes are new, the next frames create the rest, unless `list` is called with other items before. */
+ * returns its node. A node is kept if the item with its key has the same JSON as in the last call. If many nodes are new,
+ * the next frames create the rest; a later call with other items cancels that. */
 export function list(parent, items, key, make) {
   const old = parent.shown ?? new Map();
   const now = new Map();
@@ -84,7 +85,7 @@ export function list(parent, items, key, make) {
   return null;
 }
 
-const FRAME_MS = 4; // of work in a frame; other functions wait for the next one
+const FRAME_MS = 4; // after which the remaining functions wait for the next frame
 
 const due = new Set();
 let framed = false;
@@ -96,6 +97,7 @@ export function soon(...works) {
   framed = due.size > 0;
 }
 
+/** Call the waiting functions for FRAME_MS at most. */
 function frame() {
   const end = performance.now() + FRAME_MS;
   framed = false;
@@ -112,8 +114,8 @@ function frame() {
 
 const widths = new WeakMap();
 
-/** Return the width of a box in pixels. The first call measures it, and makes the next frames call `redraw` whenever
- * the width has changed. Further calls for the same box need no layout, and ignore `redraw`. */
+/** Return the width of a box in pixels. The first call measures it, and registers `redraw`, which is called in the next
+ * frame after each change of the width. Further calls for the same box return the known width, and ignore `redraw`. */
 export function widthOf(box, redraw) {
   if (!widths.has(box)) {
     widths.set(box, box.clientWidth);
@@ -126,8 +128,8 @@ export function widthOf(box, redraw) {
   return widths.get(box);
 }
 
-/** Return the first `limit` items. Show the number of the others in the element `note`, or hide it if there are none.
- * */
+/** Return the first `limit` items. Show the number of the others in the element `note`, which is hidden if there are
+ * none. */
 export function first(items, limit, note) {
   const more = items.length - limit;
   note.hidden = more <= 0;
@@ -135,7 +137,7 @@ export function first(items, limit, note) {
   return items.slice(0, limit);
 }
 
-/** Return a bar with parts [class, value, title], of which each takes the share value / total of the width. */
+/** Return a horizontal bar with parts [CSS class, value, title]. Each part has the share value / total of the width. */
 export function bar(parts, total, tall = false) {
   const box = el("div", { class: tall ? "bar tall" : "bar" });
   for (const [name, value, title] of parts) {
@@ -151,8 +153,7 @@ export function bar(parts, total, tall = false) {
 export const meter = (drawn, text) =>
   el("td", { class: "wide" }, el("div", { class: "meter" }, drawn, el("span", { class: "soft" }, text)));
 
-/** Apply the stored theme, and make a button switch to the next one: auto, light, dark. The browser stores the choice.
- * */
+/** Apply the theme that the browser has stored, and let a button switch to the next one: auto, light, dark. */
 export function themes(button) {
   const known = ["auto", "light", "dark"];
   const show = (theme) => {

@@ -1,7 +1,7 @@
-// Server-sent events, received with fetch, which unlike EventSource can send headers and read the reason of a refusal.
+// Server-sent events, received with fetch. Unlike EventSource, it can send headers, and read the body of an error reply.
 
-/** Yield the events in the body of a reply as [name, data], with data parsed as JSON. The end of the body, or an event
- * "[DONE]", ends them. */
+/** Yield the events in the body of a reply as [name, data], with data parsed as JSON, until the end of the body or the
+ * event "[DONE]". */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
@@ -28,15 +28,16 @@ export async function* events(response) {
   }
 }
 
-const PAUSE_MS = 1000; // before the next try
+const PAUSE_MS = 1000; // before a reconnection
 
 const wait = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
-/** Receive the events of a URL while the page is visible, without end: connect again after a lost connection.
+/** Receive the events of a URL as long as the page is open. Disconnect while it is hidden, and reconnect after a lost
+ * connection.
  *
- * `received(name, data)` is called for each event. `state` is called with "live" when the server answers, or with
- * "lost" and the text of a refusal, which is "" without an answer. `denied` is awaited when the reply is 401. `headers`
- * returns the headers of a request. */
+ * `received(name, data)` is called for each event. `state` is called with "live" when the server replies with events, or
+ * with "lost" and the body of an error reply, which is "" without a reply. `denied` is awaited after the status 401.
+ * `headers` returns the headers of a request. */
 export async function listen(url, { received, state, denied, headers = () => ({}) }) {
   for (;;) {
     if (document.hidden) await visible();
@@ -63,12 +64,12 @@ export async function listen(url, { received, state, denied, headers = () => ({}
   }
 }
 
-/** Call `received` with an event. */
+/** Call `received` with an event. An exception in it is reported, and does not end the stream. */
 function deliver(received, event) {
   try {
     received(...event);
   } catch (error) {
-    reportError(error); // an error of the page does not end the stream
+    reportError(error);
   }
 }
 

@@ -4,7 +4,7 @@ const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 }); // crea
 const CLOCK = new Intl.DateTimeFormat("en", { timeStyle: "medium", hourCycle: "h23" });
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 
-/** Return a number of bytes as text: 1536 is 1.5 KiB. */
+/** Return a number of bytes as text: 1536 is "1.5 KiB". */
 export function bytes(value) {
   let unit = 0;
   while (value >= 1024 && unit < UNITS.length - 1) {
@@ -14,10 +14,10 @@ export function bytes(value) {
   return `${unit && value < 100 ? value.toFixed(1) : Math.round(value)} ${UNITS[unit]}`;
 }
 
-/** Return a count as text: 1234567 is 1,234,567. */
+/** Return a count as text: 1234567 is "1,234,567". */
 export const count = (value) => WHOLE.format(value);
 
-/** Return a duration in seconds as text, in a unit from µs to days: 0.0123 is 12 ms. */
+/** Return a duration in seconds as text, in a unit from µs to days: 0.0123 is "12 ms". */
 export function seconds(value) {
   if (value === 0) return "0 s";
   if (value < 0.001) return `${Math.round(value * 1e6)} µs`;
@@ -32,7 +32,7 @@ export function seconds(value) {
 /** Return an age in seconds as text: "now" below 2 seconds, otherwise "12 s ago". */
 export const ago = (value) => (value < 2 ? "now" : `${seconds(Math.round(value))} ago`);
 
-/** Return a share from 0 to 1 as text: 0.9876 is 98.8 %. Only 0 and 1 are shown as 0 % and 100 %. */
+/** Return a share from 0 to 1 as text: 0.9876 is "98.8 %". Only exactly 0 and 1 are "0 %" and "100 %". */
 export function percent(part) {
   const value = 100 * part;
   if (value > 0 && value < 0.1) return "< 0.1 %";
@@ -46,7 +46,7 @@ export const plural = (value, one, many = `${one}s`) => `${count(value)} ${value
 /** Return the time of day of unix seconds as text, in the browser's time zone: 14:05:09. */
 export const clock = (unix) => CLOCK.format(1000 * unix);
 
-/** Return the median (the upper one of two middle values); null without values. */
+/** Return the median, and of an even number of values the upper of the two middle ones; null without values. */
 export function median(values) {
   const sorted = [...values].sort((a, b) => a - b);
   return sorted.length ? sorted[sorted.length >> 1] : null;

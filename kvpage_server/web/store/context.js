@@ -1,17 +1,17 @@
-// One agent's context as a strip of blocks, and one block as layers by heads.
+// The context of one agent, as a row of blocks, and one block of it, as a matrix of layers and heads.
 
 import { at, el, first, list, say, soon, svg } from "./dom.js";
 import { bytes, clock, count, plural, seconds } from "./format.js";
 import { walk } from "./charts.js";
 
-const MOST_BLOCKS = 600; // that are shown
-const AGAIN_MS = 5000; // between two reads of the open context
+const MAX_BLOCKS = 600; // in a row; the number of further blocks is shown as text
+const REFRESH_MS = 5000; // between two reads of the open context
 const PLANES = ["K", "V", "K scales", "K biases", "V scales", "V biases"];
 
 let agent = null; // the id of the agent with the open context
 let opened = 0; // time of the last read, in milliseconds of `performance.now`
-let block = null; // the name of the open block
-let asking = false; // whether a request for a context is in progress
+let block = null; // the request id of the open block
+let loading = false; // whether a request for a context is in progress
 
 /** Return the id of the agent with the open context, or null. */
 export const chosen = () => agent;
@@ -28,16 +28,16 @@ export function openAgent(id) {
   });
 }
 
-/** Read the open context again, if the last read was more than AGAIN_MS ago. */
+/** Read the open context again, if the last read was more than REFRESH_MS ago. */
 export function showContext() {
-  if (agent !== null && performance.now() - opened > AGAIN_MS) load();
+  if (agent !== null && performance.now() - opened > REFRESH_MS) load();
 }
 
-/** Read the context of `agent` from the server, and show it. Only one request is made at a time; if another agent was
+/** Read the context of `agent` from the server, and show it. There is only one request at a time; if another agent was
  * opened meanwhile, its context is read next. */
 async function load() {
-  if (asking) return;
-  asking = true;
+  if (loading) return;
+  loading = true;
   opened = performance.now();
   const wanted = agent;
   try {
@@ -45,9 +45,9 @@ async function load() {
     const found = reply.ok ? await reply.json() : null;
     if (found && wanted === agent) soon(() => showContexts(found));
   } catch (error) {
-    if (!(error instanceof TypeError)) throw error; // otherwise the connection is lost, as the page's head shows
+    if (!(error instanceof TypeError)) throw error; // a TypeError is a lost connection, which the page's head shows
   } finally {
-    asking = false;
+    loading = false;
     if (wanted !== agent && agent !== null) load();
   }
 }
@@ -56,26 +56,26 @@ async function load() {
 function showContexts(contexts) {
   at("contexts").hidden = false;
   say(at("context-note"), contexts.length ? contexts.map((context) =>
-    `${context.model}: ${plural(context.tokens, "token")}, a load finds ${context.found === context.tokens ? "all of them" : count(context.found)}`).join("; ")
-    : "It is not here any more.");
+    `${context.model}: ${plural(context.tokens, "token")}, ${context.found === context.tokens ? "all" : count(context.found)} restorable`).join("; ")
+    : "The store has no context of this agent any more.");
   list(at("contexts"), contexts.map(({ id, model }) => ({ id, model })), ({ id, model }) => `${model} ${id}`, ({ model }) =>
     el("div", {}, el("div", { class: "blocks", role: "group", "aria-label": `Blocks under ${model}` }), el("p", { class: "soft" })));
   contexts.forEach(({ blocks }, i) => showBlocks(blocks, ...at("contexts").children[i].children));
-  const words = [["page", "in memory"], ["cold", "on disk alone"], ["shared", "top edge: shared with others"],
-    ["page leased", "bar below: leased or pinned"], ["missing", "missing"]];
+  const words = [["page", "in memory"], ["cold", "on disk only"], ["shared", "top edge: shared"],
+    ["page leased", "bottom bar: leased or pinned"], ["missing", "missing"]];
   list(at("context-legend"), words, ([kind]) => kind, ([kind, word]) => el("li", {}, el("span", { class: `key ${kind}` }), word));
 }
 
-/** Show blocks as buttons in `box`, and the number of omitted ones in `more`. The focus stays at its position. */
+/** Show blocks as buttons in `box`, and the number of blocks beyond MAX_BLOCKS in `more`. The focus keeps its position. */
 function showBlocks(blocks, box, more) {
   const focused = [...box.children].indexOf(document.activeElement);
-  const shown = first(blocks, MOST_BLOCKS, more).map((each, index) => [each, index]);
+  const shown = first(blocks, MAX_BLOCKS, more).map((each, index) => [each, index]);
   list(box, shown, ([, index]) => index, ([each, index]) => blockButton(each, index));
   box.children[focused]?.focus();
   if (!box.querySelector("[tabindex='0']")) box.firstElementChild?.setAttribute("tabindex", 0);
 }
 
-/** Return the button of a block, which opens it. The colour shows its tier, marks show sharing, leases and pins. */
+/** Return the button that opens a block. Its colour shows the tier, its marks show sharing, leases and pins. */
 function blockButton(each, index) {
   const kind = each.there ? (each.tier === "disk" ? "cold" : "page") : "missing";
   const marks = `${each.shared > 1 ? " common" : ""}${each.lease || each.pinned ? " leased" : ""}`;
@@ -91,7 +91,7 @@ function blockButton(each, index) {
   });
 }
 
-/** Return a block as text: index, tokens, size and place or the reason why it is missing, sharers, lease or pin. */
+/** Return a block as text: index, tokens, size and tier or the reason of its removal, sharing agents, lease or pin. */
 function describe(each, index) {
   const where = each.there ? `${bytes(each.bytes)} ${each.tier === "disk" ? "on disk" : "in memory"}` : `missing: ${each.why}${each.by ? ` by ${each.by}` : ""}${each.at ? ` at ${clock(each.at / 1000)}` : ""}`;
   const others = each.shared > 1 ? `, shared with ${each.with.join(", ")}${each.shared - 1 > each.with.length ? " and others" : ""}` : "";
@@ -117,23 +117,25 @@ async function open(each, index) {
   const reply = await fetch(`/page/block?name=${each.name}`);
   const pages = reply.ok ? await reply.json() : null;
   if (block !== each.name) return;
-  if (!pages) head.append(". Its pages cannot be shown: it has gone meanwhile, or is too large.");
+  if (!pages) head.append(". Its pages cannot be shown: it was removed meanwhile, or is too large.");
   else at("block").append(...blockView(pages));
 }
 
-/** Return the elements that show a block: its shape, a matrix for each plane, and a table. */
+/** Return the elements that show a block: its shape, a matrix for each plane, and a table. `pages` is the server's reply:
+ * planes, dtypes and page sizes in bytes of each plane, the numbers of layers and heads, and norms by layer, plane and
+ * head. */
 function blockView(pages) {
   const planes = pages.planes.map((plane) => PLANES[plane] ?? `plane ${plane}`);
   const sizes = planes.map((plane, i) => `${plane} ${pages.dtypes[i]}, ${bytes(pages.sizes[i])} a page`).join("; ");
   const note = el("p", { class: "soft" }, `${plural(pages.layers, "layer")}, ${plural(pages.heads, "head")}: ${sizes}.`);
   if (!pages.norms) return [note];
-  const readout = el("p", { class: "soft" }, "A square is a page, layers from left to right, heads from top to bottom; the stronger, the larger its numbers.");
+  const readout = el("p", { class: "soft" }, "Each square is a page: layers from left to right, heads from top to bottom. A stronger colour is a larger root mean square.");
   return [note, el("div", { class: "planes" }, ...planes.map((plane, i) => matrix(pages, plane, i, readout))), readout, byLayer(pages, planes)];
 }
 
-/** Return plane number `i` of a block as a matrix of squares, one for each page, with layers across and heads down. The
- * shade shows the root mean square of a page, and pointing at a page shows its values in `readout`. All squares of a
- * shade are one path, so the number of elements does not depend on the number of pages. */
+/** Return plane number `i` of a block as a matrix of squares: a column for each layer, a row for each head. The shade of
+ * a square shows the root mean square of its page, and the pointer over it shows the number in `readout`. All squares of
+ * a shade are one path, so the number of elements does not depend on the number of pages. */
 function matrix(pages, plane, i, readout) {
   const norms = pages.norms.map((layer) => layer[i]);
   const known = norms.flat().filter((norm) => norm !== null);
@@ -159,11 +161,11 @@ function matrix(pages, plane, i, readout) {
       ...paths.map((d, level) => svg("path", { d, class: `heat-${level}` }))));
 }
 
-/** Return a folded table of the mean root mean square of each layer and plane. */
+/** Return a collapsed table with the root mean squares of each layer and plane, averaged over the heads. */
 function byLayer(pages, planes) {
   const mean = (heads) => heads.reduce((sum, norm) => sum + (norm ?? 0), 0) / heads.length;
   return el("details", {},
-    el("summary", {}, "As a table, by layer"),
+    el("summary", {}, "Table by layer"),
     el("table", {},
       el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "Layer"), ...planes.map((plane) => el("th", { scope: "col", class: "num" }, plane)))),
       el("tbody", {}, ...pages.norms.slice(0, 128).map((layer, number) =>

@@ -1,23 +1,23 @@
-// Statistics of engines: their reused prompt tokens, by source.
+// Statistics of engines: the share of reused prompt tokens, and a table with the tokens of each engine by source.
 
 import { at, bar, el, first, list, meter, say } from "./dom.js";
 import { bytes, count, percent, plural } from "./format.js";
 
 const TIERS = [["hot", "memory"], ["prefix", "shared prefixes"], ["page", "this store"], ["cold", "files"]];
 
-// tokens of an engine's prompts: the reused ones, and all of them
+// the reused prompt tokens of an engine, and all its prompt tokens
 const sum = (values) => values.reduce((all, value) => all + value, 0);
 const found = (engine) => sum(TIERS.map(([tier]) => engine.tiers[tier].tokens));
 const prompts = (engine) => found(engine) + engine.computed;
 
 /** Return the share of reused prompt tokens of all engines, from 0 to 1; null without prompts. */
-export const spared = (engines) => (engines.some(prompts) ? sum(engines.map(found)) / sum(engines.map(prompts)) : null);
+export const reusedShare = (engines) => (engines.some(prompts) ? sum(engines.map(found)) / sum(engines.map(prompts)) : null);
 
-/** Return a share as text; "–" if `all` is 0. */
+/** Return the share part / all as text; "–" if `all` is 0. */
 const ratio = (part, all) => (all ? percent(part / all) : "–");
 
-/** Show the share of reused prompt tokens, and a table of engines. Both are hidden if the user may not read every key,
- * and no engine has the same user. */
+/** Show the share of reused prompt tokens, and a table of engines. Both are hidden if the user lacks access to some keys,
+ * and no engine has logged in as the same user. */
 export function showEngines({ engines, everything }) {
   at("engines-card").hidden = at("spared-box").hidden = !everything && !engines.length;
   const [reused, all] = [sum(engines.map(found)), sum(engines.map(prompts))];

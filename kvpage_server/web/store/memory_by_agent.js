@@ -1,47 +1,47 @@
-// Memory by agent: a treemap that shows every byte once, and shared prefixes.
+// Memory by agent: a treemap that shows every stored byte once, and the list of shared prefixes.
 
 import { at, el, first, list, say, widthOf } from "./dom.js";
 import { ago, bytes, count, plural } from "./format.js";
 import { treemap } from "./charts.js";
 import { chosen } from "./context.js";
 
-const TILES = 60; // most tiles; the rest shares one more
+const TILES = 60; // at most; one more tile shows the sum of the others
 const HEAT = [[60, 4], [600, 3], [3600, 2], [86400, 1]]; // [seconds since the last use, shade]
-/** Return the CSS class for seconds since the last use, null if unknown. */
+/** Return the CSS class of a tile. `idle` is seconds since the last use, null if unknown. */
 const heat = (idle) => `heat-${HEAT.find(([within]) => idle !== null && idle < within)?.[1] ?? 0}`;
 
-/** Return the additional bytes that would be stored if agents shared nothing. */
+/** Return the bytes that sharing saves: the additional bytes if each agent stored its own copy of shared blocks. */
 export const savedBySharing = (holdings) => holdings.shared.reduce((sum, group) => sum + group.bytes * (group.count - 1), 0);
 
-/** Return `number`, a count as text, with "at least" if not all of a kind ("agents", "blocks" or "requests") were read.
- * */
+/** Return `number`, a count as text, with "at least" before it if the server did not read all items of `kind`: "agents",
+ * "blocks" or "requests". */
 export const atLeast = (holdings, kind, number) => (holdings.cut.includes(kind) ? `at least ${number}` : number);
 
-/** Return the note above the treemap, about its meaning, and about unreadable manifests and exceeded limits. */
+/** Return the note above the treemap: its meaning, the number of unreadable manifests, and exceeded limits. */
 const remarks = ({ cut, unreadable, unseen }, { disk }) => unseen ? "" : [
-  "one area for each agent; what agents share is there once",
+  "one area for each agent, shared blocks once",
   ...(disk ? ["in memory or on disk"] : []),
   ...(unreadable ? [`${plural(unreadable, "manifest")} cannot be read`] : []),
-  ...(cut.length ? [`more ${cut.join(" and ")} were not looked at`] : []),
+  ...(cut.length ? [`incomplete: there are more ${cut.join(" and ")}`] : []),
 ].join("; ");
 
-/** Show the treemap, unless it is unchanged. `open` is called with the id of the chosen agent, `again` when the width
- * of the treemap has changed. */
-export function showMemory(holdings, now, open, again) {
+/** Draw the treemap, unless it is unchanged. `open` is called with the id of an agent whose tile is pressed, `redraw`
+ * after a change of the width. */
+export function showMemory(holdings, now, open, redraw) {
   say(at("memory-note"), remarks(holdings, now));
   const by = at("by").value;
   const tiles = { agent: byAgent, tenant: byTenant, tier: byTier }[by](holdings, now).filter((tile) => tile.value > 0);
   tiles.sort((a, b) => b.value - a.value);
   at("memory-empty").hidden = tiles.length > 0;
   say(at("memory-empty"), holdings.unseen || (now.everything
-    ? "No page is stored yet. Start an engine on this store, and its agents appear here." : "There is nothing that you may see."));
+    ? "No pages are stored. Start an engine with this store, and its agents appear here." : "This user has access to no stored page."));
   const rest = tiles.splice(TILES);
   if (rest.length) {
     const value = rest.reduce((sum, tile) => sum + tile.value, 0);
     tiles.push({ key: "rest", name: `${count(rest.length)} more`, note: bytes(value), value, kind: "none", title: bytes(value) });
   }
   const box = at("memory");
-  const width = Math.max(widthOf(box, again), 260);
+  const width = Math.max(widthOf(box, redraw), 260);
   const drawn = JSON.stringify([tiles, width, chosen()]);
   if (box.drawn === drawn) return;
   box.drawn = drawn;
@@ -57,7 +57,7 @@ export function showMemory(holdings, now, open, again) {
   legend(by);
 }
 
-/** Return the tiles of agents (without the bytes that they share), of shared blocks and of other requests. */
+/** Return the tiles of agents with their unshared bytes, of shared blocks and of other requests. */
 function byAgent(holdings) {
   const own = holdings.agents.map((agent) => ({
     key: `agent ${agent.id}`,
@@ -66,7 +66,7 @@ function byAgent(holdings) {
     note: bytes(agent.own),
     value: agent.own,
     kind: heat(agent.idle),
-    title: `${bytes(agent.own)} of its own, ${bytes(agent.bytes)} with what it shares, ${plural(agent.tokens, "token")}`
+    title: `${bytes(agent.own)} unshared, ${bytes(agent.bytes)} with shared blocks, ${plural(agent.tokens, "token")}`
       + (agent.idle === null ? "" : `, used ${ago(agent.idle)}`),
   }));
   return [...own, ...shared(holdings), ...others(holdings)];
@@ -82,7 +82,8 @@ const shared = (holdings) => holdings.shared.map((group, index) => ({
   title: `${bytes(group.bytes)}, ${plural(group.tokens, "token")}: ${group.agents.join(", ")}${group.count > group.agents.length ? " and others" : ""}`,
 }));
 
-/** Return tiles for the largest requests without an agent, and for all requests and agents that are not listed. */
+/** Return a tile for each of the largest requests without an agent, one for the sum of the other requests, and one for
+ * the sum of the agents that the server did not list. */
 function others(holdings) {
   const named = holdings.requests.slice(0, 12);
   const listed = named.map((request) => ({
@@ -101,8 +102,7 @@ function others(holdings) {
   return [...listed, ...more];
 }
 
-/** Return the tiles of tenants (without the bytes that several agents share), of shared blocks and of other requests.
- * */
+/** Return the tiles of tenants with their agents' unshared bytes, of shared blocks and of other requests. */
 function byTenant(holdings) {
   const own = Object.entries(holdings.tenants).map(([tenant, value]) => ({
     key: `tenant ${tenant}`, name: tenant || "no tenant", note: bytes(value), value, kind: "heat-3", title: bytes(value),
@@ -114,25 +114,25 @@ function byTenant(holdings) {
 function byTier(holdings, now) {
   const all = holdings.agent_bytes + holdings.request_bytes;
   const memory = Math.min(all, now.memory.live || all);
-  return [["in memory", memory, "heat-3"], ["on disk alone", all - memory, "heat-1"]].map(([name, value, kind]) => ({
+  return [["in memory", memory, "heat-3"], ["on disk only", all - memory, "heat-1"]].map(([name, value, kind]) => ({
     key: name, name, note: bytes(value), value, kind, title: bytes(value),
   }));
 }
 
-/** Show the legend for the choice of the treemap: "agent", "tenant" or "tier". */
+/** Show the legend of the treemap. `by` is the grouping that the user has chosen: "agent", "tenant" or "tier". */
 function legend(by) {
   const kinds = by === "agent"
     ? [["heat-4", "used in the last minute"], ["heat-3", "10 minutes"], ["heat-2", "hour"], ["heat-1", "day"], ["heat-0", "longer ago"]]
-    : by === "tenant" ? [["heat-3", "one tenant's own"]] : [["heat-3", "memory"], ["heat-1", "disk"]];
-  const both = by === "tier" ? [] : [["shared", "shared by several"], ["none", "without an agent"]];
+    : by === "tenant" ? [["heat-3", "unshared blocks of a tenant"]] : [["heat-3", "memory"], ["heat-1", "disk"]];
+  const both = by === "tier" ? [] : [["shared", "shared blocks"], ["none", "without an agent"]];
   list(at("memory-legend"), [...kinds, ...both], ([kind]) => kind, ([kind, word]) =>
     el("li", {}, el("span", { class: `key ${kind}` }), word));
 }
 
-/** Show the list of shared prefixes: tokens, agents, and the bytes that sharing saves. */
+/** Show the list of shared prefixes, each with its tokens, its agents, and the bytes that sharing saves. */
 export function showSharedPrefixes(holdings) {
   at("shared-empty").hidden = holdings.prefixes.length > 0;
-  say(at("shared-empty"), holdings.unseen ? "–" : holdings.agents.length ? "No two agents begin alike." : "There are no agents.");
+  say(at("shared-empty"), holdings.unseen ? "–" : holdings.agents.length ? "No agents share a prefix." : "There are no agents.");
   const most = Math.max(...holdings.prefixes.map((prefix) => prefix.saved), 1);
   list(at("shared"), first(holdings.prefixes, 6, at("shared-more")), (prefix) => prefix.agents.join() + prefix.tokens, (prefix) => {
     const line = el("i", { class: "shared" });
@@ -145,7 +145,7 @@ export function showSharedPrefixes(holdings) {
   });
 }
 
-/** Return a name, cut so that several fit into a line. */
+/** Return a name, cut to 32 characters, so that several fit into a line. */
 const shortened = (name) => (name.length > 32 ? `${name.slice(0, 31)}…` : name);
 /** Return the names of the first agents that share a prefix, and the number of the others. */
 const names = (prefix) => prefix.agents.slice(0, 5).map(shortened).join(", ") + (prefix.count > 5 ? ` and ${count(prefix.count - 5)} more` : "");

@@ -1,4 +1,4 @@
-// The page of the store: the data of the server's events, as figures, charts and tables.
+// The page of the store: it receives the server's events, and shows their data as figures, charts and tables.
 
 import { at, bar, el, first, list, meter, say, soon, themes, widthOf } from "./dom.js";
 import { ago, bytes, clock, count, percent, plural, seconds } from "./format.js";
@@ -9,13 +9,13 @@ import { summary } from "./summary.js";
 import { showContext, openAgent } from "./context.js";
 import { atLeast, savedBySharing, showMemory, showSharedPrefixes } from "./memory_by_agent.js";
 
-const SHOWN = 50; // rows of a table
-const SECONDS = 300; // of the past that charts show
-const BUCKET = 10; // seconds that are drawn as one
+const MAX_ROWS = 50; // of the table of agents
+const SECONDS = 300; // the time that charts show
+const BUCKET = 10; // seconds of a bar, or of a point of the hit ratio
 const MONITOR = "monitor"; // the user of connections for metrics
-const HIDDEN = "for users with access to every key";
+const HIDDEN = "needs a user with access to every key";
 
-// the data of the last events; web/views.py describes them
+// the data of the last event of each name; web/views.py has their fields
 let now = null; // the state of the store
 let moments = []; // rates of the last SECONDS seconds, oldest first
 let holdings = null; // memory by agent
@@ -24,7 +24,7 @@ let more = null; // losses, slow calls and clients
 listen("/page/events", {
   state: (state, why) => {
     at("status").dataset.state = state;
-    say(at("status"), state === "live" ? "live" : `${why ? "refused" : "no answer"}, trying again`);
+    say(at("status"), state === "live" ? "live" : `${why ? "refused" : "disconnected"}, reconnecting`);
     if (why) say(at("summary"), why);
   },
   denied: async () => location.assign("/login"),
@@ -45,7 +45,7 @@ listen("/page/events", {
 function showFigures() {
   const { memory, disk, traffic, server, connections } = now;
   const last = moments.at(-1);
-  say(at("server"), `kvpage ${server.version}, up ${seconds(server.uptime)}, seen as ${now.user}`);
+  say(at("server"), `kvpage ${server.version}, up ${seconds(server.uptime)}, user ${now.user}`);
   const unseen = holdings?.unseen;
   say(at("used"), unseen && !now.everything ? "–" : bytes(now.everything ? memory.used : storedBytes()));
   const onDisk = disk ? `, ${bytes(disk.bytes)}${disk.for_values ? ` of ${bytes(disk.for_values)}` : ""} on disk` : "";
@@ -54,29 +54,30 @@ function showFigures() {
   say(at("hits-note"), now.everything ? `${count(traffic.hits)} of ${plural(traffic.hits + traffic.misses, "read")}` : HIDDEN);
   const saved = holdings ? savedBySharing(holdings) : 0;
   say(at("saved"), unseen ? "–" : bytes(saved));
-  say(at("saved-note"), saved ? `${(1 + saved / Math.max(holdings.agent_bytes, 1)).toFixed(1)} times as much without` : unseen ? "" : "nothing is shared");
+  say(at("saved-note"), saved ? `${(1 + saved / Math.max(holdings.agent_bytes, 1)).toFixed(1)} times the memory without sharing` : unseen ? "" : "no shared prefix");
   say(at("out"), last && now.everything ? `${bytes(last.out)}/s` : "–");
-  say(at("in"), now.everything ? (last ? `in ${bytes(last.in)}/s, ${count(last.commands)} calls/s` : "") : HIDDEN);
+  say(at("in"), now.everything ? (last ? `input ${bytes(last.in)}/s, ${count(last.commands)} commands/s` : "") : HIDDEN);
   say(at("agents-count"), holdings && !unseen ? atLeast(holdings, "agents", count(holdings.agent_count)) : "–");
   say(at("agents-note"), now.everything ? `${plural(now.contents.blocks, "block")}, ${plural(connections.now, "client")}` : "");
   at("failing").hidden = !disk?.failing;
-  if (disk?.failing) say(at("failing"), `Writing to the disk fails: ${disk.failing}`);
+  if (disk?.failing) say(at("failing"), `Writes to disk fail: ${disk.failing}`);
   at("full").hidden = !disk?.full;
-  if (disk?.full) say(at("full"), `maxdisk is reached: ${bytes(disk.bytes)} of ${bytes(disk.for_values)} for values, ${plural(disk.evicted, "value")} evicted so far`);
+  if (disk?.full) say(at("full"), `maxdisk is reached: ${bytes(disk.bytes)} of ${bytes(disk.for_values)} for values, ${plural(disk.evicted, "value")} evicted`);
 }
 
-/** Return the stored bytes of all agents and other requests that the user may see. */
+/** Return the stored bytes of all agents and other requests that the user may access. */
 const storedBytes = () => (holdings ? holdings.agent_bytes + holdings.request_bytes : 0);
 
-/** Return the note below the memory of a restricted user, with the limit of the quota if there is one. */
+/** Return the note below the memory of a user without access to every key. It has the limit of the quota if exactly one
+ * quota has a limit. */
 function limits() {
   const [quota, ...others] = now.quotas.filter(({ limit }) => limit);
-  return `of what you may see${quota && !others.length ? `; the quota is ${bytes(quota.limit)}` : ""}`;
+  return `in keys that this user may access${quota && !others.length ? `; quota ${bytes(quota.limit)}` : ""}`;
 }
 
 // -- over time -------------------------------------------------------------------------------------------------------
 
-// CSS class of a reason of misses
+// CSS class of each reason of misses
 const KINDS = { "never stored": "none", evicted: "hot", expired: "prefix", deleted: "cold", "over quota": "page" };
 
 /** Draw the hit ratio, the misses by reason and the throughput of the last SECONDS seconds. */
@@ -105,22 +106,22 @@ function showCharts() {
     .map(([reason, misses]) => [KINDS[reason] ?? "heat-4", misses]));
   draw("why", (width) => columns(parts, { width, height: 140, name: "Misses by reason over time", format: count, span }));
   const total = Object.entries(now.misses).filter(([, misses]) => misses).sort((a, b) => b[1] - a[1]);
-  say(at("why-note"), total.length || !now.everything ? "by reason" : "none so far");
+  say(at("why-note"), total.length || !now.everything ? "" : "no misses");
   list(at("why-legend"), total, ([reason]) => reason, ([reason, misses]) =>
     el("li", {}, el("span", { class: `key ${KINDS[reason] ?? "heat-4"}` }), reason, el("b", {}, count(misses))));
   const flows = ["out", "in"].map((way) => ({
     kind: way === "out" ? "page" : "hot",
     values: [...Array(SECONDS - moments.length).fill(null), ...moments.map((moment) => moment[way])],
   }));
-  draw("flow", (width) => lines(flows, { width, height: 140, name: "Bytes a second, out and in", format: bytes, span }));
+  draw("flow", (width) => lines(flows, { width, height: 140, name: "Network output and input in bytes per second", format: bytes, span }));
   const last = moments.at(-1);
-  const rates = now.everything ? [["page", "out", last?.out ?? 0], ["hot", "in", last?.in ?? 0]] : [];
-  say(at("flow-note"), now.everything ? "bytes a second" : HIDDEN);
+  const rates = now.everything ? [["page", "output", last?.out ?? 0], ["hot", "input", last?.in ?? 0]] : [];
+  say(at("flow-note"), now.everything ? "bytes/s" : HIDDEN);
   list(at("flow-legend"), rates, ([, way]) => way, ([kind, way, rate]) =>
     el("li", {}, el("span", { class: `key ${kind}` }), way, el("b", {}, `${bytes(rate)}/s`)));
 }
 
-/** Replace the content of an element by a chart. `make` returns the chart for a width in pixels. */
+/** Replace the content of the element `id` by a chart. `make` returns the chart for a width in pixels. */
 function draw(id, make) {
   const box = at(id);
   box.replaceChildren(make(Math.max(widthOf(box, showCharts), 240)));
@@ -128,7 +129,7 @@ function draw(id, make) {
 
 // -- tables ----------------------------------------------------------------------------------------------------------
 
-// comparisons of agents, by choice of the user
+// sort functions of agents, by the order that the user has chosen
 const ORDERS = {
   largest: (a, b) => b.bytes - a.bytes,
   hottest: (a, b) => (a.idle ?? Infinity) - (b.idle ?? Infinity) || b.bytes - a.bytes,
@@ -141,20 +142,20 @@ function showAgents() {
   const found = holdings.agents.filter((agent) => agent.id.toLowerCase().includes(wanted));
   found.sort(ORDERS[at("order").value]);
   const largest = Math.max(...holdings.agents.map((agent) => agent.bytes), 1);
-  list(at("agents"), first(found, SHOWN, at("agents-more")), (agent) => `${agent.id} ${agent.model}`, (agent) =>
+  list(at("agents"), first(found, MAX_ROWS, at("agents-more")), (agent) => `${agent.id} ${agent.model}`, (agent) =>
     el("tr", {},
       el("td", {}, el("button", { class: "link clip", type: "button", title: agent.id, click: () => open(agent.id) }, agent.id),
         el("div", { class: "soft clip", title: agent.model }, agent.model)),
       meter(bar([["page", agent.own], ["shared", agent.bytes - agent.own]], largest), bytes(agent.bytes)),
       el("td", { class: "num" }, bytes(agent.own)),
       el("td", { class: "num" }, count(agent.tokens)),
-      el("td", { class: agent.missing ? "num bad" : "num" }, agent.missing ? `${count(agent.found)}, ${plural(agent.missing, "block")} gone` : "all"),
+      el("td", { class: agent.missing ? "num bad" : "num" }, agent.missing ? `${count(agent.found)}, ${plural(agent.missing, "block")} missing` : "all"),
       el("td", { class: "num soft" }, agent.idle === null ? "" : ago(agent.idle))));
 }
 
 function showRequests() {
   at("requests-empty").hidden = holdings.request_count > 0;
-  say(at("requests-empty"), holdings.unseen ? "–" : holdings.agents.length ? "None: every block belongs to an agent." : "None.");
+  say(at("requests-empty"), holdings.unseen ? "–" : holdings.agents.length ? "No other requests: every block belongs to an agent." : "No requests.");
   at("requests-box").hidden = !holdings.request_count;
   say(at("requests-note"), holdings.request_count
     ? atLeast(holdings, "requests", `${plural(holdings.request_count, "request")}, ${bytes(holdings.request_bytes)}`) : "");
@@ -167,11 +168,11 @@ function showRequests() {
 }
 
 function showLost() {
-  const evicted = now.evictions.filter(({ keys }) => keys).map(({ policy, reason, keys }) => `${count(keys)} by ${policy}, for lack of ${reason}`);
-  const none = now.everything ? "nothing was evicted so far" : "";
-  say(at("lost-note"), evicted.length ? `keys evicted so far: ${evicted.join("; ")}` : none);
+  const evicted = now.evictions.filter(({ keys }) => keys).map(({ policy, reason, keys }) => `${count(keys)} by ${policy} (${reason} limit)`);
+  const none = now.everything ? "no evictions" : "";
+  say(at("lost-note"), evicted.length ? `evicted keys: ${evicted.join("; ")}` : none);
   at("lost-empty").hidden = more.losses.length > 0;
-  say(at("lost-empty"), holdings.unseen ? "–" : holdings.agents.length ? "Every context is whole." : "No agent has a context here.");
+  say(at("lost-empty"), holdings.unseen ? "–" : holdings.agents.length ? "All contexts are complete." : "There are no agents.");
   at("lost-box").hidden = !more.losses.length;
   list(at("lost"), more.losses.slice(0, 10), (loss) => loss.agent, (loss) =>
     el("tr", {},
@@ -202,7 +203,7 @@ function showClients() {
 function showSlow() {
   const slow = more.slow ?? [];
   at("slow-empty").hidden = slow.length > 0;
-  say(at("slow-empty"), more.slow ? "None." : "This user may not see them.");
+  say(at("slow-empty"), more.slow ? "The slow log is empty." : "This user lacks the permission for SLOWLOG.");
   at("slow-box").hidden = !slow.length;
   list(at("slow"), slow.slice(0, 12), (call) => call.number, (call) =>
     el("tr", {},
@@ -214,18 +215,18 @@ function showSlow() {
 function showTiers() {
   const { memory, disk, quotas } = now;
   const parts = [
-    ["page", "live", memory.live],
-    ["heat-1", "spare, for what comes next", memory.spare],
+    ["page", "values", memory.live],
+    ["heat-1", "allocated, free", memory.spare],
     ["prefix", "fragmentation", memory.fragmentation],
-    ["hot", "in flight", memory.in_flight],
+    ["hot", "client buffers", memory.in_flight],
   ].filter(([, , value]) => value > 0);
   const total = parts.reduce((sum, [, , value]) => sum + value, 0);
   at("tiers").replaceChildren(bar(parts.map(([kind, name, value]) => [kind, value, `${name}: ${bytes(value)}`]), total, true));
-  const besides = [ // not in memory, or counted in it already
+  const onDisk = [ // not in the bar: it is not in memory, or is a part of the values
     ["", "on disk", disk?.bytes ?? 0],
-    ["", "waiting for the disk", disk?.waiting_bytes ?? 0],
+    ["", "write queue", disk?.waiting_bytes ?? 0],
   ].filter(([, , value]) => value > 0);
-  list(at("tiers-legend"), [...parts, ...besides], ([, name]) => name, ([kind, name, value]) =>
+  list(at("tiers-legend"), [...parts, ...onDisk], ([, name]) => name, ([kind, name, value]) =>
     el("li", {}, el("span", { class: kind && `key ${kind}` }), name, el("b", {}, bytes(value))));
   list(at("quotas"), quotas.slice(0, 12), (quota) => quota.pattern, (quota) =>
     el("div", { class: "quota" },
@@ -246,7 +247,7 @@ function open(agent) {
   soon(showTreemap);
 }
 
-// -- functions that draw, by the event after which they are called, in order -----------------------------------------
+// -- functions that draw the data of each event, in the order of their calls -----------------------------------------
 
 const showSummary = () => say(at("summary"), summary(now, holdings, more));
 

@@ -116,27 +116,28 @@ def test_the_page_shows_holders_shared_prefixes_and_misses(seen: SeenServer, bro
 SUMMARIES: list[tuple[dict[str, Any], str]] = [
     (
         {"misses": {"never stored": 1, "evicted": 0}, "ratio": 0.5},
-        "ann uses most memory, 2.0 KiB of 3.0 KiB. 50 % of reads found what they asked for; 1 read missed, "
-        "because the keys were never stored.",
+        "ann uses most memory, 2.0 KiB of 3.0 KiB. Hit ratio 50 %; 1 read missed, because the keys were never stored.",
     ),
     ({"misses": {"evicted": 2000, "deleted": 1}, "ratio": 0.5}, "2,001 reads missed, 2,000 of them because the keys"),
-    ({"misses": {"evicted": 0}, "ratio": 1}, "3.0 KiB. 100 % of reads found what they asked for."),
-    ({"misses": {}, "ratio": 0.9}, "90 % of reads found what they asked for."),
+    ({"misses": {"evicted": 0}, "ratio": 1}, "3.0 KiB. Hit ratio 100 %."),
+    ({"misses": {}, "ratio": 0.9}, "Hit ratio 90 %."),
     (
         {"engines": [{"computed": 1, "tiers": {name: {"tokens": 1} for name in ("hot", "prefix", "page", "cold")}}]},
         "80 % of the engines' prompt tokens were reused.",
     ),
-    ({"agents": [["ann", 2048, 14], ["bob", 1024, 0]]}, "ann holds most: 2.0 KiB of 3.0 KiB stored, 14 B in memory."),
-    ({"agents": [["ann", 1024, 1100], ["bob", 1024, 1100]]}, "2 contexts hold most, each 1.0 KiB of 2.0 KiB stored."),
+    (
+        {"agents": [["ann", 2048, 14], ["bob", 1024, 0]]},
+        "ann has the largest context: 2.0 KiB of 3.0 KiB stored, 14 B in memory.",
+    ),
+    ({"agents": [["ann", 1024, 1100], ["bob", 1024, 1100]]}, "The 2 largest contexts use 1.0 KiB of 2.0 KiB each."),
     ({"agents": [["ann", 0, 0]]}, "No block of any agent is stored."),
     (
         {"agents": [["ann", 2048, 2100, 512]]},
-        "ann uses most memory, 2.0 KiB of 2.0 KiB; 512 B of it no other agent has.",
+        "ann uses most memory, 2.0 KiB of 2.0 KiB; 512 B of it unshared.",
     ),
     (
         {"agents": [], "ratio": 0.5, "misses": {"over quota": 3}},
-        "4 keys, none of them a page. 50 % of reads found what they asked for; 3 reads missed, because the keys "
-        "were evicted for a quota.",
+        "4 keys, none of them a page. Hit ratio 50 %; 3 reads missed, because the keys were evicted for a quota.",
     ),
     ({"agents": [], "everything": False, "requests": 29}, "29 requests without an agent, 4.0 KiB."),
     ({"agents": [], "unseen": "This is a gateway."}, "This is a gateway."),
@@ -205,7 +206,7 @@ def test_an_unavailable_server_is_retried_without_long_pauses(browser: Any) -> N
         tries: list[float] = []
         page.on("request", lambda _: tries.append(time.monotonic()))
         seen.server.stop()
-        says(page, "#status", "no answer, trying again")
+        says(page, "#status", "disconnected, reconnecting")
         while len(tries) < 5:
             page.wait_for_timeout(100)
         assert max(after - before for before, after in pairwise(tries)) < 5  # seconds; one is usual
@@ -268,9 +269,9 @@ def test_a_user_logs_in_and_sees_its_permitted_data(browser: Any) -> None:
                 tell(client, "other:1")
                 tell(client, "own:1", "kvpage:engines:tenant")
             says(page, "#engines", "own:1")
-            says(page, "#used-note", "of what you may see")
+            says(page, "#used-note", "in keys that this user may access")
             assert page.locator("#engines tr").count() == 1
-            says(page, "#hits-note", "for users with access to every key")  # and not 0 of 0 reads
+            says(page, "#hits-note", "needs a user with access to every key")  # and not 0 of 0 reads
             assert page.locator("#agents tr").count() == 1
             assert "other" not in page.locator("main").inner_text().replace("no other", "")
             page.locator("#leave").click()
@@ -292,7 +293,7 @@ def test_omissions_are_reported_and_junk_hides_no_agent(browser: Any) -> None:
         with shown(browser, seen.page) as page:
             says(page, "#agents", "zoe")
             says(page, "#agents-count", "1")
-            says(page, "#memory-note", "2,100 manifests cannot be read; more requests were not looked at")
+            says(page, "#memory-note", "2,100 manifests cannot be read; incomplete: there are more requests")
             says(page, "#requests-note", "at least 1,000 requests")
 
 
