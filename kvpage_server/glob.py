@@ -5,8 +5,10 @@ patterns behave as in Redis: an unclosed class ends with the pattern, ``[a-]`` i
 itself, and stars alone do not match the empty string, except a single star in the places where Redis compares no
 further. A byte above 127 in a range is above 127; in Redis this depends on whether the machine's chars are signed.
 
-A pattern becomes one regular expression. Every part between two stars has a fixed length, and matches at its first
-occurrence without backtracking (an atomic group). So a match costs at most O(pattern x string).
+Stars divide a pattern into parts of a fixed length. The first and the last part are compared at the two ends of a
+string, and each part between them at its first occurrence, without backtracking. A part without wildcards is found in
+O(string) by `bytes.find`, another one in O(part x string), so it matches at most `LONGEST_PART` bytes. A pattern of
+short parts becomes one regular expression, which is faster for short strings and has the same bound.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from functools import lru_cache
 from typing import Generic, TypeVar
 
 LONGEST = 1024  # bytes of a pattern; longer ones are refused, because they take long to compile
+LONGEST_PART = 64  # bytes that a part between two stars matches, if it has a ? or a class
 
 Matches = Callable[[bytes], object]  # returns a true value if the bytes match
 
@@ -28,7 +31,7 @@ _SPECIAL = re.compile(rb"[*?[\\]")
 
 
 class PatternTooLong(ValueError):
-    """Error: a pattern has more than `LONGEST` bytes."""
+    """Error: a pattern has more than `LONGEST` bytes, or a part with wildcards more than `LONGEST_PART`."""
 
 
 @lru_cache(maxsize=512)
@@ -52,10 +55,55 @@ def glob(pattern: bytes, *, ignore_case: bool = False) -> Matches:
             parts[-1].append(element)
     if len(parts) > 1 and not any(parts):
         return bool
-    first, *rest = (b"".join(part) for part in parts)
-    middle = b"".join(b"(?>.*?%b)" % part for part in rest[:-1] if part)
-    last = b".*" + rest[-1] if rest else b""
-    return re.compile(first + middle + last, re.DOTALL).fullmatch
+    first, *middle, last = parts if len(parts) > 1 else (*parts, [])
+    middle = [part for part in middle if part]
+    if max(map(len, middle), default=0) > LONGEST_PART:
+        return _ByParts(first, middle, last).matches
+    whole = b"".join([*first, *(b"(?>.*?%b)" % b"".join(part) for part in middle)])
+    if len(parts) > 1:  # the rest of the string is skipped at once, and its last bytes are compared
+        whole += b".{%d,}+(?<=%b)" % (len(last), b"".join(last))
+    return re.compile(whole, re.DOTALL).fullmatch
+
+
+class _ByParts:
+    """Comparison with a pattern that has a long part between two stars. Each part is a list of elements."""
+
+    def __init__(self, first: list[bytes], middle: list[list[bytes]], last: list[bytes]) -> None:
+        """Compile the parts. Raises PatternTooLong for a long part with wildcards."""
+        self._ends = re.compile(b"".join(first), re.DOTALL), re.compile(b"".join(last), re.DOTALL)
+        self._sizes = len(first), len(last)
+        self._middle: list[tuple[bytes | re.Pattern[bytes], int]] = []
+        for part in middle:
+            plain = _plain(part)
+            if plain is None and len(part) > LONGEST_PART:
+                raise PatternTooLong(
+                    f"a part of a pattern between two stars that has a ? or [ matches at most {LONGEST_PART} bytes, "
+                    f"got {len(part)}"
+                )
+            self._middle.append((re.compile(b"".join(part), re.DOTALL) if plain is None else plain, len(part)))
+
+    def matches(self, string: bytes) -> bool:
+        """Return whether a string matches the whole pattern."""
+        start, end = self._sizes[0], len(string) - self._sizes[1]
+        first, last = self._ends
+        if start > end or not first.match(string) or not last.match(string, end):
+            return False
+        for part, size in self._middle:
+            if isinstance(part, bytes):
+                at = string.find(part, start, end)
+            else:
+                found = part.search(string, start, end)
+                at = found.start() if found else -1
+            if at < 0:
+                return False
+            start = at + size
+        return True
+
+
+def _plain(part: list[bytes]) -> bytes | None:
+    """Return the bytes that a part matches; None if it has a wildcard."""
+    plain = [element[-1:] for element in part]
+    return b"".join(plain) if part == [re.escape(byte) for byte in plain] else None
 
 
 def literal(pattern: bytes) -> bytes | None:

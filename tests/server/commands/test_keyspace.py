@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import random
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from random_commands import PATTERNS
 from servers import NO_REDIS, REDIS_SERVER, RunningServer
 from waiting import until
 
-from kvpage_server.glob import LONGEST, PatternTooLong, glob
+from kvpage_server.glob import LONGEST, LONGEST_PART, PatternTooLong, glob
 from kvpage_server.store.memory.index import REST_AFTER, ScanOrder
 
 
@@ -232,7 +233,30 @@ class TestGlob:
         started = time.thread_time()
         for pattern in (b"*a" * 500 + b"b", b"a*" * 500 + b"b", b"*" + b"?" * 1000 + b"b", b"*" + b"[ab]" * 250 + b"c"):
             assert not glob(pattern)(b"a" * 10_000)
+        for pattern in (b"*" + b"a" * 900 + b"b*", b"*" + b"?" * 1000 + b"b", b"*" + b"a" * 500 + b"b" + b"a" * 500):
+            assert not glob(pattern)(b"a" * (4 << 20))  # 20 seconds for each if every place is compared in full
         assert time.thread_time() - started < 5
+
+    def test_long_parts_match_like_short_ones(self) -> None:
+        rng = random.Random(11)
+
+        def word(longest: int, letters: bytes) -> bytes:
+            return bytes(rng.choices(letters, k=rng.randrange(longest)))
+
+        for _ in range(3000):
+            long = word(3, b"ab") + b"a" * (LONGEST_PART + 1) + word(3, b"ab")
+            pattern = b"%b*%b*%b*%b" % (word(3, b"ab?"), long, word(3, b"ab?"), word(4, b"ab?"))
+            name = word(3, b"ab") + long[: rng.randrange(60, len(long) + 1)] + word(5, b"ab")
+            name = rng.choice([name, name + long + word(5, b"ab")])
+            expected = fnmatch.fnmatchcase(name.decode(), pattern.decode())
+            assert bool(glob(pattern)(name)) == expected, (pattern, name)
+
+    def test_a_long_part_with_wildcards_is_refused(self, client: redis.Redis) -> None:
+        for part in (b"?" * (LONGEST_PART + 1), b"[ab]" * (LONGEST_PART + 1), b"a" * LONGEST_PART + b"?"):
+            assert glob(b"*" + part)
+            assert glob(part + b"*")
+            with pytest.raises(redis.ResponseError, match=r"between two stars .* matches at most 64 bytes, got 65"):
+                client.keys(b"*" + part + b"*")
 
     def test_an_endless_pattern_is_refused(self, client: redis.Redis) -> None:
         with pytest.raises(PatternTooLong):
