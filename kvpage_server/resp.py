@@ -1,5 +1,6 @@
-"""The encoder of replies in RESP2 and RESP3: Python values become pieces of bytes, without I/O. `core` parses
-requests.
+"""The encoder of replies in RESP2 and RESP3: it turns Python values into pieces of bytes, without I/O.
+
+`core` parses requests.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from kvpage_server.core.pieces import Piece
 # -- Replies -----------------------------------------------------------------------------------------------------------
 #
 # A command returns Python values: None, int, bytes, str (sent as a bulk string, too), bool, float, list, dict, set (or
-# a dict's keys, in their order), and the classes below for types that Python lacks. A tuple is an encoded reply in
-# pieces: bytes, and borrowed parts of slots for values in the store, which are never copied.
+# the keys of a dict, in their order), and the classes below for types that Python lacks. A tuple is an encoded reply in
+# pieces: bytes, and borrowed parts of slots for values in the store, which are not copied.
 
-Reply = Any  # one of these values; a precise type of nested values would be too long
+Reply = Any  # one of these values; the precise type of nested values would be too long
 
 
 class Raw(bytes):
@@ -29,7 +30,7 @@ QUEUED = Raw(b"+QUEUED\r\n")
 
 
 def simple(text: str) -> Raw:
-    """Return a simple string. `text` has no line breaks."""
+    """Return a RESP simple string. `text` must have no line breaks."""
     return Raw(b"+%b\r\n" % text.encode())
 
 
@@ -44,8 +45,9 @@ class ReplyError(Exception):
 
 
 def bare(error: ReplyError) -> ReplyError:
-    """Remove the traceback and context of an error reply, and return it. The frames of a traceback keep the command in
-    memory.
+    """Remove the traceback and context of an error reply, and return it.
+
+    The frames of a traceback would keep the arguments of the command in memory.
     """
     error.__traceback__ = error.__context__ = None
     return error
@@ -75,9 +77,9 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A reply that is not available yet. `start` is called with a function, which it calls when the reply is available.
+    """An event that a command or a reply waits for. `start(then)` begins the wait, and calls `then()` after the event.
 
-    `now`, if given, does the awaited work synchronously. It is called within a transaction, which does not wait.
+    `now()`, if given, does the awaited work synchronously. Transactions call it, because they do not wait.
     """
 
     start: Callable[[Callable[[], None]], object]
@@ -86,22 +88,22 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A reply that takes long: an array of `length` items that are made while it is sent; with `length` None, a single
-    reply.
+    """A reply that is created in steps while it is sent: an array of `length` items, or a single reply if that is None.
 
-    Each step of `items` is a limited piece of work, after which other clients have their turn. An empty tuple is a step
-    without output, and a `Wait` a step that has to wait for an event.
+    Each item of `items` is the output of one step, a limited piece of work, after which other clients may have their
+    turn. An empty tuple is a step without output, and a `Wait` is a step that has to wait for an event.
     """
 
     length: int | None
     items: Iterator[Reply]
-    whole: bool = False  # whether it changes data, and is completed even if the client has disconnected
-    aside: bool = False  # whether the client's next commands run meanwhile; their replies follow this one
+    whole: bool = False  # whether all steps have to run even if the client disconnects, because they change data
+    aside: bool = False  # whether the client's next commands run before the end; their replies are sent after this one
 
 
 def encode(value: Reply, protocol: int, out: list[Piece]) -> None:
-    """Append the pieces of a reply in RESP `protocol` (2 or 3) to `out`. Raises TypeError if RESP has no type for the
-    value.
+    """Append the pieces of a reply in RESP `protocol` (2 or 3) to `out`.
+
+    Raises TypeError if RESP has no type for the value.
     """
     kind = type(value)
     if kind is Raw:
@@ -141,7 +143,7 @@ def _encode_rare(value: Reply, protocol: int, out: list[Piece]) -> None:
         encode(Raw(b",%b\r\n" % digits) if protocol == 3 else digits, protocol, out)
     elif isinstance(value, set | frozenset):
         _encode_items(b"~" if protocol == 3 else b"*", sorted(value), protocol, out)
-    elif isinstance(value, KeysView):  # a set in a given order
+    elif isinstance(value, KeysView):  # a set that keeps its order
         _encode_items(b"~" if protocol == 3 else b"*", list(value), protocol, out)
     elif isinstance(value, Push):
         _encode_items(b">" if protocol == 3 else b"*", value.items, protocol, out)

@@ -30,8 +30,8 @@ logger = logging.getLogger("kvpage")
 def greet(server: Server, addresses: list[str], http: list[str], token: str) -> None:
     """Log the limits, the access rules and the addresses of a server that has started.
 
-    `addresses` are those for clients, `http` those of the web page. `token` is logged if no password and no web-token
-    is set.
+    `addresses` are for clients, `http` are the addresses of the web page. The log has the page's `token` if neither a
+    password nor a web-token is set.
     """
     config, users = server.config, server.users
     limit = f"limit {human(config.maxmemory)}" if config.maxmemory else "no limit"
@@ -97,15 +97,15 @@ def _only_local(addresses: list[str]) -> bool:
 
 
 async def renew_when(renewing: asyncio.Event, server: Server) -> None:
-    """Reopen the log file and reload the certificates whenever the event is set (by SIGHUP), until cancelled."""
+    """Reopen the log file and reload the certificates whenever SIGHUP sets the event, until cancelled."""
     while True:
         await renewing.wait()
         renewing.clear()
-        for what, renew in _STEPS.items():
+        for name, renew in _STEPS.items():
             try:
                 await renew(server)
             except Exception:  # unexpected: log it and continue with the other steps
-                logger.exception("SIGHUP: the %s could not be renewed", what)
+                logger.exception("SIGHUP: the %s could not be renewed", name)
 
 
 async def _renew_log(server: Server) -> None:
@@ -120,17 +120,18 @@ async def _renew_log(server: Server) -> None:
 
 
 async def _renew_certificates(server: Server) -> None:
-    """Load the configured certificates again, on a thread. New connections use them, open connections do not change."""
+    """Load the configured certificates again, in a thread. New connections use them; open connections do not change."""
     if not server.config.tls_port:
         return
-    asked = copy(server.config)
+    old_config = copy(server.config)
     try:
-        found = await asyncio.to_thread(certificates.load, asked)
+        loaded = await asyncio.to_thread(certificates.load, old_config)
     except certificates.CertificateError as error:
         logger.warning("SIGHUP: the old certificates stay in use; %s", error)
         return
-    if all(asked.words(name) == server.config.words(name) for name in certificates.PARAMETERS):  # no CONFIG SET since
-        server.tls = found
+    # No CONFIG SET since.
+    if all(old_config.words(name) == server.config.words(name) for name in certificates.PARAMETERS):
+        server.tls = loaded
         logger.info("SIGHUP: new connections get the certificates that are there now")
 
 
@@ -139,16 +140,16 @@ _STEPS = {"log file": _renew_log, "certificates": _renew_certificates}
 
 # -- Periodic tasks ----------------------------------------------------------------------------------------------------
 
-SWEEP_EVERY = 0.1  # seconds
-SWEEP_MOST = 400  # keys per sweep: some milliseconds
-WATCH_EVERY = 1.0  # seconds
-AGAIN_AFTER = 1.0  # seconds after an error
+SWEEP_EVERY = 0.1  # seconds between two sweeps of expired keys
+SWEEP_MOST = 400  # keys that one sweep deletes at most, in some milliseconds
+WATCH_EVERY = 1.0  # seconds between two checks of all clients
+AGAIN_AFTER = 1.0  # seconds from an error of a task to its next start
 
 
 def regular_work(server: Server) -> Iterator[Coroutine[None, None, None]]:
     """Yield the coroutines of the periodic tasks, which run until they are cancelled.
 
-    They delete expired keys, evict after `maxmemory` was lowered, and close clients that exceed their limits.
+    One deletes expired keys, one evicts after `maxmemory` was lowered, and one closes clients that exceed their limits.
     """
     yield _again(partial(_sweep, server))
     yield _again(partial(_shrink, server))
@@ -156,9 +157,7 @@ def regular_work(server: Server) -> Iterator[Coroutine[None, None, None]]:
 
 
 async def _again(work: Callable[[], Awaitable[None]]) -> None:
-    """Run a periodic task without end. After an exception, log it, and start the task again after AGAIN_AFTER
-    seconds.
-    """
+    """Run a periodic task without end. After an exception, log it, wait AGAIN_AFTER seconds, and start it again."""
     while True:
         try:
             await work()
@@ -175,7 +174,7 @@ async def _sweep(server: Server) -> None:
 
 
 async def _shrink(server: Server) -> None:
-    """Evict as soon as `maxmemory` is lowered, and not only at the next write. CLIENT PAUSE postpones this."""
+    """Evict soon after `maxmemory` was lowered, and not only at the next write. CLIENT PAUSE postpones this."""
     memory = server.keyspace.memory
     most = memory.maxmemory
     while True:

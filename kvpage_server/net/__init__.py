@@ -1,3 +1,4 @@
-"""Sockets: listeners, sessions, transports and memory limits of connections. `commands` does not import this
-package.
+"""Connections: listeners, sessions, transports, and the memory limits of connections.
+
+The package runs commands through `commands.dispatch`; `commands` does not import it.
 """

@@ -1,8 +1,9 @@
 """The HTTP process next to the server: its start, its channel to the server, and its restart after it has ended.
 
-The process gets the listening sockets for browsers and Prometheus, and one end of a channel. Over this channel it
-passes sockets to the server, each with a text. The server begins a session on each of them: as the metrics user for the
-text MONITOR; otherwise the text is the address of a viewer, who authenticates as usual.
+The process answers browsers and Prometheus. It gets their listening sockets and one end of a channel, which is a pair
+of unix sockets. To query the store, it passes a socket of its own over the channel, with a text, and the server begins
+a session on this socket: as the metrics user if the text is MONITOR; otherwise the text is the address of a viewer, who
+authenticates as usual.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from kvpage_server.net.listener import Listener
 from kvpage_server.system.fd_passing import take_over
 
 PROGRAM = "kvpage_server.web"
-NEEDS = ("prometheus_client", "starlette", "uvicorn")
+NEEDS = ("prometheus_client", "starlette", "uvicorn")  # packages that the process imports
 MONITOR = "monitor"  # the text that is sent with a socket for metrics
-WITH_TOKEN = "token "  # the prefix of the address of a viewer with the token
+WITH_TOKEN = "token "  # the prefix of the text for a viewer with the valid token
 ENGINES = b"kvpage:engines*"  # the channels on which engines publish statistics
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before a restart
-_STEADY = 60.0  # seconds: after a longer run, the next restart has the first pause again
-_LAST_SECONDS = 3.0  # before a process that should end is killed
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before a restart; the pause doubles with each restart
+_STEADY = 60.0  # seconds of a run after which the next restart has the first pause again
+_LAST_SECONDS = 3.0  # until a process that should end is killed
 
 log = logging.getLogger("kvpage")
 
 
 def missing() -> str:
-    """Return the instruction to install the packages that HTTP needs; empty if all are installed."""
+    """Return an error text for a package in NEEDS that is not installed; empty if all are installed."""
     absent = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     return f"{absent[0]} is not installed: pip install '.[web]' in a checkout of kvpage" if absent else ""
 
@@ -44,9 +45,10 @@ class Companion:
     def __init__(
         self, listener: Listener, sockets: Sequence[socket.socket], token: str, origins: Sequence[str] = ()
     ) -> None:
-        """Take ownership of the listening `sockets`. `token` authenticates viewers if the store needs no password.
+        """Take ownership of the listening `sockets`, which `run` closes at its end.
 
-        `origins` are the sites, such as https://store.example, under which proxies serve the page.
+        `token` authenticates viewers if the store needs no password. `origins` are the origins, such as
+        https://store.example, under which proxies serve the page.
         """
         self._listener = listener
         self._first = " ".join([token, *origins]).encode()  # the first message to each process
@@ -59,7 +61,7 @@ class Companion:
     async def run(self) -> None:
         """Start the process, and start it again after a pause whenever it has ended, until this task is cancelled.
 
-        Then end the process, and close the listening sockets.
+        A cancellation ends the process, and closes the listening sockets.
         """
         pause = _FIRST_PAUSE
         try:
@@ -67,7 +69,7 @@ class Companion:
                 began = time.monotonic()
                 code: object
                 try:
-                    code = await self._live()
+                    code = await self._run_process()
                 except OSError as error:
                     code = error
                 pause = _FIRST_PAUSE if time.monotonic() - began > _STEADY else pause
@@ -78,7 +80,7 @@ class Companion:
             for sock in self._sockets:
                 sock.close()
 
-    async def _live(self) -> int:
+    async def _run_process(self) -> int:
         """Start a process, wait for its end, and return its exit code. Raises OSError if it cannot be started."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -97,9 +99,9 @@ class Companion:
             )
             theirs.close()
             ours.send(self._first)  # not as an argument: every user of the machine can read arguments
-            loop.add_reader(ours, self._take, ours)
+            loop.add_reader(ours, self._receive_socket, ours)
             try:
-                await _notify(process)
+                await _log_errors(process)
                 return await process.wait()
             finally:
                 loop.remove_reader(ours)
@@ -109,10 +111,8 @@ class Companion:
             theirs.close()
             ours.close()
 
-    def _take(self, channel: socket.socket) -> None:
-        """Receive a socket from the process, and begin a session on it. If the process has ended, stop watching the
-        channel.
-        """
+    def _receive_socket(self, channel: socket.socket) -> None:
+        """Receive a socket from the process, and begin a session on it. Stop watching a channel that has ended."""
         try:
             taken = take_over(channel)
         except BlockingIOError:
@@ -130,7 +130,7 @@ class Companion:
             self._listener.take(sock, address, None, needs_password=address == words)
 
 
-async def _notify(process: Process) -> None:
+async def _log_errors(process: Process) -> None:
     """Copy the process's standard error to the log until it is closed."""
     assert process.stderr is not None
     while output := await process.stderr.read(1 << 16):
@@ -139,7 +139,7 @@ async def _notify(process: Process) -> None:
 
 
 async def _end(process: Process) -> None:
-    """Wait for the end of the process, which ends because its channel is closed. Kill it after `_LAST_SECONDS`."""
+    """Wait for the process, which exits because its channel is closed. Kill it after `_LAST_SECONDS`."""
     try:
         await asyncio.wait_for(process.wait(), _LAST_SECONDS)
     except TimeoutError:

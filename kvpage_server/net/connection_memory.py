@@ -1,8 +1,8 @@
-"""Memory limits of connections: request size, unread output, and the order in which clients are closed.
+"""Memory limits of connections: the size of a request, unread output, and the order in which clients are closed.
 
-The server runs no more commands of a client while too much output waits for it (`Session._crowded`), so only
-subscriptions and single large replies can exceed the output limits. A client holds memory for a command that it has not
-sent completely.
+A client holds memory in three ways: for a command that it has not sent completely, for commands queued by MULTI, and
+for replies that it has not read. While too much output waits for a client, the server runs no more of its commands
+(`Session._crowded`), so only messages to subscribers and single large replies can exceed the output limits.
 """
 
 from __future__ import annotations
@@ -24,28 +24,27 @@ from kvpage_server.system import malloc
 
 log = logging.getLogger("kvpage")
 
-_LARGE = 512 * 1024  # bytes: more than LMDB allocates for a part of a value, which it frees at every commit
-_SMALL = 16 * 1024  # bytes: a client that does not hold more is not closed
-_GRACE = 1_000_000_000  # nanoseconds that `make_room` adds to the time since a client last finished something
+_LARGE = 512 * 1024  # bytes: more than LMDB allocates for a piece of a value, which it frees at every commit
+_SMALL = 16 * 1024  # bytes: `make_room` closes only clients that hold more
+_GRACE = 1_000_000_000  # nanoseconds that `make_room` adds to the time since a client's last progress
 
 
 def keep_large_blocks_apart() -> None:
-    """Make glibc map each allocation of _LARGE bytes or more separately, so that it returns to the system when it is
-    freed.
+    """Make glibc map each allocation of _LARGE bytes or more by itself, so that freeing returns it to the system.
 
-    By default glibc raises this threshold when it frees a large allocation, and places later ones between small
-    allocations.
+    By default glibc raises this threshold when it frees a large allocation, and later places large allocations between
+    small ones, where freed memory cannot be returned.
     """
     malloc.tune({malloc.MMAP_THRESHOLD: _LARGE})
 
 
-def of_frames(config: Config) -> Limits:
-    """Return the limits of a new connection's parser."""
+def parser_limits(config: Config) -> Limits:
+    """Return the configured limits of a word and of a command, for the parser of a new connection."""
     return Limits(max_bulk=config.proto_max_bulk_len, max_command=config.client_query_buffer_limit)
 
 
-def hashed(server: Server) -> frozenset[bytes]:
-    """Return the names of commands whose long words a new connection's parser hashes while they are received."""
+def hashed_commands(server: Server) -> frozenset[bytes]:
+    """Return the commands whose long words the parser of a new connection hashes while it receives them."""
     if not server.config.page_checksums:
         return frozenset()
     found = {word: spec for word, spec in BY_WORD.items() if spec.hashed and isinstance(word, bytes)}
@@ -53,15 +52,16 @@ def hashed(server: Server) -> frozenset[bytes]:
     return frozenset(word for word, spec in found.items() if not override or override.row(spec).hashed)
 
 
-def keep(client: Client) -> None:
+def enforce_limits(client: Client) -> None:
     """Enforce the memory limits after a change of a client's memory.
 
-    Close the client if it exceeds its own limits, or others if all connections together exceed maxmemory-clients.
+    Close the client if it exceeds client-output-buffer-limit (hard) or client-query-buffer-limit. Otherwise, if all
+    connections together exceed maxmemory-clients, close connections with `make_room`.
     """
     connection, config = client.connection, client.server.config
     limit = output_limit(client)
     if limit.hard and connection.outgoing > limit.hard:
-        overflown(client)
+        close_overflown(client)
     elif connection.incoming > config.client_query_buffer_limit:
         log.warning("client %s sent %d bytes of one command: closed", client.address, connection.incoming)
         client.server.stats.overflown_inputs += 1
@@ -71,18 +71,18 @@ def keep(client: Client) -> None:
 
 
 def output_limit(client: Client) -> OutputLimit:
-    """Return the limit of a client's unread output."""
+    """Return the limit of a client's unread output: that of class `pubsub` for subscribers, otherwise `normal`."""
     return client.server.config.client_output_buffer_limit["pubsub" if client.listens else "normal"]
 
 
 def make_room(server: Server) -> None:
-    """Close connections until all together hold no more than maxmemory-clients.
+    """Close connections until all together hold no more than maxmemory-clients. O(n log n) in connections.
 
-    TLS handshakes end first, the oldest before the others, because their clients have sent no command yet. The next one
-    is always a connection of the user whose connections hold most together; connections that have not authenticated
-    count as one user. So many small connections of one user do not close a large one of another. Among a user's
-    connections, it is the one with the largest product of bytes and seconds since its last command or drained output,
-    plus one second. So a large upload outlives an idle connection that holds less. O(n log n) in connections.
+    First end TLS handshakes, the oldest first, because their clients have sent no command yet. Then repeatedly select
+    the user whose connections hold most memory together, where all connections without a login count as one user. So
+    many small connections of one user do not close a large one of another. Of this user's connections, close the one
+    with the largest product of its bytes and its idle time: the seconds since its last command or drained output, plus
+    one. So a large upload outlives an idle connection that holds less.
     """
     while server.handshakes and server.in_flight > server.config.client_memory:
         next(iter(server.handshakes)).end("clients hold as much memory as maxmemory-clients allows")
@@ -91,7 +91,7 @@ def make_room(server: Server) -> None:
     for client in server.clients.values():
         if client.held > _SMALL and not client.spared:
             of_user[client.user.name if client.user else None].append(client)
-    users = []  # heap: the most bytes first
+    users = []  # heap of (negative bytes, number, clients): the user with the most bytes first
     for number, clients in enumerate(of_user.values()):
         clients.sort(key=lambda client: client.held * (_GRACE + now - client.finished))
         users.append((-sum(client.held for client in clients), number, clients))
@@ -112,7 +112,7 @@ def make_room(server: Server) -> None:
         client.connection.abort()
 
 
-def overflown(client: Client) -> None:
+def close_overflown(client: Client) -> None:
     """Close a client with too much unread output."""
     log.warning("client %s left %d bytes unread: closed", client.address, client.connection.outgoing)
     client.server.stats.overflown_outputs += 1
@@ -123,51 +123,51 @@ def overflown(client: Client) -> None:
 
 
 class ConnectionMemory:
-    """Counted memory of one connection. Output in the arena counts as memory of the connection, and does not evict
-    keys.
+    """The counted memory of one connection.
+
+    Received commands that do not run yet are in the arena, but do not count against maxmemory, so they evict no keys.
     """
 
-    __slots__ = ("_client", "_held", "_keyspace", "_parser", "_queued", "_receiving", "is_nothing", "kept", "postponed")
+    __slots__ = ("_client", "_held", "_keyspace", "_parser", "_queued", "_receiving", "is_empty", "kept", "postponed")
 
     def __init__(self, client: Client, parser: Parser) -> None:
         self._client = client
         self._parser = parser
         self._keyspace = client.server.keyspace
-        self.postponed = 0  # bytes in the arena of a command that waits before it runs
-        self._receiving = 0  # bytes of postponed and received commands that the keyspace counts
-        self._queued = 0  # bytes of commands in MULTI that the keyspace counts
+        self.postponed = 0  # bytes in the arena of a received command that waits before it runs
+        self._receiving = 0  # bytes of postponed and received commands, as last reported to the keyspace
+        self._queued = 0  # bytes of commands queued by MULTI, as last reported to the keyspace
         self._held = 0  # `Client.passing`, as last reported to the server
         self.kept = 0  # `Client.kept` at the last check of the limits
-        self.is_nothing = True  # no bytes of the connection are counted
+        self.is_empty = True  # whether no bytes of the connection are counted
 
     def settle(self) -> None:
-        """Report the bytes of commands that were received and do not run yet to the keyspace.
+        """Report to the keyspace the bytes of commands that were received and do not run yet.
 
-        The command that runs now does not count, because its bytes belong to the store.
+        The command that runs now does not count here, because its bytes count as the store's.
         """
         receiving = self._parser.receiving + self.postponed
         if receiving != self._receiving:
             self._keyspace.memory.receiving += receiving - self._receiving
             self._receiving = receiving
-            self._look()
+            self._update_is_empty()
 
     def queue(self, size: int) -> None:
-        """Add `size` bytes of a command that is queued for EXEC. They count as memory of the connection and of the
-        keyspace.
-        """
+        """Count `size` bytes of a command that MULTI has queued, as memory of the connection and not of the store."""
         self._queued += size
         self._keyspace.memory.receiving += size
-        self._look()
+        self._update_is_empty()
 
     def unqueue(self) -> int:
-        """Stop counting the commands that are queued for EXEC. Return their bytes."""
+        """Stop counting the commands that MULTI has queued. Return their bytes."""
         queued = self._queued
         self.queue(-queued)
         return queued
 
     def account(self) -> None:
-        """Report the bytes of this connection to the server, and enforce the memory limits, which may close
-        connections.
+        """Report the bytes of this connection to the server, and enforce the memory limits.
+
+        That may close this connection or others.
         """
         client = self._client
         if client.gone:
@@ -177,11 +177,11 @@ class ConnectionMemory:
         if held != self._held or client.kept != self.kept:
             client.server.in_flight += held - self._held
             self._held, self.kept = held, client.kept
-            self._look()
-            keep(client)
+            self._update_is_empty()
+            enforce_limits(client)
 
-    def _look(self) -> None:
-        self.is_nothing = not (self._held or self._receiving or self._queued)
+    def _update_is_empty(self) -> None:
+        self.is_empty = not (self._held or self._receiving or self._queued)
 
     def drop(self) -> None:
         """Release all memory of a closed connection."""
@@ -190,12 +190,12 @@ class ConnectionMemory:
         self.unqueue()
         self._client.server.in_flight -= self._held + self._client.kept
         self._held = self._client.kept = 0
-        self._look()
+        self._update_is_empty()
 
 
 # -- Periodic checks of all clients: idle, slow and broken connections are closed, traffic is counted ------------------
 
-_MUCH = 16 * 1024 * 1024  # bytes of clients' memory, above which freed memory returns to the system
+_MUCH = 16 * 1024 * 1024  # bytes of clients' memory; only after more, freed memory is returned to the system
 _LAST_WORDS = 10.0  # seconds for the client of a closing connection to read its last replies
 
 
@@ -204,16 +204,17 @@ class Watch:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._over: dict[Client, float] = {}  # clients above their soft limit, with the time of the first such check
+        # Clients above their soft limit of unread output, with the time of the first check that has found this.
+        self._over: dict[Client, float] = {}
         self._most_held = 0  # most bytes in flight since memory was last returned to the system
         self._before = (time.monotonic(), 0, 0, 0)  # time, commands, bytes in and bytes out at the last check
 
     def look(self, now: float) -> Iterator[None]:
-        """Check all clients, in steps: the caller lets other clients have a turn after each. `now` is in monotonic
-        seconds.
+        """Check all clients, in steps, after each of which the caller gives other clients their turn.
 
-        Close broken connections, clients that are idle or above the soft limit of unread output for too long, and
-        closing clients that do not read their last replies. End a CLIENT PAUSE that is over, and measure the traffic.
+        `now` is in monotonic seconds. Close broken connections, clients that are idle or above the soft limit of unread
+        output for too long, and closing clients that do not read their last replies. End a CLIENT PAUSE that is over,
+        and measure the traffic.
         """
         server = self._server
         if server.pause is not None and server.pause.ends <= now:
@@ -249,7 +250,7 @@ class Watch:
         seconds, commands, bytes_in, bytes_out = (new - old for new, old in zip(totals, self._before, strict=True))
         self._before = totals
         if seconds > 0:
-            # they are negative after CONFIG RESETSTAT
+            # The differences are negative after CONFIG RESETSTAT.
             commands, bytes_in, bytes_out = (max(0, more) for more in (commands, bytes_in, bytes_out))
             self._server.rates = (round(commands / seconds), bytes_in / seconds, bytes_out / seconds)
 
@@ -264,7 +265,7 @@ class Watch:
             if limit.soft and client.connection.outgoing > limit.soft:
                 self._over[client] = since = over.get(client, now)
                 if now - since >= limit.seconds:
-                    overflown(client)
+                    close_overflown(client)
 
     def _end_idle(self, clients: Iterable[Client], now: float) -> None:
         timeout = self._server.config.timeout
@@ -286,6 +287,6 @@ def _end_broken(clients: Iterable[Client]) -> None:
     by_descriptor = {client.descriptor: client for client in clients}
     errors = select.poll()
     for descriptor in by_descriptor:
-        errors.register(descriptor, 0)  # errors and hang-ups are reported unasked
+        errors.register(descriptor, 0)  # poll reports errors and hang-ups without a flag
     for descriptor, _ in errors.poll(0):
         by_descriptor[descriptor].connection.abort()

@@ -1,6 +1,4 @@
-"""Listening sockets for TCP, TLS and unix sockets: they accept connections, refuse some, and begin sessions for the
-others.
-"""
+"""The listener: it accepts TCP, TLS and unix connections, refuses some of them, and begins sessions on the others."""
 
 from __future__ import annotations
 
@@ -24,10 +22,10 @@ log = logging.getLogger("kvpage")
 
 _ACCEPT_TURN = 128  # connections accepted before clients have their turn
 _HANDSHAKES_SHARE = 4  # TLS handshakes may hold 1/4 of maxmemory-clients
-_HANDSHAKE_LEAST = 0.5  # seconds that a TLS handshake has, even if others wait for its place
-_HANDSHAKE_PAUSE = 0.05  # seconds to wait for a free place
-_COMPLETED_WITHIN = 10.0  # seconds for all-or-none writes at a stop
-_DESCRIPTORS_PAUSE = 0.1  # seconds to wait for free descriptors
+_HANDSHAKE_LEAST = 0.5  # seconds that a TLS handshake gets, even if other connections wait for its place
+_HANDSHAKE_PAUSE = 0.05  # seconds without accepting while no place for a TLS handshake is free
+_COMPLETED_WITHIN = 10.0  # seconds that all-or-none writes get when the server stops
+_DESCRIPTORS_PAUSE = 0.1  # seconds without accepting while no file descriptor is free
 
 _FULL = b"-ERR max number of clients reached\r\n"
 _PROTECTED = (
@@ -46,15 +44,16 @@ class ListenError(OSError):
 
 
 class Listener:
-    """All listening sockets of a server."""
+    """All listening sockets of a server. The HTTP process has its own."""
 
     def __init__(self, server: Server, loop: asyncio.AbstractEventLoop) -> None:
         self._server = server
         self._loop = loop
         self._sockets: dict[socket.socket, Accept] = {}
-        self._line = RunQueue(loop)
+        self._run_queue = RunQueue(loop)
         self._scratch = Scratch()
-        self._spare: int | None = _open_spare()  # descriptor that makes room for a connection to refuse
+        # A spare file descriptor. If none is free, it is closed, so that a connection can be accepted and refused.
+        self._spare: int | None = _open_spare()
 
     def start(self) -> list[str]:
         """Listen on the addresses of the configuration. Return the open addresses as text, for the log.
@@ -76,7 +75,7 @@ class Listener:
         except OSError:
             self.stop()
             raise
-        self._attend()
+        self._watch_sockets()
         return named
 
     def _listen(self, port: int, begin: Accept) -> int:
@@ -90,8 +89,8 @@ class Listener:
         return int(opened[0].getsockname()[1])
 
     def stop(self) -> None:
-        """Accept no more connections, and give running commands no more turns. `complete` completes writes."""
-        self._line.stop()
+        """Close the listening sockets, and give sessions no more turns. All-or-none writes go on, see `complete`."""
+        self._run_queue.stop()
         for sock in self._sockets:
             self._loop.remove_reader(sock)
             if sock.family == socket.AF_UNIX:
@@ -106,28 +105,29 @@ class Listener:
             self._spare = None
 
     async def complete(self) -> None:
-        """Wait until all-or-none writes, such as a batch of pages, are complete. Called after the clients have
-        disconnected.
+        """Wait until all-or-none writes, such as a batch of pages, are complete, but at most _COMPLETED_WITHIN.
+
+        The caller has disconnected all clients before.
         """
-        await self._line.completed(_COMPLETED_WITHIN)
+        await self._run_queue.completed(_COMPLETED_WITHIN)
 
     # -- accepting -------------------------------------------------------------------------------------------------
 
-    def _attend(self) -> None:
+    def _watch_sockets(self) -> None:
         for sock in self._sockets:
             self._loop.add_reader(sock, self._accept, sock)
 
-    def _rest(self, sockets: Iterable[socket.socket], seconds: float) -> None:
-        """Pause accepting: connections wait in the kernel."""
+    def _pause_accepting(self, sockets: Iterable[socket.socket], seconds: float) -> None:
+        """Pause accepting on some sockets: their connections wait in the kernel."""
         for sock in sockets:
             self._loop.remove_reader(sock)
-        self._loop.call_later(seconds, self._attend)
+        self._loop.call_later(seconds, self._watch_sockets)
 
     def _accept(self, listening: socket.socket) -> None:
         begin = self._sockets[listening]
         for _ in range(_ACCEPT_TURN):
             if begin == self._begin_tls and not self._has_room_for_a_handshake():
-                self._rest([listening], _HANDSHAKE_PAUSE)
+                self._pause_accepting([listening], _HANDSHAKE_PAUSE)
                 return
             try:
                 sock, _address = listening.accept()
@@ -136,15 +136,18 @@ class Listener:
             except OSError as error:
                 if self._refuse_without_descriptor(listening, error):
                     continue
-                self._rest(self._sockets, _DESCRIPTORS_PAUSE)
+                self._pause_accepting(self._sockets, _DESCRIPTORS_PAUSE)
                 return
             with _closed_on_disconnect(sock):
-                if not self._turn_away(sock, _is_local(sock)):
+                if not self._refuse_if_necessary(sock, _is_local(sock)):
                     self._tune(sock)
                     begin(sock)
 
     def _refuse_without_descriptor(self, listening: socket.socket, error: OSError) -> bool:
-        """Refuse a connection after `accept` has failed, for lack of descriptors. Return False if that fails, too."""
+        """Refuse a connection with the help of the spare descriptor, after `accept` has failed.
+
+        Return False if that fails.
+        """
         self._server.seldom.log(
             logging.WARNING,
             "no connection can be accepted, with %d clients: %s; see ulimit -n and maxclients",
@@ -169,20 +172,19 @@ class Listener:
     def take(self, sock: socket.socket, address: str, user: User | None, *, needs_password: bool) -> None:
         """Begin a session on a socket from the HTTP process: as `user`, or, if that is None, for a viewer at `address`.
 
-        With `needs_password`, the viewer cannot log in as a user without a password.
+        With `needs_password`, the viewer has to log in as a user with a password.
         """
         with _closed_on_disconnect(sock):
-            if not self._turn_away(sock, user is not None or _is_loopback(address)):
-                session = self._converse(sock, address, lambda session: SocketTransport(self._loop, sock, session))
+            if not self._refuse_if_necessary(sock, user is not None or _is_loopback(address)):
+                session = self._begin_session(sock, address, lambda session: SocketTransport(self._loop, sock, session))
                 session.client.touches = False  # reads of a viewer are no uses of a key
                 session.client.needs_password = needs_password
                 session.client.become(user or (None if needs_password else session.client.user))
 
-    def _turn_away(self, sock: socket.socket, local: bool) -> bool:
-        """Refuse a connection at the limit of clients, or in protected mode unless it is `local`. Send an error and
-        close it.
+    def _refuse_if_necessary(self, sock: socket.socket, local: bool) -> bool:
+        """Refuse a connection if maxclients is reached, or in protected mode unless it is `local`.
 
-        Return whether it was refused.
+        The client gets an error, and its socket is closed. Return whether the connection was refused.
         """
         server = self._server
         if server.config.protected_mode and server.users.default.no_password and not local:
@@ -213,12 +215,12 @@ class Listener:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
     def _begin(self, sock: socket.socket) -> None:
-        self._converse(sock, name_of(sock, peer=True), lambda session: SocketTransport(self._loop, sock, session))
+        self._begin_session(sock, name_of(sock, peer=True), lambda session: SocketTransport(self._loop, sock, session))
 
-    # -- TLS handshakes. Strangers can begin them, so they have a share of the memory, and clients may take their places
+    # -- TLS handshakes: anyone can begin one, so they share a part of the memory, and clients may take their places
 
     def _has_room_for_a_handshake(self) -> bool:
-        """Return whether one more handshake may begin. If not, the oldest ends, once it has had some time."""
+        """Return whether one more handshake may begin. At the limit, end the oldest one if it had _HANDSHAKE_LEAST."""
         server = self._server
         most = server.config.maxclients - len(server.clients)
         if memory := server.config.client_memory:
@@ -251,19 +253,21 @@ class Listener:
             encryption.sock.close()
             return
         with _closed_on_disconnect(encryption.sock):
-            self._converse(
+            self._begin_session(
                 encryption.sock,
                 handshake.address,
                 lambda session: SocketTransport(self._loop, encryption.sock, session, encryption),
             )
 
-    def _converse(self, sock: socket.socket, address: str, open_transport: Callable[[Session], Transport]) -> Session:
-        """Begin a session on a connection from `address`.
+    def _begin_session(
+        self, sock: socket.socket, address: str, open_transport: Callable[[Session], Transport]
+    ) -> Session:
+        """Begin a session on a connection from `address`. `open_transport` creates its transport.
 
-        The caller passes the address, because a socket has none after its peer has disconnected.
+        The caller passes the address, because a socket has no peer address after the peer has disconnected.
         """
         ends = Ends(address, name_of(sock), sock.fileno())
-        return Session(self._server, self._loop, self._line, self._scratch, ends, open_transport)
+        return Session(self._server, self._loop, self._run_queue, self._scratch, ends, open_transport)
 
 
 def _open_spare() -> int | None:
@@ -303,7 +307,7 @@ def open_all(addresses: Sequence[str], port: int, backlog: int) -> list[socket.s
             for other in opened:
                 other.close()
             raise ListenError(f"cannot listen on {address}:{port}: {error.strerror}") from error
-        port = sock.getsockname()[1]  # if port 0 asks for a free one, all addresses get the same
+        port = sock.getsockname()[1]  # port 0 chooses a free one: all addresses get the same
         opened.append(sock)
     if not opened:
         raise ListenError(f"none of the addresses {' '.join(addresses)} exists on this machine")
@@ -328,8 +332,9 @@ def _open(address: str, port: int, backlog: int) -> socket.socket:
 
 
 def _open_unix(path: str, permissions: int, backlog: int) -> socket.socket:
-    """Return a listening unix socket. Clients cannot connect to it before its file has `permissions`. Raises
-    ListenError.
+    """Return a listening unix socket whose file has `permissions` before any client can connect.
+
+    Raises ListenError.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

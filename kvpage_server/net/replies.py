@@ -1,7 +1,7 @@
-"""The replies of one client in the order of its commands: complete ones, streamed ones, and push messages between them.
+"""The replies of one client in the order of its commands, and push messages between them.
 
-A streamed reply is a generator of parts (`Stream`). Most streams run in the client's turns and delay its next commands.
-A background reply runs while the next commands run, whose replies wait for its end.
+A *streamed* reply (`Stream`) is created step by step. Most streamed replies run in the client's turns, and its next
+commands wait. A *background* reply (`Stream.aside`) runs while the next commands run; only their replies wait for it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from kvpage_server.net.connection_memory import ConnectionMemory
 from kvpage_server.net.transport import HIGH_WATER
 from kvpage_server.resp import QUEUED, Raw, Reply, Stream, Wait, encode
 
-_SHORT = 64  # estimated bytes of a value in a message that is not encoded yet
-_FEW = 4  # pieces: a reply with no more waits for the next one, and both are sent together
-_STEPS = 16  # steps of a reply before its output so far is sent
+_SHORT = 64  # estimated bytes of a value in a push message that is not encoded yet
+_FEW = 4  # a reply with more pieces is sent before the next command runs
+_STEPS = 16  # steps of a streamed reply before its output so far is sent
 _END = object()
 
 log = logging.getLogger("kvpage")
 
 
 class Replies:
-    """The replies of one client that were not passed to the transport. `pieces` are sent next."""
+    """The replies of one client that were not passed to its transport yet. `pieces` are sent next."""
 
     __slots__ = (
         "_background",
@@ -49,33 +49,33 @@ class Replies:
     )
 
     def __init__(self, client: Client, on_added: Callable[[], None]) -> None:
-        """Begin without replies. `on_added` is called after a background reply was appended to `pieces`."""
+        """Begin without replies. `on_added()` is called after background replies were appended to `pieces`."""
         self._client = client
         self._on_added = on_added
-        self._background = deque[_BackgroundReply]()  # background replies, and the replies behind them
+        self._background = deque[_BackgroundReply]()  # background replies, and all replies that follow the first one
         self.pieces: list[Piece] = []
-        self.under_way = False  # a streamed reply is not complete
-        self.broken = False  # `pieces` begin within a reply, and the part before them was sent
+        self.under_way = False  # whether a streamed reply is not complete
+        self.broken = False  # whether `pieces` begin within a reply, the start of which was sent
         self._borrowed = 0  # bytes of `pieces` in borrowed memory
         self._steps: Iterator[Reply] | None = None  # the remaining steps of the streamed reply
-        self._is_one = False  # the steps make a single reply, not the items of an array
-        self._is_whole = False  # complete the steps even if the client disconnects
-        self.pushed: list[Reply] = []  # messages that wait for the end of the streamed reply
-        self._waiting = 0  # bytes of messages since `pieces` and `pushed` were last empty
+        self._is_one = False  # whether the steps create a single reply, and not the items of an array
+        self._is_whole = False  # whether the steps have to be completed even if the client disconnects
+        self.pushed: list[Reply] = []  # push messages that wait for the end of the streamed reply
+        self._waiting = 0  # bytes of push messages since `pieces` and `pushed` were last empty
 
     def add(self, reply: Reply) -> bool:
-        """Add the reply to a command. Return whether `pieces` are so many that the session should send them now."""
+        """Add the reply of the next command. Return whether the session should send `pieces` before another command."""
         silent, much = self._client.silence, False
         if not self.pieces:
             self._borrowed = 0
         if self._background or (type(reply) is Stream and reply.aside):
             self._start_background_reply(reply, silent != 0)
-            self._hush(silent)
+            self._count_silenced(silent)
             return False
         if type(reply) is Stream:
             self._begin(reply, silent != 0)
         if silent:
-            self._hush(silent)
+            self._count_silenced(silent)
         elif type(reply) is Raw:
             self.pieces.append(reply)
         elif type(reply) is tuple:
@@ -94,7 +94,7 @@ class Replies:
             self._encode_pushed()
         return much
 
-    def _hush(self, silent: int) -> None:
+    def _count_silenced(self, silent: int) -> None:
         if silent > 0:
             self._client.silence -= 1
             self._client.update_fast_path()
@@ -107,10 +107,12 @@ class Replies:
 
     def _start_background_reply(self, reply: Reply, silent: bool) -> None:
         steps = reply.items if type(reply) is Stream else iter((reply,))
-        self._background.append(_BackgroundReply(self._client, _silenced(steps) if silent else steps, self._gather))
+        self._background.append(
+            _BackgroundReply(self._client, _silenced(steps) if silent else steps, self._collect_background)
+        )
         self._background[-1].go_on()
 
-    def _gather(self) -> None:
+    def _collect_background(self) -> None:
         """Append completed background replies to `pieces`, up to the first incomplete one."""
         while self._background and self._background[0].is_over:
             self.pieces += self._background.popleft().pieces
@@ -118,11 +120,11 @@ class Replies:
 
     @property
     def is_behind(self) -> bool:
-        """Whether background replies must be sent first."""
+        """Whether background replies are incomplete, so that later replies wait."""
         return bool(self._background)
 
     def end_with(self, last_words: bytes) -> None:
-        """Add the last error before the connection is closed, which is not the reply to a command."""
+        """Add an error behind all replies: the last output before the connection is closed."""
         if self._background:
             self._start_background_reply(Raw(last_words), False)
         else:
@@ -131,8 +133,9 @@ class Replies:
     def step(self, deadline: int) -> Wait | bool:
         """Run up to _STEPS steps of the streamed reply, until `deadline` in monotonic nanoseconds.
 
-        Return a Wait if the reply has to wait for an event, otherwise whether time is left. Raises the exception of a
-        step, which ends the reply.
+        Return a Wait if the reply has to wait for an event. Otherwise return whether time is left: then the reply is
+        complete, or its output should be sent before the next steps. Raises the exception of a step, which ends the
+        reply.
         """
         steps = self._steps
         assert steps is not None
@@ -155,7 +158,7 @@ class Replies:
         return True
 
     def push(self, message: Reply, *, now: bool) -> None:
-        """Queue a push message: before the next reply with `now`, otherwise after the streamed reply."""
+        """Queue a push message. With `now`, it is sent before the next reply; otherwise after the streamed reply."""
         self.pushed.append(message)
         self._waiting = self.waiting + _size_of(message)
         if now:
@@ -163,7 +166,10 @@ class Replies:
 
     @property
     def waiting(self) -> int:
-        """Estimated bytes of push messages that wait for the end of a streamed reply, or until writes are on disk."""
+        """Estimated bytes of push messages that were not passed to the transport yet.
+
+        They wait for the end of a streamed reply, or until writes are on disk.
+        """
         if not (self.pushed or self.pieces):
             self._waiting = 0
         return self._waiting
@@ -174,17 +180,16 @@ class Replies:
         self.pushed.clear()
 
     def drop(self) -> Iterator[Reply] | None:
-        """Drop all output of a closed connection. Return the remaining steps of an all-or-none write, which must be
-        completed.
-        """
+        """Drop all output of a closed connection. Return remaining steps as `break_off` does."""
         self._background.clear()
         self.pushed.clear()
         self.pieces.clear()
         return self.break_off()
 
     def break_off(self) -> Iterator[Reply] | None:
-        """Stop the streamed reply. Return its remaining steps if it is an all-or-none write, which must be completed;
-        else None.
+        """End the streamed reply. Return its remaining steps if it is an all-or-none write, otherwise None.
+
+        The caller has to complete these steps.
         """
         steps = self._steps if self._is_whole else None
         self._steps, self.under_way = None, False
@@ -192,7 +197,7 @@ class Replies:
 
 
 class _BackgroundReply:
-    """A reply whose steps run on the event loop while the client's next commands run."""
+    """A reply whose steps run as callbacks of the event loop while the client's next commands run."""
 
     __slots__ = ("_client", "_steps", "_then", "is_over", "pieces")
 
@@ -204,7 +209,7 @@ class _BackgroundReply:
         self.is_over = False
 
     def go_on(self) -> None:
-        """Run steps until one waits for an event or yields its turn, or until the reply is complete."""
+        """Run steps until one waits for an event, or ends a turn, or until the reply is complete."""
         try:
             for step in self._steps:
                 if type(step) is Wait:
@@ -230,7 +235,7 @@ def _size_of(message: Reply) -> int:
 
 
 def _silenced(steps: Iterator[Reply]) -> Iterator[Reply]:
-    """Yield the same steps without their output, for a client with CLIENT REPLY OFF or SKIP. Waits are kept."""
+    """Yield the steps without their output, for a client with CLIENT REPLY OFF or SKIP. A Wait stays as it is."""
     return (step if type(step) is Wait else () for step in steps)
 
 
@@ -238,28 +243,28 @@ def _silenced(steps: Iterator[Reply]) -> Iterator[Reply]:
 
 
 class CommandRunner:
-    """Runner of one client's commands: the core calls fast-path commands, `execute` runs all others.
+    """Runner of one client's received commands. It adds their replies to `replies`.
 
-    It adds their replies to `replies`, and calls `send` when many bytes of replies wait.
+    It calls `send()` when so many bytes of replies wait that they should be sent before the next command.
     """
 
     def __init__(
-        self, client: Client, parser: Parser, replies: Replies, load: ConnectionMemory, send: Callable[[], None]
+        self, client: Client, parser: Parser, replies: Replies, memory: ConnectionMemory, send: Callable[[], None]
     ) -> None:
         self._client = client
         self._server = client.server
         self._parser = parser
         self._replies = replies
-        self._load = load
+        self._memory = memory
         self._send = send
         self._caller = caller_of(client, parser)
-        self._postponed: Command | None = None  # it waits for the end of a pause, or for its values
-        self._hold: object = None  # keeps the command's values in memory until it has run
-        self.is_busy = False  # a command is being run
+        self._postponed: Command | None = None  # a command that waits for the end of a pause, or for its values
+        self._hold: object = None  # keeps the values of the postponed command in memory until it has run
+        self.is_busy = False  # whether a command is running
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a command waits until it can run."""
+        """Whether a postponed command waits until it can run."""
         return self._postponed is not None
 
     def run_pending(self, left: int, deadline: int) -> int | None:
@@ -268,12 +273,12 @@ class CommandRunner:
         Return how many commands may still run before the deadline, or None if no complete command is left. Raises
         Paused and Postponed for a command that has to wait, ProtocolError, MemoryError.
         """
-        client, server, load = self._client, self._server, self._load
+        client, server, memory = self._client, self._server, self._memory
         if client.fast_path_ok and self._postponed is None and not server.monitors:
             first = None
-            if not load.is_nothing:
+            if not memory.is_empty:
                 first = self._parser.next()
-                load.settle()  # its bytes belong to the store now
+                memory.settle()  # its bytes belong to the store now
             self.is_busy, client.unanswered = True, False
             try:
                 made = self._caller.make(
@@ -295,7 +300,7 @@ class CommandRunner:
                 self._send()
                 return left
             if row is not None:
-                self._take_over(command, row, reply, error)
+                self._finish_fast_path(command, row, reply, error)
                 return left
         else:
             command = self._parser.next() if self._postponed is None else self._postponed
@@ -304,47 +309,48 @@ class CommandRunner:
         self._answer(command)
         return left - 1 if client.finished <= deadline else 0
 
-    def _take_over(self, command: Command, row: Callee, reply: Reply, error: Exception | None) -> None:
-        """Add the reply of a fast-path call that needs a decision. Raises Postponed if its values have to be loaded
-        first.
+    def _finish_fast_path(self, command: Command, row: Callee, reply: Reply, error: Exception | None) -> None:
+        """Finish a fast-path call that needs a decision, and add its reply.
+
+        Raises Postponed if its values have to be loaded first.
         """
         try:
             finished = finish_call(self._client, row.what, command, reply, error)
         except Postponed as postponed:
-            self._put_off(command, self._parser.received, postponed)
+            self._postpone(command, self._parser.received, postponed)
             raise
         if self._replies.add(finished):
             self._send()
 
     def _answer(self, command: Command) -> None:
-        client, load = self._client, self._load
-        theirs = self._parser.received if self._postponed is None else load.postponed
-        self._postponed, load.postponed = None, 0
+        client, memory = self._client, self._memory
+        size = self._parser.received if self._postponed is None else memory.postponed
+        self._postponed, memory.postponed = None, 0
         queued = 0
-        if not load.is_nothing:
-            load.settle()  # its bytes belong to the store now, unless it waits for EXEC
-            queued = load.unqueue() if is_unqueued(command) else 0
+        if not memory.is_empty:
+            memory.settle()  # its bytes belong to the store now, unless it waits for EXEC
+            queued = memory.unqueue() if is_unqueued(command) else 0
         self.is_busy = True
         client.unanswered = client.silence != 0
         try:
             reply = execute(client, command)
         except (Postponed, Paused) as error:
-            self._put_off(command, theirs, error)
-            load.queue(queued)
+            self._postpone(command, size, error)
+            memory.queue(queued)
             raise
         finally:
             self.is_busy = False
         self._hold = None
         if reply is QUEUED:
-            load.queue(theirs)
+            memory.queue(size)
         if self._replies.add(reply):
             self._send()
 
-    def _put_off(self, command: Command, size: int, why: Postponed | Paused) -> None:
-        """Keep a command until it can run, for the reason `why`. Its words have `size` bytes in the arena."""
-        self._postponed, self._load.postponed = command, size
+    def _postpone(self, command: Command, size: int, why: Postponed | Paused) -> None:
+        """Keep a command until it can run. `why` is the reason; its words have `size` bytes in the arena."""
+        self._postponed, self._memory.postponed = command, size
         self._hold = (why.hold or self._hold) if isinstance(why, Postponed) else None
-        self._load.settle()
+        self._memory.settle()
 
     def drop(self) -> None:
         """Drop the command of a closed connection that has not run yet."""

@@ -1,4 +1,4 @@
-"""The session of a client: it parses received bytes, runs the commands, and sends their replies in order."""
+"""The session of a client: it receives and parses bytes, runs the commands, and sends their replies in order."""
 
 from __future__ import annotations
 
@@ -21,39 +21,43 @@ from kvpage_server.net.states import GONE, PAUSED, READING, WAITING, SessionEven
 from kvpage_server.net.transport import HIGH_WATER, Ends, Transport
 from kvpage_server.resp import Reply, Wait
 
-MOST_COMMANDS = 256  # commands, or batches of steps of a streamed reply, in a turn
-GENEROUS = 16 * HIGH_WATER  # bytes that may wait to be sent to one client while the server is not tight
+MOST_COMMANDS = 256  # commands, or calls of `Replies.step`, in a turn
+GENEROUS = 16 * HIGH_WATER  # bytes that may wait to be sent to a client while connections together hold little memory
 
 log = logging.getLogger("kvpage")
 
 
 class Session:
-    """Session of one client. `open_transport` creates its transport. The module `states` describes its states."""
+    """Session of one client. `open_transport` creates its transport. `states` describes the states."""
 
     def __init__(
         self,
         server: Server,
         loop: asyncio.AbstractEventLoop,
-        line: RunQueue,
+        run_queue: RunQueue,
         scratch: Scratch,
         ends: Ends,
         open_transport: Callable[[Session], Transport],
     ) -> None:
         self._server = server
         self._loop = loop
-        self._line = line
+        self._run_queue = run_queue
         self._descriptor = ends.descriptor
         self._events = server.events
         self._parser = Parser(
-            server.keyspace.arena, scratch, connection_memory.of_frames(server.config), connection_memory.hashed(server)
+            server.keyspace.arena,
+            scratch,
+            connection_memory.parser_limits(server.config),
+            connection_memory.hashed_commands(server),
         )
         self._state = READING
-        self._ending = False  # no more commands are run
+        self._ending = False  # whether no more commands are run
         self._pause_end: asyncio.TimerHandle | None = None
-        self._awaited = 0  # number of events that the state `WAITING` waits for
+        self._awaited = 0  # number of events for which the session is WAITING
         tiered = server.tiered
-        self._promised = tiered.behind if tiered is not None and tiered.behind.mode == "always" else None
-        self._before = 0  # position of the write-behind queue at the start of the turn
+        # The write-behind queue, if replies have to wait until changes are on disk (`appendfsync always`).
+        self._write_behind = tiered.behind if tiered is not None and tiered.behind.mode == "always" else None
+        self._position_before = 0  # position of the write-behind queue at the start of the turn
         self.client = Client(
             server,
             id=next(server.client_ids),
@@ -63,8 +67,8 @@ class Session:
             connection=self,
         )
         self._replies = Replies(self.client, self._background_reply_added)
-        self._load = ConnectionMemory(self.client, self._parser)
-        self._answering = CommandRunner(self.client, self._parser, self._replies, self._load, self._flush)
+        self._memory = ConnectionMemory(self.client, self._parser)
+        self._runner = CommandRunner(self.client, self._parser, self._replies, self._memory, self._flush)
         default = server.users.default
         self.client.become(default if default.no_password and default.enabled else None)
         server.clients[self.client.id] = self.client
@@ -80,7 +84,7 @@ class Session:
     # -- the transport's side --------------------------------------------------------------------------------------
 
     def readable(self) -> None:
-        """Receive from the socket, and run the commands that are complete."""
+        """Receive from the socket, at most about RECEIVE_TURN bytes, and run the complete commands."""
         if self._state is not READING:
             self._transport.ignore()
             return
@@ -105,7 +109,7 @@ class Session:
                 return
 
     def received(self, data: bytes) -> None:
-        """Parse bytes that the transport has received, and run the commands that are complete."""
+        """Parse bytes that the transport has received and decrypted, and run complete commands."""
         if self._state is GONE:
             return
         self._server.stats.bytes_in += len(data)
@@ -121,7 +125,7 @@ class Session:
             self._transport.ignore()
 
     def drained(self) -> None:
-        """Continue after the unsent output has fallen to HIGH_WATER bytes."""
+        """Continue after the unsent output has fallen to HIGH_WATER bytes, if the session was CROWDED."""
         self.client.finished = monotonic_ns()
         if self._move(SessionEvent.DRAINED):
             self._run()
@@ -129,42 +133,41 @@ class Session:
     def lost(self) -> None:
         """Close the session after its connection has ended.
 
-        This may happen during a notification of many clients, so the client is removed from the server in a later
-        callback.
+        This may happen while the caller iterates over clients, so a later callback removes the client from the server.
         """
-        self._let_go()
-        self._loop.call_soon(self._leave)
+        self._release()
+        self._loop.call_soon(self._forget_client)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """Release all resources of the session. A second call does nothing."""
         if not self._move(SessionEvent.LOST):
             return
         self._ending = self.client.gone = True
         self.client.fast_path_ok = False
         self.client.transaction = None
-        self._line.finish(self._replies.drop())
-        self._line.finish(freed(self._parser.give_up()))
-        self._forget_the_pause()
-        self._answering.drop()
-        self._load.drop()
+        self._run_queue.finish(self._replies.drop())
+        self._run_queue.finish(freed(self._parser.give_up()))
+        self._cancel_pause_end()
+        self._runner.drop()
+        self._memory.drop()
 
-    def _leave(self) -> None:
+    def _forget_client(self) -> None:
         """Remove the client from the server, and break reference cycles, because the garbage collector rarely runs."""
         self._server.stats.bytes_out += self._transport.bytes_out
         self._server.forget(self.client)
-        del self._transport, self._answering, self._replies, self.client.connection
+        del self._transport, self._runner, self._replies, self.client.connection
 
     # -- the client's interface: `commands.context.Connection` documents these methods ---------------------------------
 
     def push(self, message: Reply) -> None:
         if self._ending:
             return
-        now = not (self._answering.is_busy or self._replies.under_way)
+        now = not (self._runner.is_busy or self._replies.under_way)
         self._replies.push(message, now=now)
         if now:
             self._flush()
-        if self._events.acting is not self.client and (self.outgoing or not self._load.is_nothing):
-            self._load.account()
+        if self._events.acting is not self.client and (self.outgoing or not self._memory.is_empty):
+            self._memory.account()
 
     def close(self) -> None:
         if not self._ending:
@@ -173,20 +176,20 @@ class Session:
 
     def _close(self) -> None:
         self._flush()
-        self._line.finish(self._replies.break_off())
+        self._run_queue.finish(self._replies.break_off())
         if self._replies.is_behind:
             self._transport.ignore()
         elif self._state is not WAITING:  # while it is WAITING, the last reply has not been sent
             self._transport.close()
 
     def abort(self) -> None:
-        self._let_go()
+        self._release()
         self._transport.abort()
 
     def resume(self) -> None:
-        self._forget_the_pause()
+        self._cancel_pause_end()
         if self._move(SessionEvent.PAUSE_OVER):
-            self._line.join(self)
+            self._run_queue.join(self)
 
     def renew(self) -> None:
         self._transport.renew()
@@ -208,7 +211,7 @@ class Session:
 
     @property
     def running(self) -> int:
-        return self._parser.taken_bytes if self._replies.under_way or self._answering.is_waiting else 0
+        return self._parser.taken_bytes if self._replies.under_way or self._runner.is_waiting else 0
 
     @property
     def outgoing(self) -> int:
@@ -217,40 +220,38 @@ class Session:
     # -- commands --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Run the received commands, for one turn at most. Send their replies, and join the run queue if commands
-        remain.
-        """
-        client, transport, replies, load = self.client, self._transport, self._replies, self._load
+        """Run received commands for one turn at most, and send their replies. Join the run queue if commands remain."""
+        client, transport, replies, memory = self.client, self._transport, self._replies, self._memory
         left, deadline = MOST_COMMANDS, monotonic_ns() + TURN
-        stopped = False  # too much output waited; after the flush, less may wait
+        stopped = False  # whether the loop ended because too much output was unsent; after the flush, it may be less
         self._events.acting = client
-        if self._promised is not None:
-            self._before = self._promised.position
+        if self._write_behind is not None:
+            self._position_before = self._write_behind.position
         try:
             while left and self._state is READING and not self._ending:
                 if transport.queued:
-                    load.account()  # now, so that sessions in the same round see each other's output
+                    memory.account()  # before the next command, so that sessions in the same round count this output
                     stopped = self._crowded
                     if stopped:
                         break
                 if replies.under_way:
                     left = left - 1 if self._continue(deadline) else 0
                     continue
-                more = self._answering.run_pending(left, deadline)
+                more = self._runner.run_pending(left, deadline)
                 if more is None:
                     break
                 left = more
             self._flush()
             if (
-                not (load.is_nothing and self._parser.is_idle and client.transaction is None)
+                not (memory.is_empty and self._parser.is_idle and client.transaction is None)
                 or transport.queued
                 or replies.under_way
-                or client.kept != load.kept
+                or client.kept != memory.kept
             ):
-                load.account()
+                memory.account()
         except (ProtocolError, Paused, Postponed, MemoryError) as error:
-            self._stumble(error)
-            load.account()
+            self._handle_error(error)
+            memory.account()
             return
         except Exception:
             log.exception("the connection of %s cannot go on", self.client.address)
@@ -269,8 +270,8 @@ class Session:
         elif transport.ignored:
             transport.attend()
 
-    def _stumble(self, error: Exception) -> None:
-        """Handle an exception of `run_pending`: a protocol error, a lack of memory, or a command that has to wait."""
+    def _handle_error(self, error: Exception) -> None:
+        """Handle an exception of `run_pending`: end with a protocol error or a lack of memory; let a command wait."""
         if isinstance(error, ProtocolError):
             self._end_with(b"-ERR Protocol error: %b\r\n" % str(error).encode("utf-8", "surrogateescape"))
         elif isinstance(error, Paused):
@@ -286,7 +287,7 @@ class Session:
         self._end_with(b"-OOM the system has no memory left for this value\r\n")
 
     def _end_with(self, last_words: bytes) -> None:
-        """Send an error and close the connection, because the start of the next command is unknown."""
+        """Send an error, and close the connection, because the start of the next command is unknown."""
         self._replies.end_with(last_words)
         self._ending = True
         self._close()
@@ -298,7 +299,7 @@ class Session:
 
     def _wait_for_a_turn(self) -> None:
         self._move(SessionEvent.LEFT_OVER)
-        self._line.join(self)
+        self._run_queue.join(self)
 
     def take_turn(self) -> None:
         """Continue with the remaining commands."""
@@ -310,18 +311,16 @@ class Session:
         self._move(SessionEvent.HELD_BACK)
         pause = self._server.pause
         if pause is not None:
-            self._forget_the_pause()
+            self._cancel_pause_end()
             self._pause_end = self._loop.call_later(max(0, pause.ends - monotonic()), self.resume)
 
-    def _forget_the_pause(self) -> None:
+    def _cancel_pause_end(self) -> None:
         if self._pause_end is not None:
             self._pause_end.cancel()
             self._pause_end = None
 
     def _wait(self, wait: Wait) -> None:
-        """Wait for one more event, such as a load from disk. The session continues after all events that it waits
-        for.
-        """
+        """Wait for one more event, such as a load from disk. The session continues after all its events."""
         self._move(SessionEvent.MUST_WAIT)
         if self._state is GONE:  # a send before this call may have failed
             return
@@ -356,8 +355,9 @@ class Session:
             self._wait_for_a_turn()
 
     def _continue(self, deadline: int) -> bool:
-        """Run steps of the streamed reply, and send its output. Return False if the turn is over, or if the reply has
-        to wait.
+        """Run steps of the streamed reply, and send its output.
+
+        Return False if the turn is over, or if the reply has to wait.
         """
         try:
             done = self._replies.step(deadline)
@@ -384,8 +384,8 @@ class Session:
     def _flush(self) -> None:
         if self._events.tracking.is_due:
             self._events.tracking.send_pending()
-        if self._promised is not None and self._events.acting is self.client:
-            self._note_durability(self._promised.position)
+        if self._write_behind is not None and self._events.acting is self.client:
+            self._note_durability(self._write_behind.position)
         if self.client.durable_before_reply and self._is_held_back():
             return
         replies = self._replies
@@ -394,14 +394,12 @@ class Session:
             self._transport.write(pieces)
 
     def _note_durability(self, position: int) -> None:
-        """Note the position of the write-behind queue up to which changes must be on disk before the client gets its
-        reply.
-        """
-        if position != self._before:
+        """Note that the client's reply has to wait until all changes up to `position` are on disk, if it made some."""
+        if position != self._position_before:
             self.client.durable_before_reply = position
 
     def _is_held_back(self) -> bool:
-        """Return whether replies have to wait until the client's changes are on disk. If so, start to wait for it."""
+        """Return whether replies have to wait until the client's changes are on disk. If so, begin to wait."""
         tiered, durable_before_reply = self._server.tiered, self.client.durable_before_reply
         assert tiered is not None
         if tiered.behind.durable >= durable_before_reply:

@@ -1,14 +1,14 @@
 """States of a session, and the events that change them.
 
-    READING  runs the commands that arrive
-             LEFT_OVER -> IN_LINE; UNREAD -> CROWDED; HELD_BACK -> PAUSED
-    IN_LINE  has more to do, and waits for its turn
+    READING  receives and runs commands
+             LEFT_OVER -> QUEUED; UNREAD -> CROWDED; HELD_BACK -> PAUSED
+    QUEUED   has more commands to run, and waits for its turn in the run queue
              TURN -> READING
-    CROWDED  the peer reads too slowly
+    CROWDED  too much output is unsent, because the client reads too slowly
              DRAINED -> READING
     PAUSED   a command waits for the end of CLIENT PAUSE
-             PAUSE_OVER -> IN_LINE
-    WAITING  a command or reply waits, for example for the disk
+             PAUSE_OVER -> QUEUED
+    WAITING  a command or a reply waits for an event, for example for a load from disk
              ALL_OCCURRED -> READING
     GONE     the connection has ended; final
 
@@ -26,10 +26,10 @@ from enum import Enum, auto
 
 
 class SessionState(Enum):
-    """State of a session; the module's docstring describes each. Only a `READING` session runs commands."""
+    """A state of a session; the module's docstring describes each. Only a `READING` session runs commands."""
 
     READING = auto()
-    IN_LINE = auto()
+    QUEUED = auto()
     CROWDED = auto()
     PAUSED = auto()
     WAITING = auto()
@@ -37,7 +37,7 @@ class SessionState(Enum):
 
 
 class SessionEvent(Enum):
-    """Event that changes a session's state."""
+    """An event that may change a session's state."""
 
     LEFT_OVER = auto()  # the turn is over, and commands or steps of a reply remain
     TURN = auto()  # the run queue has reached the session
@@ -50,27 +50,28 @@ class SessionEvent(Enum):
     LOST = auto()  # the connection has ended
 
 
-READING, IN_LINE, CROWDED, PAUSED, WAITING, GONE = SessionState
+READING, QUEUED, CROWDED, PAUSED, WAITING, GONE = SessionState
 
 _ALWAYS = {SessionEvent.MUST_WAIT: WAITING, SessionEvent.LOST: GONE}
 MOVES: dict[SessionState, dict[SessionEvent, SessionState]] = {
-    READING: {SessionEvent.LEFT_OVER: IN_LINE, SessionEvent.UNREAD: CROWDED, SessionEvent.HELD_BACK: PAUSED, **_ALWAYS},
-    IN_LINE: {SessionEvent.TURN: READING, **_ALWAYS},
+    READING: {SessionEvent.LEFT_OVER: QUEUED, SessionEvent.UNREAD: CROWDED, SessionEvent.HELD_BACK: PAUSED, **_ALWAYS},
+    QUEUED: {SessionEvent.TURN: READING, **_ALWAYS},
     CROWDED: {SessionEvent.DRAINED: READING, **_ALWAYS},
-    PAUSED: {SessionEvent.PAUSE_OVER: IN_LINE, **_ALWAYS},
+    PAUSED: {SessionEvent.PAUSE_OVER: QUEUED, **_ALWAYS},
     WAITING: {SessionEvent.ALL_OCCURRED: READING, SessionEvent.HELD_BACK: WAITING, **_ALWAYS},
     GONE: dict.fromkeys((SessionEvent.ALL_OCCURRED, SessionEvent.HELD_BACK, *_ALWAYS), GONE),
 }
-_WHENEVER = (SessionEvent.TURN, SessionEvent.DRAINED, SessionEvent.PAUSE_OVER)
+_HARMLESS = (SessionEvent.TURN, SessionEvent.DRAINED, SessionEvent.PAUSE_OVER)
 
 
 def after(state: SessionState, event: SessionEvent) -> SessionState:
-    """Return the state that follows `state` after an event. Raises RuntimeError for an event that cannot occur in
-    `state`.
+    """Return the state that follows `state` after an event.
+
+    Raises RuntimeError for an event that cannot occur in `state`.
     """
     to = MOVES[state].get(event)
     if to is None:
-        if event not in _WHENEVER:
+        if event not in _HARMLESS:
             raise RuntimeError(f"{event.name} cannot happen while {state.name}")
         return state
     return to

@@ -1,7 +1,8 @@
 """TLS of connections: bounded handshakes, and encryption between a socket and its transport.
 
-OpenSSL works in memory: received bytes are written to one buffer, and bytes to send are read from another. So the
-server limits the bytes of a handshake, and a connection has no buffers of the event loop.
+OpenSSL works on two memory buffers (`ssl.MemoryBIO`): this module writes received bytes to one, and sends the bytes
+that it reads from the other. So it can limit the bytes of a handshake, and a connection has no buffers of the event
+loop.
 """
 
 from __future__ import annotations
@@ -17,25 +18,26 @@ from kvpage_server.core.pieces import Piece
 
 HANDSHAKE_BYTES = 256 * 1024  # memory of a handshake at most: OpenSSL reserves 175 KB for the longest message
 MOST_INPUT = 32 * 1024  # bytes that a peer may send before its handshake is complete; certificates take a few KB
-_MOST_SECONDS = 10.0  # for a handshake
-_PART = 64 * 1024  # bytes that are received, encrypted or decrypted at a time
-_PARTS = 16  # encrypted and sent before other connections have their turn
+_MOST_SECONDS = 10.0  # from the start of a handshake to its end
+_PART = 64 * 1024  # bytes that one call of OpenSSL or the kernel receives, encrypts or decrypts
+_PARTS = 16  # parts that are encrypted and sent before other connections have their turn
 
 
 class Encryption:
-    """TLS on the server's side of a socket, with the methods of an `Outbox` for the output."""
+    """TLS on the server's side of a socket. It has the methods of an `Outbox` for the output."""
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext) -> None:
         self.sock = sock
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
         self._encrypted = memoryview(b"")  # bytes of `_outgoing` that the kernel has not accepted yet
-        self._queue: deque[Piece] = deque()  # output to encrypt
-        self._plain = 0  # bytes of it
-        self._taken = 0  # bytes of the first piece that are encrypted already
+        self._queue: deque[Piece] = deque()  # output that is not encrypted yet
+        self._plain = 0  # bytes of the output in the queue
+        self._taken = 0  # bytes of the queue's first piece that were encrypted already
 
     def receive(self, most: int = _PART) -> int:
-        """Receive at most `most` bytes. Return their number: 0 at the end of the connection, -1 if none has arrived.
+        """Receive at most `most` encrypted bytes. Return their number: 0 at the end of the connection, -1 if none has
+        arrived.
 
         Raises OSError.
         """
@@ -55,7 +57,10 @@ class Encryption:
         return True
 
     def decrypt(self) -> tuple[bytes, bool]:
-        """Return the decrypted bytes, and whether the peer has ended the connection or violated the protocol."""
+        """Decrypt all received bytes.
+
+        Return them, and whether the peer has ended the connection or violated the protocol.
+        """
         parts: list[bytes] = []
         try:
             while part := self._tls.read(_PART):
@@ -72,7 +77,7 @@ class Encryption:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that wait to be sent."""
+        """Bytes that wait to be sent, encrypted and not encrypted."""
         return self._plain + self._waiting
 
     @property
@@ -81,7 +86,7 @@ class Encryption:
 
     @property
     def is_flooded(self) -> bool:
-        """Whether a peer that reads nothing has asked for too many confirmations of new keys."""
+        """Whether OpenSSL has too many answers of its own to send, because the peer renews keys but reads nothing."""
         return self._outgoing.pending > _PART
 
     def add(self, pieces: Iterable[Piece]) -> None:
@@ -94,7 +99,7 @@ class Encryption:
         """Do nothing, because a piece's address is read when it is encrypted."""
 
     def send(self, _descriptor: int = -1) -> int:
-        """Encrypt and send output, as much as the kernel accepts. Return the number of bytes that were encrypted.
+        """Encrypt and send output, as much as the kernel accepts. Return the number of bytes before encryption.
 
         Raises OSError.
         """
@@ -109,7 +114,7 @@ class Encryption:
         return before - self._plain
 
     def _send_encrypted(self) -> bool:
-        """Return whether the kernel has accepted everything that is encrypted."""
+        """Send encrypted bytes. Return whether the kernel has accepted all of them."""
         self._encrypted = self._encrypted or memoryview(self._outgoing.read())
         try:
             self._encrypted = self._encrypted[self.sock.send(self._encrypted) :]
@@ -118,7 +123,7 @@ class Encryption:
         return not self._waiting
 
     def _take_part(self) -> bytes | memoryview:
-        """Return the next bytes of the queue, at most `_PART`."""
+        """Remove the next bytes from the queue, at most `_PART`, and return them."""
         parts: list[bytes | memoryview] = []
         room = _PART
         while self._queue and room:
@@ -139,14 +144,17 @@ class Encryption:
         self._queue.clear()
         self._plain = 0
         if not self._encrypted:
-            with suppress(OSError):  # ssl.SSLError is one: the peer's end has not been received
+            with suppress(OSError):  # ssl.SSLError is an OSError; it says that the peer has not ended its stream
                 self._tls.unwrap()
             with suppress(OSError):
                 self._send_encrypted()
 
 
 class Handshake:
-    """Handshake of a connection, with limits of its time and its bytes. It calls `done` once, with an error or ''."""
+    """Handshake of a connection, with limits of its time and its bytes. At its end it calls `done(self, error)` once.
+
+    The error is empty after a complete handshake.
+    """
 
     def __init__(
         self,
@@ -162,7 +170,7 @@ class Handshake:
         self._loop = loop
         self._sock = sock
         self._done = done
-        self._received = 0  # bytes
+        self._received = 0  # bytes received so far
         self._timer = loop.call_later(_MOST_SECONDS, self.end, f"no handshake within {_MOST_SECONDS:.0f} s")
         loop.add_reader(sock, self._receive)
 
@@ -200,7 +208,7 @@ class Handshake:
             self.end(str(error))
 
     def end(self, error: str) -> None:
-        """End the handshake. With an error, the peer gets OpenSSL's alert, if there is one, and the connection ends."""
+        """End the handshake, and call `done`. With an error, the peer gets OpenSSL's alert, if there is one."""
         self._timer.cancel()
         self._loop.remove_reader(self._sock)
         self._loop.remove_writer(self._sock)

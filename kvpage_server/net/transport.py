@@ -1,7 +1,7 @@
 """Transports: the byte stream of a connection, plain or encrypted.
 
-On a plain socket, the session's parser receives the bytes, and output is sent with gathered writes, without copies. A
-piece of output is kept until it is sent, so that its memory is not reused before.
+On a plain socket, the session's parser receives the bytes, and output is sent with gathered writes, without copies. The
+transport refers to a piece of output until it is sent, so that its memory is not reused before.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvpage_server.core import Outbox
 from kvpage_server.core.pieces import Piece
 from kvpage_server.net.tls import Encryption
 
-HIGH_WATER = 1024 * 1024  # bytes waiting to be sent above which a session stops answering
+HIGH_WATER = 1024 * 1024  # bytes waiting to be sent, above which a session may stop running commands
 
 
 class Ends(NamedTuple):
@@ -26,10 +26,10 @@ class Ends(NamedTuple):
 
 
 class SocketReader(Protocol):
-    """Interface of the session that its transport calls."""
+    """The interface of a session, as its transport uses it."""
 
     def readable(self) -> None:
-        """Receive from the socket, which has data, or whose peer has closed the connection."""
+        """Receive from the plain socket: it has data, or the peer has closed the connection."""
 
     def received(self, data: bytes) -> None:
         """Process received, decrypted bytes."""
@@ -42,11 +42,11 @@ class SocketReader(Protocol):
 
 
 class Transport(Protocol):
-    """A connection's byte stream: a plain socket, or TLS."""
+    """The byte stream of a connection: a plain socket, or TLS."""
 
-    bytes_out: int
+    bytes_out: int  # bytes sent so far, before encryption
     queued: int  # bytes that wait to be sent
-    ignored: bool  # nothing is received, because of `ignore`
+    ignored: bool  # whether receiving has stopped, see `ignore`
 
     def write(self, pieces: list[Piece]) -> None:
         """Queue pieces of output. They are sent in order as fast as the peer reads."""
@@ -68,7 +68,7 @@ class Transport(Protocol):
 
 
 class SocketTransport:
-    """Transport over a socket, which it owns. Its methods must be called in the event loop's thread."""
+    """Transport over a socket, which it closes at its end. Only the event loop's thread may call its methods."""
 
     def __init__(
         self,
@@ -88,11 +88,11 @@ class SocketTransport:
         self.ignored = True
         self._writing = False
         self._closing = False
-        self._over = False
+        self._is_closed = False
         self._crowded = False
         self.attend()
         if encryption is not None:
-            loop.call_soon(self._decrypt, encryption)  # bytes that the peer sent together with the end of its handshake
+            loop.call_soon(self._decrypt, encryption)  # of bytes that followed the handshake directly
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -116,8 +116,8 @@ class SocketTransport:
             self.abort()
 
     def _decrypt(self, encryption: Encryption) -> None:
-        """Pass the decrypted bytes to the reader. Send what OpenSSL answers by itself: confirmations of new keys."""
-        if self._over:
+        """Pass the decrypted bytes to the reader, and send OpenSSL's own answers, such as confirmations of new keys."""
+        if self._is_closed:
             return
         data, ended = encryption.decrypt()
         if data:
@@ -135,8 +135,8 @@ class SocketTransport:
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def write(self, pieces: list[Piece]) -> None:
-        """Send pieces in order. Bytes that the kernel does not accept now are sent when the socket is writable."""
-        if self._over:
+        """Send pieces in order. Bytes that the kernel does not accept yet are sent when the socket is writable."""
+        if self._is_closed:
             return
         outbox = self._outbox
         outbox.add(pieces)
@@ -155,7 +155,7 @@ class SocketTransport:
         self._outbox.renew()
 
     def _advance(self) -> None:
-        """Send more output."""
+        """Send more output, because the socket is writable."""
         try:
             self.bytes_out += self._outbox.send(self._descriptor)
         except OSError:
@@ -165,9 +165,9 @@ class SocketTransport:
         self._settle()
 
     def _settle(self) -> None:
-        """Watch for a writable socket while output is unsent. When all is sent, finish a close.
+        """Watch the socket until it is writable, if output is unsent. Otherwise complete a close, if there was one.
 
-        Call the reader's `drained` when the unsent output has fallen to HIGH_WATER bytes.
+        Call the reader's `drained` if the unsent output has fallen from above HIGH_WATER to at most HIGH_WATER bytes.
         """
         if self.queued:
             if not self._writing:
@@ -193,9 +193,9 @@ class SocketTransport:
             self.abort()
 
     def abort(self) -> None:
-        if self._over:
+        if self._is_closed:
             return
-        self._over = self._closing = True
+        self._is_closed = self._closing = True
         self.ignore()
         if self._writing:
             self._loop.remove_writer(self._sock)

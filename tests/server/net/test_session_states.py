@@ -8,13 +8,13 @@ from kvpage_server.net import states
 from kvpage_server.net.states import SessionEvent, SessionState, after
 
 _EXPECTED = """
-             READING IN_LINE CROWDED PAUSED  WAITING GONE
-LEFT_OVER    IN_LINE -       -       -       -       -
+             READING QUEUED  CROWDED PAUSED  WAITING GONE
+LEFT_OVER    QUEUED  -       -       -       -       -
 TURN         READING READING CROWDED PAUSED  WAITING GONE
 UNREAD       CROWDED -       -       -       -       -
-DRAINED      READING IN_LINE READING PAUSED  WAITING GONE
+DRAINED      READING QUEUED  READING PAUSED  WAITING GONE
 HELD_BACK    PAUSED  -       -       -       WAITING GONE
-PAUSE_OVER   READING IN_LINE CROWDED IN_LINE WAITING GONE
+PAUSE_OVER   READING QUEUED  CROWDED QUEUED  WAITING GONE
 MUST_WAIT    WAITING WAITING WAITING WAITING WAITING GONE
 ALL_OCCURRED -       -       -       -       READING GONE
 LOST         GONE    GONE    GONE    GONE    GONE    GONE
