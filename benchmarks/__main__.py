@@ -20,7 +20,7 @@ ALL = (
     "http_api",
     "without_ids",
 )
-TOOLS = ("profile", "states")  # that are run when they are named
+TOOLS = ("profile", "states", "vllm_policies")  # that are run when they are named
 
 
 def main() -> None:
