@@ -19,7 +19,7 @@ from kvpage_server.configuration.config import default_memory
 from kvpage_server.configuration.kinds import AUTO
 from kvpage_server.net.connection_memory import Watch
 from kvpage_server.page import unix_ms
-from kvpage_server.store.evict import OutOfMemory
+from kvpage_server.store.accounts import OverLimit
 from kvpage_server.system.text import how_many
 
 # -- Start message -----------------------------------------------------------------------------------------------------
@@ -176,13 +176,13 @@ async def _sweep(server: Server) -> None:
 async def _shrink(server: Server) -> None:
     """Evict soon after `maxmemory` was lowered, and not only at the next write. CLIENT PAUSE postpones this."""
     memory = server.keyspace.memory
-    most = memory.maxmemory
+    most = memory.limit
     while True:
         done = True
-        if memory.maxmemory != most and not server.is_paused:
-            with suppress(OutOfMemory):
-                done = memory.make_room()
-            most = memory.maxmemory if done else most
+        if memory.limit != most and not server.is_paused:
+            with suppress(OverLimit):
+                done = memory.shrink()
+            most = memory.limit if done else most
         await asyncio.sleep(SWEEP_EVERY if done else 0)
 
 

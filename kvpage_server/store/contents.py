@@ -21,11 +21,12 @@ from kvpage_server.store.eviction.expiry_order import Expirer
 from kvpage_server.store.eviction.ghosts import Ghosts
 from kvpage_server.store.eviction.leases import Leases
 from kvpage_server.store.eviction.queues import Unit
-from kvpage_server.store.eviction.quotas import Quota, counted, text_size
+from kvpage_server.store.eviction.quotas import counted, text_size
 from kvpage_server.store.memory.catalogue import Catalogue
 from kvpage_server.store.memory.entry import LONGEST_TEXT, TEXT_OVERHEAD, Entry, Page, Text, is_page
 from kvpage_server.store.memory.index import Block, BlockKeys, Extent, ExtentPage, rows_of
 from kvpage_server.store.memory.on_disk import OnDisk
+from kvpage_server.system.text import monotonic_ms
 
 # -- lost strings ------------------------------------------------------------------------------------------------------
 #
@@ -100,8 +101,29 @@ BlockListener = Callable[[BlockKeys, Iterator[tuple[str, bytes]]], None]  # chan
 _REASONS = {"del": "deleted", "set": "overwritten", "evicted": "evicted", "expired": "expired"}
 
 
+Source = tuple[Iterator[Unit], Callable[[Unit], object]]
+"""Units in the order of eviction, and the function that evicts one. It returns False if the unit has to stay."""
+
+
 class Tier(Protocol):
-    """The tier below memory, which is notified of changes of values."""
+    """The tier below memory. It is notified of changes of values, and decides how units leave memory."""
+
+    @property
+    def any_on_disk(self) -> bool:
+        """Whether any value may be on disk only."""
+
+    @property
+    def held(self) -> int:
+        """Bytes loaded for commands that have not run yet. They do not count against maxmemory."""
+
+    def holds(self, unit: Unit) -> bool:
+        """Return whether a waiting command needs a unit in memory."""
+
+    def values_to_evict(self) -> Iterator[Source]:
+        """Yield the units that may leave memory because values take too much of it."""
+
+    def keys_to_evict(self) -> Iterator[Source]:
+        """Yield the units that may be evicted because the index takes too much memory."""
 
     def removed(self, key: bytes) -> None:
         """Process the removal of a key. Its block may have other pages."""
@@ -142,14 +164,34 @@ class Tier(Protocol):
     def clear(self) -> None:
         """Process the removal of all keys."""
 
+    def follows(self, blocks: Sequence[Block]) -> None:
+        """Note that each of these blocks extends the one before it."""
+
+    def sweep(self) -> None:
+        """Do a step of the work that is done periodically."""
+
 
 class NoTier:
-    """The tier of a store that has none: every notification does nothing."""
+    """The tier of a store that has none: every notification does nothing, and units that leave memory are evicted."""
+
+    any_on_disk = False
+    held = 0
+
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
+
+    def holds(self, _: Unit) -> bool:
+        return False
+
+    def values_to_evict(self) -> Iterator[Source]:
+        yield self._contents.victims(), self._contents.evict
+
+    keys_to_evict = values_to_evict
 
     def _ignore(self, *_: object) -> None: ...
 
     removed = unit_removed = block_removed = admit_split = splits = was_split = retimes = retimed = _ignore
-    stored_pages = stored_string = stored_block = pages_dropped = clear = _ignore
+    stored_pages = stored_string = stored_block = pages_dropped = clear = follows = sweep = _ignore
 
 
 @dataclass(slots=True)
@@ -202,7 +244,7 @@ class Contents:
         self.ghosts = Ghosts()
         self.lost = LostStrings()
         self.counters = Counters()
-        self.tier: Tier = NoTier()
+        self.tier: Tier = NoTier(self)
         self.on_event: Callable[[str, bytes], None] | None = None  # called with each event and key
         self.on_block: BlockListener | None = None  # called with all keys of a block at a time; set if `on_event` is
         self.texts = 0  # bytes of short strings, with their keys and TEXT_OVERHEAD
@@ -676,22 +718,53 @@ class Contents:
             self.counters.expired += 1
             self.remove(key, "expired")
 
-    def evict(self, unit: Unit, quota: Quota | None = None, *, room: str = "memory") -> None:
-        """Evict a unit because a limit is reached: that of `room`, "memory" or "disk", or that of its quota."""
-        if quota is None:
-            quota = self.evictor.quota_of(unit)
-            quota = quota if quota is not None and quota.is_over else None
+    # -- eviction --------------------------------------------------------------------------------------------------
+
+    def victims(self) -> Iterator[Unit]:
+        """Yield the units that the policy may evict, in its order."""
+        rules = self.evictor.rules
+        if rules.evicts_any:
+            return self.evictor.units.victims()
+        return self._soonest() if rules.evicts_expiring else iter(())
+
+    def _soonest(self) -> Iterator[Unit]:
+        """Yield the units that have an expiry, the next due first."""
+        get = self.catalogue.get
+        return (unit_of(key, cast(Entry, get(key))) for key in self.expirer.nearest(monotonic_ms()))
+
+    def may_evict(self, unit: Unit) -> bool:
+        """Return whether the policy may evict a unit. O(1) if it evicts any, otherwise O(pages)."""
+        rules = self.evictor.rules
+        if rules.evicts_any or not rules.evicts_expiring:
+            return rules.evicts_any
+        if not isinstance(unit, Block):
+            return bool(self.expires_of(unit))
+        # `soonest` alone is not enough: the page that it stands for may have been kept with PERSIST.
+        return bool(unit.soonest) and any(map(self.expires_of, unit.page_keys()))
+
+    def spares(self, unit: Unit, now: int) -> bool:
+        """Return whether a unit is leased or pinned at `now`, in monotonic milliseconds, or a waiting command needs
+        it.
+        """
+        return self.leases.spares(unit, now) or self.tier.holds(unit)
+
+    def evict(self, unit: Unit, *, room: str = "memory") -> None:
+        """Evict a unit because the limit of `room` is reached: "memory", "disk" or "quota"; always "quota" if that is
+        exceeded.
+        """
+        quota = self.evictor.quota_of(unit)
+        if quota is not None and quota.is_over:
+            room = "quota"
         self.evictor.units.evicted(unit)
-        keys, reason = 1, OVER_QUOTA if quota is not None else ""
+        keys, reason = 1, OVER_QUOTA if room == "quota" else ""
         if isinstance(unit, Block):
-            limit = f"max{room}" if quota is None else ""
-            keys = self.remove_block(unit, "evicted", reason, limit)
+            keys = self.remove_block(unit, "evicted", reason, "" if reason else f"max{room}")
         else:
             self.remove(unit, "evicted", reason, self._who(unit, "evicted", reason))
         self.counters.evicted += keys
-        cause = self.evictor.policy, room if quota is None else "quota"
+        cause = self.evictor.policy, room
         self.counters.evictions[cause] = self.counters.evictions.get(cause, 0) + keys
-        if quota is not None:
+        if quota is not None and room == "quota":
             quota.evicted += keys
 
 

@@ -34,20 +34,21 @@ from typing import NamedTuple, TypeVar, cast
 from kvpage_server.core import NewPages
 from kvpage_server.core.pieces import END, Piece, frame
 from kvpage_server.page import HEADER_SIZE, MAX_BLOCK_PAGES, BlockShape, DType, Plane, header_fields
+from kvpage_server.store.accounts import PendingWrite, Reservation, ReservationParts
 from kvpage_server.store.contents import Contents, unit_of
 from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.disk.fetching import BorrowedReads
-from kvpage_server.store.disk.limit import DiskLimit
+from kvpage_server.store.disk.limit import DiskAccount
 from kvpage_server.store.disk.tier import DiskTier
-from kvpage_server.store.evict import MemoryLimit, OutOfMemory
+from kvpage_server.store.disk.usage import Stored
+from kvpage_server.store.evict import MemoryAccount
 from kvpage_server.store.eviction.leases import Bytes
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.memory.entry import Entry, Page, Text, has_bytes
 from kvpage_server.store.memory.index import Block, Extent
 from kvpage_server.store.memory.on_disk import OnDisk
-from kvpage_server.store.quota_limit import PendingWrite, QuotaLimit
+from kvpage_server.store.quota_limit import QuotaAccounts
 from kvpage_server.store.reading import Listing, Reader
-from kvpage_server.store.reservation import Reservation, ReservationParts
 from kvpage_server.system.text import monotonic_ms
 
 # -- protection --------------------------------------------------------------------------------------------------------
@@ -66,7 +67,7 @@ EXISTS_LEASE_MS = 10_000  # milliseconds of the lease after a reply that a key e
 class Protection:
     """Leases and pins of units, within the limits above."""
 
-    def __init__(self, contents: Contents, memory: MemoryLimit, disk: DiskLimit | None) -> None:
+    def __init__(self, contents: Contents, memory: MemoryAccount, disk: DiskAccount) -> None:
         self._contents = contents
         self._memory = memory
         self._disk = disk
@@ -76,7 +77,7 @@ class Protection:
 
         An LMCache client that gets 1 from EXISTS, and then a miss from GET, waits for ever. Short strings get no lease.
         """
-        if (self._memory.maxmemory or self._of_disk) and not isinstance(entry, Text):
+        if (self._memory.limit or self._disk.limit) and not isinstance(entry, Text):
             self.lease(unit_of(key, entry), EXISTS_LEASE_MS)
 
     def lease(self, unit: Unit, milliseconds: int) -> bool:
@@ -92,16 +93,12 @@ class Protection:
         """Return the size of a unit. On disk it is at least the size in memory, since it may not be written yet."""
         entries = self._contents.catalogue.entries
         memory = unit.footprint if isinstance(unit, Block) else cast(Page, entries[unit]).footprint
-        return Bytes(memory, max(memory, self._disk.size_of(unit)) if self._disk is not None else 0)
+        return Bytes(memory, max(memory, self._disk.size_of(unit)))
 
     def most(self, unit: Unit) -> Bytes:
         """Return the bytes that leases and pins may protect in a unit's quota, or outside all quotas."""
-        disk = self._of_disk
-        return Bytes(self._share(unit, self._memory.maxmemory), self._share(unit, disk) if disk else sys.maxsize)
-
-    @property
-    def _of_disk(self) -> int:
-        return self._disk.most if self._disk is not None else 0
+        disk = self._disk.limit
+        return Bytes(self._share(unit, self._memory.limit), self._share(unit, disk) if disk else sys.maxsize)
 
     def _share(self, unit: Unit, room: int) -> int:
         """Return the part of a limit `room` that may be protected in a unit's quota, or outside all quotas.
@@ -119,8 +116,6 @@ class Protection:
 
 _SIZE = attrgetter("size")
 
-__all__ = ["Keyspace", "OutOfMemory"]
-
 
 class Keyspace:
     """Every key and value. `maxmemory` and `maxdisk` are in bytes, 0 for no limit. See the module."""
@@ -129,11 +124,12 @@ class Keyspace:
         self, *, maxmemory: int = 0, policy: str = "allkeys-prefix", disk: Disk | None = None, maxdisk: int = 0
     ) -> None:
         contents = self.contents = Contents(policy)
-        self.memory = MemoryLimit(contents, maxmemory)
-        self.quotas = QuotaLimit(contents, self.memory)
+        self.memory = MemoryAccount(contents, maxmemory)
+        self.quotas = QuotaAccounts(contents, self.memory)
         self.listing = Listing(contents)
         self.tier = DiskTier(disk, contents, self.memory, maxdisk) if disk is not None else None
-        self.protection = Protection(contents, self.memory, self.tier.limit if self.tier is not None else None)
+        self.disk = self.tier.account if self.tier is not None else DiskAccount(contents, Stored(0))
+        self.protection = Protection(contents, self.memory, self.disk)
         self.reader = Reader(contents)
         self._catalogue = contents.catalogue
 
@@ -149,7 +145,7 @@ class Keyspace:
     @property
     def is_limited(self) -> bool:
         """Return whether a limit other than maxmemory applies."""
-        return self.evictor.has_quotas or (self.tier is not None and self.tier.stored.maxdisk > 0)
+        return self.evictor.has_quotas or self.disk.stored.maxdisk > 0
 
     def admit(self, coming: Iterable[PendingWrite]) -> None:
         """Evict values until the disk and the quotas have space for new values.
@@ -160,19 +156,18 @@ class Keyspace:
 
     def _admit(self, parts: Sequence[list[PendingWrite]]) -> Sequence[ReservationParts]:
         """Do the same for the parts of a batch. Return the amounts of each part for reservations in quotas."""
-        if self.tier is not None:
-            self.tier.limit.admit([*chain.from_iterable(parts)])
+        self.disk.admit([*chain.from_iterable(parts)])
         return self.quotas.admit(parts) if self.evictor.has_quotas else ()
 
     def admit_batch(self, pages: NewPages) -> None:
         """Evict values until there is space for pages that are stored in this step. Raise OverLimit as `admit`."""
-        slots, tier = pages.slots, self.tier
+        slots, disk = pages.slots, self.disk
         if not self.evictor.has_quotas:
-            if tier is None:
+            if not disk.stored.maxdisk:
                 return
             size = slots[0].size if len(slots) == 1 else sum(map(_SIZE, slots))
             splits = self._catalogue.in_extents and self.has_extents(pages)
-            if not splits and tier.limit.has_space(len(slots), size):
+            if not splits and disk.has_space(len(slots), size):
                 return
         self._admit([self._pending(pages)])
 
@@ -198,21 +193,20 @@ class Keyspace:
         enough; none of the pages must be stored then.
         """
         if not self.is_limited:
-            return Reservation(())
+            return Reservation()
         parts: list[list[PendingWrite]] = []
         for pages in batches:
             parts.append(self._pending(pages))
             yield ()
         of_quotas = self._admit(parts)
-        if len(parts) == 1 and (self.tier is None or not self.tier.any_on_disk):
-            return Reservation(())  # the batch waits for nothing, and is stored in this step
-        on_disk = self.tier.limit.reservation_parts(parts) if self.tier is not None else ()
+        if len(parts) == 1 and not self.contents.tier.any_on_disk:
+            return Reservation()  # the batch waits for nothing, and is stored in this step
+        on_disk = self.disk.reservation_parts(parts)
         return Reservation(chain(*both) for both in zip_longest(of_quotas, on_disk, fillvalue=()))
 
     def set_block(self, req_id: bytes, page: int, extent: Extent) -> None:
         """Admit and store a block as an extent, see `Contents.set_block`. Raise OverLimit as `admit`."""
-        if self.tier is not None:
-            self.tier.limit.admit_block(req_id, page, extent.shape)
+        self.disk.admit_block(req_id, page, extent.shape)
         self.quotas.admit_block(req_id, page, extent.shape)
         self.contents.set_block(req_id, page, extent)
 
@@ -225,8 +219,7 @@ class Keyspace:
     def chain(self, blocks: Sequence[Block]) -> None:
         """Note that each of these blocks extends the one before it, without which an engine cannot use it."""
         self.evictor.chain(blocks)
-        if self.tier is not None:
-            self.tier.limit.follows(blocks)
+        self.contents.tier.follows(blocks)
 
     # -- pages -----------------------------------------------------------------------------------------------------
 
@@ -244,8 +237,7 @@ class Keyspace:
         the store continue counts, changes of the policy, and the return of memory. Return `most` if there is more work
         to do soon, and the number of removed keys otherwise.
         """
-        if self.tier is not None:
-            self.tier.fetching.sweep()
+        self.contents.tier.sweep()
         elapsed = monotonic_ms()
         self.evictor.units.now = elapsed // 1000
         self.leases.settle(elapsed)

@@ -9,20 +9,17 @@ When quotas are set, existing values are counted in steps. Until all are counted
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple, cast
 
 from kvpage_server.page import HEADER_SIZE, BlockShape
-from kvpage_server.store.contents import Contents
-from kvpage_server.store.evict import LEAST_INDEX, MemoryLimit
+from kvpage_server.store.accounts import Account, PendingWrite, ReservationParts, make_room, units_of
+from kvpage_server.store.contents import Contents, Source
+from kvpage_server.store.evict import LEAST_INDEX, MemoryAccount
 from kvpage_server.store.eviction.queues import Unit
-from kvpage_server.store.eviction.quotas import OverQuota, Quota, Rule, block_name, counted
+from kvpage_server.store.eviction.quotas import Quota, Rule, block_name, counted
 from kvpage_server.store.memory.entry import is_page
 from kvpage_server.store.memory.index import Block
-from kvpage_server.store.reservation import ReservationParts
-from kvpage_server.system.text import monotonic_ms
 
 _PATTERNS_PER_STEP = (
     20_000  # pattern matches before other clients get their turn; to count a value costs as much as _OF_A_VALUE
@@ -31,48 +28,97 @@ _OF_A_VALUE = 16
 
 _LEAST_INDEX_OF_QUOTA = 1 << 20  # bytes of the index that a quota may take, however low its limit is
 
-Name = bytes | tuple[bytes, int]  # a string's key; a block's request and page id
+
+class QuotaAccount(Account):
+    """The values of a quota."""
+
+    def __init__(self, contents: Contents, quota: Quota) -> None:
+        super().__init__(contents)
+        self.quota = quota
+
+    @property
+    def limit(self) -> int:
+        return self.quota.limit
+
+    @property
+    def used(self) -> int:
+        return self.quota.bytes
+
+    def sources(self, _: int) -> Iterator[Source]:
+        if self.contents.evictor.rules.evicts_expiring:
+            yield filter(self.contents.may_evict, self.quota.units.victims()), self._evict
+
+    def _evict(self, unit: Unit) -> None:
+        self.quota.units.evicted(unit)
+        self.contents.evict(unit, room="quota")
+
+    def refusal(self, _: int) -> str:
+        return self._refusal("is used up")
+
+    def _refusal(self, reason: str) -> str:
+        pattern = self.quota.pattern.decode("utf-8", "surrogateescape")
+        return f"the quota of '{pattern}', {self.quota.limit} bytes, {reason}"
 
 
-class PendingWrite(NamedTuple):
-    """A value that is about to be stored.
+class QuotaIndexAccount(QuotaAccount):
+    """The memory of the index that a quota's units may take. Without `maxmemory` it has no limit."""
 
-    `size` is in bytes, as quotas count it. `block` is the request and page id of a page's block, None for a string.
-    """
+    def __init__(self, contents: Contents, quota: Quota, memory: MemoryAccount) -> None:
+        super().__init__(contents, quota)
+        self._memory = memory
 
-    key: bytes
-    size: int
-    block: tuple[bytes, int] | None = None
+    @property
+    def limit(self) -> int:
+        quotas, maxmemory = self.contents.evictor.quotas, self._memory.limit
+        if not (maxmemory and self.quota.limit):
+            return 0
+        least = min(_LEAST_INDEX_OF_QUOTA, LEAST_INDEX // 2 // len(quotas.all))
+        rest = self._memory.index.limit - least * len(quotas.all)
+        return least + rest * self.quota.limit // max(quotas.limits, maxmemory)
+
+    most = limit
+
+    @property
+    def used(self) -> int:
+        return self.quota.index
+
+    def refusal(self, _: int) -> str:
+        return self._refusal(f"has so many keys that their index takes more than {self.limit} bytes")
 
 
-class QuotaLimit:
-    """The limits of all quotas: eviction before a write, and the count of existing values."""
+class QuotaAccounts:
+    """The accounts of all quotas, and the count of existing values."""
 
-    def __init__(self, contents: Contents, memory: MemoryLimit) -> None:
+    def __init__(self, contents: Contents, memory: MemoryAccount) -> None:
+        self.of: dict[Quota, tuple[QuotaAccount, QuotaIndexAccount]] = {}
         self._contents = contents
         self._memory = memory
         self._uncounted: Iterator[None] | None = None  # the remaining steps of the count of existing values
 
     def set_rules(self, rules: Sequence[Rule]) -> None:
         """Replace the quotas, and begin to count the existing values. Nothing is evicted yet."""
-        self._contents.evictor.set_quotas(rules, self._contents.catalogue.costs)
-        self._contents.leases.recount()
+        contents = self._contents
+        contents.evictor.set_quotas(rules, contents.catalogue.costs)
+        self.of = {
+            quota: (QuotaAccount(contents, quota), QuotaIndexAccount(contents, quota, self._memory))
+            for quota in contents.evictor.every_quota
+        }
+        contents.leases.recount()
         self._uncounted = self._count_all() if rules else None
         self.go_on()
 
     # -- before something is stored ---------------------------------------------------------------------------------
 
-    def admit(self, parts: Iterable[Iterable[PendingWrite]]) -> list[ReservationParts]:
-        """Evict values of the quotas of new values until these fit. Return the amounts to reserve for each part.
+    def admit(self, parts: Sequence[Sequence[PendingWrite]]) -> list[ReservationParts]:
+        """Evict values of the quotas of new values until these fit. Return the sizes to reserve for each part.
 
-        Values that a part replaces, and blocks that it adds to, are not evicted. Raise OverQuota if the policy may not
+        Values that a part replaces, and blocks that it extends, are not evicted. Raise OverLimit if the policy may not
         evict enough; the new values must not be stored then.
         """
-        quotas = self._contents.evictor.quotas
-        growth: dict[bytes, int] = {}
+        catalogue, index, quotas = self._contents.catalogue, self._contents.index, self._contents.evictor.quotas
+        growth, new_blocks = dict[bytes, int](), set[tuple[bytes, int]]()
         taken: list[dict[Quota, int]] = []
         index_grows: dict[Quota, int] = {}
-        stay: set[Name] = set()
         for part in parts:
             wanted: dict[Quota, int] = {}
             taken.append(wanted)
@@ -80,83 +126,36 @@ class QuotaLimit:
                 quota = quotas.named(key if block is None else block_name(block[0]))
                 if quota is None:
                     continue
-                entry = self._contents.catalogue.get(key)
+                entry = catalogue.get(key)
                 grows = size - counted(key, entry, as_page=block is not None)
                 wanted[quota] = wanted.get(quota, 0) + grows - growth.get(key, 0)
-                name = key if block is None else block
                 if entry is None and key not in growth:
-                    cost = self._new_index(key, block if name not in stay else None)
+                    cost = catalogue.costs.of_key(key)
+                    if block is not None and block not in new_blocks and not index.has(*block):
+                        new_blocks.add(block)
+                        cost += catalogue.costs.of_block(block[0])
                     index_grows[quota] = index_grows.get(quota, 0) + cost
                 growth[key] = grows
-                stay.add(name)
-                if block is None and entry is not None and is_page(entry):  # a string will replace this page
-                    stay.add((cast(Block, entry.unit).req_id, cast(Block, entry.unit).page))
+        stay = units_of(self._contents, chain.from_iterable(parts))
         for quota in dict.fromkeys(chain.from_iterable(taken)):
-            coming = sum(wanted.get(quota, 0) for wanted in taken)
-            self._evict_own(quota, coming, index_grows.get(quota, 0), stay)
-        return [wanted.items() for wanted in taken]
+            self._make_room(quota, sum(wanted.get(quota, 0) for wanted in taken), index_grows.get(quota, 0), stay)
+        return [[(self.of[quota][0], size) for quota, size in wanted.items()] for wanted in taken]
 
     def admit_block(self, req_id: bytes, page: int, shape: BlockShape) -> None:
-        """Evict values of a block's quota until its extent fits. Raise OverQuota as `admit` does."""
+        """Evict values of a block's quota until its extent fits. Raise OverLimit as `admit` does."""
         quota = self._contents.evictor.quotas.named(block_name(req_id))
         if quota is not None:
             size = HEADER_SIZE * shape.pages + shape.nbytes
             block = self._contents.index.block(req_id, page)
-            had = quota.sizes.get(block, 0) if block is not None else 0
-            index = quota.index_costs.of_block(req_id) if block is None else 0
-            self._evict_own(quota, size - had, index, {(req_id, page)})
+            if block is None:
+                self._make_room(quota, size, quota.index_costs.of_block(req_id), ())
+            else:
+                self._make_room(quota, size - quota.sizes.get(block, 0), 0, {block})
 
-    def most_index(self, quota: Quota) -> int:
-        """Return the bytes of the index that a quota's units may take; no limit without `maxmemory`."""
-        quotas, maxmemory = self._contents.evictor.quotas, self._memory.maxmemory
-        if not (maxmemory and quota.limit):
-            return sys.maxsize
-        least = min(_LEAST_INDEX_OF_QUOTA, LEAST_INDEX // 2 // len(quotas.all))
-        rest = self._memory.most_index - least * len(quotas.all)
-        return least + rest * quota.limit // max(quotas.limits, maxmemory)
-
-    def _new_index(self, key: bytes, block: tuple[bytes, int] | None) -> int:
-        """Return the bytes of the index of a new key, and of its block if that is given and does not exist."""
-        costs = self._contents.catalogue.costs
-        size = costs.of_key(key)
-        if block is not None and not self._contents.index.has(*block):
-            size += costs.of_block(block[0])
-        return size
-
-    def _evict_own(self, quota: Quota, coming: int, index: int, stay: set[Name]) -> None:
-        """Evict a quota's values, except `stay`, until `coming` more bytes and `index` more bytes of the index fit, or
-        only protected values are left.
-
-        Raise OverQuota if the policy may not evict enough, or if protected values fill the quota's share of the index.
-        Only `noeviction` and `volatile-ttl` forbid evictions.
-        """
-        most_index = self.most_index(quota)
-        if quota.lacks(coming) <= 0 and quota.index + index <= most_index:
-            return
-        rules = self._contents.evictor.rules
-        if not rules.evicts_expiring:
-            raise OverQuota(quota, most_index if quota.lacks(coming) <= 0 else 0)
-        now = monotonic_ms()
-        for unit in quota.units.victims():
-            name = (unit.req_id, unit.page) if isinstance(unit, Block) else unit
-            if name in stay or self._contents.leases.spares(unit, now) or not self._may_go(unit):
-                continue
-            quota.units.evicted(unit)
-            self._contents.evict(unit, quota)
-            if quota.lacks(coming) <= 0 and quota.index + index <= most_index:
-                return
-        if quota.index + index > most_index:
-            raise OverQuota(quota, most_index)
-        if not rules.evicts_any:
-            raise OverQuota(quota)
-
-    def _may_go(self, unit: Unit) -> bool:
-        if self._contents.evictor.rules.evicts_any:
-            return True
-        if not isinstance(unit, Block):
-            return bool(self._contents.expires_of(unit))
-        # `soonest` alone is not enough: the page that it stands for may have been kept with PERSIST.
-        return bool(unit.soonest) and any(map(self._contents.expires_of, unit.page_keys()))
+    def _make_room(self, quota: Quota, size: int, index: int, stay: Collection[Unit]) -> None:
+        for account, more in zip(self.of[quota], (size, index), strict=True):
+            for _ in make_room(account, more, stay):
+                pass
 
     # -- counting ----------------------------------------------------------------------------------------------------
 

@@ -26,12 +26,12 @@ from kvpage_server.commands.table import Spec, meant, named
 from kvpage_server.core import Command
 from kvpage_server.core.pieces import Piece
 from kvpage_server.resp import Reply, ReplyError, Wait, bare
+from kvpage_server.store.accounts import OverLimit
 from kvpage_server.store.disk.fetching import BorrowedReads
 from kvpage_server.store.disk.naming import unit_on_disk
 from kvpage_server.store.disk.pins import Hold, TooMuch
 from kvpage_server.store.disk.prefetch import Needed
 from kvpage_server.store.disk.tier import DiskTier
-from kvpage_server.store.keyspace import OutOfMemory
 from kvpage_server.store.memory.entry import Entry
 from kvpage_server.store.memory.on_disk import OnDisk
 
@@ -392,12 +392,12 @@ def free_memory(client: Client) -> None:
     (OOM) if nothing more may be evicted.
     """
     try:
-        if not client.server.keyspace.memory.make_room():
+        if not client.server.keyspace.memory.shrink():
             raise Postponed(Wait(asyncio.get_running_loop().call_soon))
-    except OutOfMemory as full:
+    except OverLimit as full:
         if client.server.tiered is not None:
             wait_for_memory(client.server.tiered)
-        raise ReplyError(f"OOM command not allowed when {full}") from None
+        raise ReplyError(f"OOM {full}") from None
 
 
 def wait_for_messages(client: Client, spec: Spec) -> None:

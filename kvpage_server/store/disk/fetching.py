@@ -20,6 +20,7 @@ from operator import attrgetter
 from typing import TypeAlias, cast
 
 from kvpage_server.core import Arena, Slot
+from kvpage_server.store.accounts import OverLimit
 from kvpage_server.store.contents import Contents
 from kvpage_server.store.disk.bodies import Found, Outcome
 from kvpage_server.store.disk.borrowed_reads import BorrowedRead, Copies, Mapped, MappedReads
@@ -30,7 +31,7 @@ from kvpage_server.store.disk.pins import HeldUnits, Hold, TooMuch
 from kvpage_server.store.disk.prefetch import Needed
 from kvpage_server.store.disk.readers import DiskReader
 from kvpage_server.store.disk.usage import Stored
-from kvpage_server.store.evict import MemoryLimit, OutOfMemory
+from kvpage_server.store.evict import MemoryAccount
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.memory.index import Block, Extent
 from kvpage_server.store.memory.on_disk import OnDisk
@@ -52,7 +53,7 @@ class Fetching:
     _reader: DiskReader
     _mapped: MappedReads
 
-    def __init__(self, contents: Contents, memory: MemoryLimit, stored: Stored) -> None:
+    def __init__(self, contents: Contents, memory: MemoryAccount, stored: Stored) -> None:
         self.holds = HeldUnits()
         self.times = Durations()  # durations of jobs
         self._contents = contents
@@ -99,8 +100,8 @@ class Fetching:
             then()
             return
         try:
-            self._memory.make_room()
-        except OutOfMemory:
+            self._memory.shrink()
+        except OverLimit:
             log.debug("memory is full; what is read is in it for a moment")
         fetching = self._fetching
         new = [*filterfalse(fetching.__contains__, values)]
@@ -137,8 +138,8 @@ class Fetching:
         """Let waiting clients try again, because a hold has ended."""
         self._free_temporary()
         waiting, self._waiting = self._waiting, []
-        with suppress(OutOfMemory):
-            self._memory.make_room()
+        with suppress(OverLimit):
+            self._memory.shrink()
         for then in waiting:
             then()
 
@@ -157,10 +158,10 @@ class Fetching:
         """
         needs = 2 * sum(map(_SIZE, values))  # upper bound: slots are larger than their values
         memory = self._memory
-        if not memory.maxmemory or memory.used + needs <= memory.maxmemory:
+        if not memory.limit or memory.used + needs <= memory.limit:
             return True
-        since = max(self._bytes_borrowed - memory.maxmemory, 0)
-        return needs <= memory.maxmemory and any(value.borrowed_at >= since for value in values)
+        since = max(self._bytes_borrowed - memory.limit, 0)
+        return needs <= memory.limit and any(value.borrowed_at >= since for value in values)
 
     def _begin(self, values: Sequence[OnDisk], *, touches: bool) -> _Job:
         """Create a job for a thread. No other job may be reading one of these values."""

@@ -23,25 +23,27 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import filterfalse, islice, pairwise
 from math import ceil
-from typing import cast
 
 from kvpage_server.page import HEADER_SIZE, BlockShape
 from kvpage_server.store import records
-from kvpage_server.store.contents import Contents
+from kvpage_server.store.accounts import (
+    Account,
+    OverLimit,
+    PendingWrite,
+    ReservationParts,
+    evictions,
+    make_room,
+    units_of,
+)
+from kvpage_server.store.contents import Contents, Source
 from kvpage_server.store.disk.lmdb_file import DiskFull, MaxDisk
 from kvpage_server.store.disk.naming import is_there, name_of_unit, names_in, parse_block, unit_named
-from kvpage_server.store.disk.pins import HeldUnits
 from kvpage_server.store.disk.usage import Stored
-from kvpage_server.store.evict import MemoryLimit
 from kvpage_server.store.eviction.policies import Policy
 from kvpage_server.store.eviction.queues import Unit
-from kvpage_server.store.eviction.quotas import OverLimit
-from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Text, is_page
+from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Text
 from kvpage_server.store.memory.index import Block, PageIndex
-from kvpage_server.store.quota_limit import PendingWrite
 from kvpage_server.store.records import footprint, name_of_block, name_of_key
-from kvpage_server.store.reservation import Account, ReservationParts
-from kvpage_server.system.text import monotonic_ms
 
 # -- Links between blocks: a block is useless to a reader without the block that it extends ----------------------------
 #
@@ -116,44 +118,88 @@ _TEXT_ON_DISK = 2  # approximate size of a string on disk, divided by its size i
 Sizes = dict[bytes, int]  # footprints on disk, by name
 
 
-class DiskUsedUp(OverLimit):
-    """Error: a write does not fit on the disk, and the policy may not evict anything for it."""
+class _DiskAccount(Account):
+    """An account of the disk. Without `maxdisk` it has no limit."""
 
-    def __init__(self, maxdisk: int, size: int) -> None:
-        super().__init__(
-            f"command not allowed when used disk > 'maxdisk': {int(maxdisk * _SHARE_OF_DISK)} bytes of {maxdisk} are "
-            f"for values, and {size} more do not fit."
+    def __init__(self, contents: Contents, stored: Stored) -> None:
+        super().__init__(contents)
+        self.stored = stored
+
+    def goal(self, size: int) -> int:
+        """Return the goal, but evict at most `2 * size` bytes: in steps, after a lower maxdisk."""
+        return max(super().goal(size), self.used - 2 * size)
+
+
+class WithReplaced(_DiskAccount):
+    """The space for values together with the values that they replace, which stay until the next commit."""
+
+    def __init__(self, disk: DiskAccount) -> None:
+        super().__init__(disk.contents, disk.stored)
+        self._disk = disk
+
+    @property
+    def limit(self) -> int:
+        return int(self.stored.maxdisk * _SHARE_WITH_REPLACED)
+
+    most = limit
+
+    @property
+    def used(self) -> int:
+        return self.stored.usage.expected + self.stored.usage.replaced
+
+    def sources(self, size: int) -> Iterator[Source]:
+        return self._disk.units_to_evict(self, size)
+
+    def refusal(self, size: int) -> str:
+        size += self.stored.usage.replaced + self.reserved
+        return (
+            f"it and what is written with it take {size} bytes beside what they replace: "
+            f"maxdisk allows {self.limit} of {self.stored.maxdisk} bytes for both. Write less at once"
         )
 
 
-class TooMuchAtOnce(OverLimit):
-    """Error: a write does not fit on the disk together with the values that it replaces."""
+class DiskAccount(_DiskAccount):
+    """The space for values: a part of `maxdisk`. Also eviction for the space that other programs leave."""
 
-    def __init__(self, maxdisk: int, size: int) -> None:
-        super().__init__(
-            f"command not allowed when it and what is written with it take {size} bytes beside what they replace: "
-            f"maxdisk allows {int(maxdisk * _SHARE_WITH_REPLACED)} of {maxdisk} bytes for both. Write less at once."
-        )
-
-
-class DiskLimit:
-    """The limit of the disk: `maxdisk`, and the space that other programs leave."""
-
-    def __init__(self, contents: Contents, memory: MemoryLimit, stored: Stored, holds: HeldUnits) -> None:
-        self._contents = contents
-        self._memory = memory
-        self._stored = stored
-        self._holds = holds
+    def __init__(self, contents: Contents, stored: Stored) -> None:
+        super().__init__(contents, stored)
+        self._with_replaced = WithReplaced(self)
         self._chains = Chains(contents.index)
-        self._under_way = Account()  # bytes that unfinished batches have reserved
-        self._under_way_beside = Account()  # the same, plus the values that they replace
+        self._freed = 0  # bytes of evicted units since the start
 
-    # -- admission of writes -----------------------------------------------------------------------------------------
+    @property
+    def limit(self) -> int:
+        return int(self.stored.maxdisk * _SHARE_OF_DISK)
 
     @property
     def most(self) -> int:
-        """Bytes that values may use, 0 for no limit."""
-        return int(self._stored.maxdisk * _SHARE_OF_DISK)
+        rules, expiring = self.contents.evictor.rules, self.contents.expirer.keys
+        may_evict = rules.evicts_any or (rules.evicts_expiring and expiring)
+        return int(self.stored.maxdisk * _SHARE_FOR_NOW) if may_evict else self.limit
+
+    @property
+    def used(self) -> int:
+        return self.stored.usage.expected
+
+    def sources(self, size: int) -> Iterator[Source]:
+        return self.units_to_evict(self, size)
+
+    def units_to_evict(self, account: Account, size: int) -> Iterator[Source]:
+        """Yield the units to evict. The last ones follow only if the account refuses the write without their eviction.
+
+        Until then, values use a part of LMDB's space temporarily.
+        """
+        yield self.evictable(last=False), self.evict
+        if account.refuses(size):
+            yield self.evictable(), self.evict
+
+    def refusal(self, size: int) -> str:
+        return (
+            f"used disk > 'maxdisk': {self.limit} bytes of {self.stored.maxdisk} are for "
+            f"values, and {size} more do not fit"
+        )
+
+    # -- admission of writes -----------------------------------------------------------------------------------------
 
     @staticmethod
     def least_for(size: int) -> int:
@@ -162,121 +208,84 @@ class DiskLimit:
 
     def size_of(self, unit: Unit) -> int:
         """Return the bytes of a unit on disk."""
-        return self._stored.usage.size_of_unit(name_of_unit(unit))
+        return self.stored.usage.size_of_unit(name_of_unit(unit))
 
     def has_space(self, count: int, size: int) -> bool:
         """Return whether `count` pages with `size` bytes of bodies fit in any case, together with replaced pages. If
         not, `admit` looks up the sizes of replaced pages. Blocks that are split need more space. O(1).
         """
-        if not self._stored.maxdisk:
+        if not self.stored.maxdisk:
             return True
-        usage, bound = self._stored.usage, size + size // 4096 + count * records.PAGE_BOUND
-        used = usage.expected + usage.replaced + self._under_way_beside.reserved
-        return used + 2 * bound <= self._stored.maxdisk * _SHARE_OF_DISK
+        usage, bound = self.stored.usage, size + size // 4096 + count * records.PAGE_BOUND
+        used = usage.expected + usage.replaced + self._with_replaced.reserved
+        return used + 2 * bound <= self.stored.maxdisk * _SHARE_OF_DISK
 
     def admit(self, coming: Collection[PendingWrite]) -> None:
-        """Evict until these values fit. Raises DiskUsedUp, TooMuchAtOnce; nothing is stored then."""
-        if not self._stored.maxdisk:
+        """Evict until these values fit. Raise OverLimit if not enough may be evicted; nothing is stored then."""
+        if not self.stored.maxdisk:
             return
-        usage, blocks = self._stored.usage, self._blocks_of(coming)
-        split: Sizes = {}
-        for block in blocks:
-            split |= self._split_sizes(block)
+        units, replaced = units_of(self.contents, coming), self._with_replaced
+        split = self._sizes_of_splits(units)
         most_new = sum(map(_size_of_write, coming)) + sum(split.values())
         # Usually an upper bound fits, and the sizes of replaced values are not looked up.
-        if usage.expected + usage.replaced + self._under_way_beside.reserved + 2 * most_new > self.most:
+        if replaced.used + replaced.reserved + 2 * most_new > self.limit:
             sizes = split | {name_of_key(value.key): _size_of_write(value) for value in coming}
-            self._ensure_space(sizes, {*sizes, *map(name_of_unit, blocks)})
+            self._ensure_space(sizes, units)
 
     def reservation_parts(self, parts: Iterable[Collection[PendingWrite]]) -> list[ReservationParts]:
         """Return the space to reserve for each part of an admitted batch, whose parts are stored in order."""
-        if not self._stored.maxdisk:
+        if not self.stored.maxdisk:
             return []
-        usage, before = self._stored.usage, dict[bytes, int]()  # sizes of values in earlier parts
+        usage, before = self.stored.usage, dict[bytes, int]()  # sizes of values in earlier parts
         found: list[ReservationParts] = []
         for part in parts:
-            sizes: Sizes = {}
-            for block in self._blocks_of(part):
-                sizes |= self._split_sizes(block)
+            sizes = self._sizes_of_splits(units_of(self.contents, part))
             for value in part:
                 sizes[name_of_key(value.key)] = _size_of_write(value)
             fresh = [*filterfalse(before.__contains__, sizes)]
             growth = sum(sizes.values()) - sum(map(usage.size_of, fresh))
             if len(fresh) < len(sizes):
                 growth -= sum(before.get(name, 0) for name in sizes)
-            found.append([(self._under_way, growth), (self._under_way_beside, growth + usage.to_replace(fresh))])
+            found.append([(self, growth), (self._with_replaced, growth + usage.to_replace(fresh))])
             before |= sizes
         return found
 
-    def _blocks_of(self, coming: Collection[PendingWrite]) -> set[Block]:
-        """Return the existing blocks of these pages, and the blocks whose pages these strings replace."""
-        index, get = self._contents.index, self._contents.catalogue.get
-        names = {value.block for value in coming if value.block is not None}
-        blocks = {block for name in names if (block := index.block(*name)) is not None}
-        for value in coming:
-            if value.block is None and (entry := get(value.key)) is not None and is_page(entry):
-                blocks.add(cast(Block, entry.unit))
-        return blocks
-
     def admit_block(self, req_id: bytes, page: int, shape: BlockShape) -> None:
-        """Evict until a block that is stored whole, and replaces its pages, fits. Raises as `admit`."""
-        if not self._stored.maxdisk:
+        """Evict until a block that is stored whole, and replaces its pages, fits. Raise OverLimit as `admit`."""
+        if not self.stored.maxdisk:
             return
-        name, block = name_of_block(req_id, page), self._contents.index.block(req_id, page)
+        name, block = name_of_block(req_id, page), self.contents.index.block(req_id, page)
         sizes = dict.fromkeys(names_in(block), 0) if block is not None else {}
         sizes[name] = footprint(name, shape.nbytes)
-        self._ensure_space(sizes, {name})
+        self._ensure_space(sizes, {block} if block is not None else ())
 
     def admit_split(self, block: Block) -> None:
-        """Evict until the pages of a block that was stored whole fit as separate values. Raises as `admit`."""
-        if self._stored.maxdisk and (sizes := self._split_sizes(block)):
-            self._ensure_space(sizes, sizes)
+        """Evict until the pages of a block that was stored whole fit as separate values. Raise OverLimit as `admit`."""
+        if self.stored.maxdisk and (sizes := self._sizes_of_splits([block])):
+            self._ensure_space(sizes, {block})
 
-    def _split_sizes(self, block: Block) -> Sizes:
-        """Return the footprint of a block's pages by the block's name, if it is on disk whole; otherwise nothing."""
-        name = name_of_unit(block)
-        if block.extent is None or not self._stored.keeps(name):
-            return {}
-        return {name: block.pages * records.footprint_of(len(block.req_id), block.extent.slot.size // block.pages)}
+    def _sizes_of_splits(self, units: Iterable[Unit]) -> Sizes:
+        """Return the footprints of the pages of blocks, by the name of the block, for blocks that are on disk whole."""
+        return {
+            name: unit.pages * records.footprint_of(len(unit.req_id), unit.extent.slot.size // unit.pages)
+            for unit in units
+            if isinstance(unit, Block) and unit.extent is not None and self.stored.keeps(name := name_of_unit(unit))
+        }
 
-    def _ensure_space(self, sizes: Sizes, stay: Collection[bytes]) -> None:
-        """Evict until values of these sizes fit; units in `stay` are not evicted. Raises DiskUsedUp, TooMuchAtOnce."""
-        usage, most, maxdisk = self._stored.usage, self.most, self._stored.maxdisk
-        # Growth after the commit; and during it, when replaced values are on disk, too.
+    def _ensure_space(self, sizes: Sizes, stay: Collection[Unit]) -> None:
+        """Evict until values of these sizes fit; units in `stay` are not evicted. Raise OverLimit as `admit`."""
+        usage = self.stored.usage
         growth = sum(sizes.values()) - sum(map(usage.size_of, sizes))
-        at_once = growth + usage.to_replace(sizes)
-        later, beside_later = self._under_way.reserved, self._under_way_beside.reserved
-        lacking = min(usage.expected + later + growth - most, 2 * growth)  # in steps, after a lower maxdisk
-        with_it = usage.replaced + beside_later + at_once
-        beside = min(usage.expected + with_it - int(maxdisk * _SHARE_WITH_REPLACED), 2 * at_once)
-        if lacking <= 0 and beside <= 0:
-            return
-        if growth > most or not self._rules.evicts_expiring:
-            raise DiskUsedUp(maxdisk, growth) if lacking > 0 else TooMuchAtOnce(maxdisk, with_it)
-        need = max(lacking, beside)
-        # Evict in the usual order first. Use LMDB's space next, and evict the last units only if this does not suffice.
-        freed = self._free(need, stay)
-        if freed < need and self._exceeds_reserve(growth + later, at_once + beside_later):
-            freed += self._free(need - freed, stay, last=True)
-        if freed < need:
-            nothing_goes = not (self._rules.evicts_any or self._contents.expirer.keys)
-            if lacking > 0 and (nothing_goes or usage.expected + later + growth > maxdisk * _SHARE_FOR_NOW):
-                raise DiskUsedUp(maxdisk, growth)
-            with_it = usage.replaced + beside_later + at_once
-            if usage.expected + with_it > maxdisk * _SHARE_WITH_REPLACED:
-                raise TooMuchAtOnce(maxdisk, with_it)
-
-    def _exceeds_reserve(self, growth: int, at_once: int) -> bool:
-        """Return whether these bytes exceed also the part of LMDB's space that values may use temporarily."""
-        usage, maxdisk = self._stored.usage, self._stored.maxdisk
-        return (
-            usage.expected + growth > maxdisk * _SHARE_FOR_NOW
-            or usage.expected + usage.replaced + at_once > maxdisk * _SHARE_WITH_REPLACED
-        )
+        if growth > self.limit:
+            raise OverLimit(self, growth)
+        # After the commit; and during it, when replaced values are on disk, too.
+        for account, size in (self, growth), (self._with_replaced, growth + usage.to_replace(sizes)):
+            for _ in make_room(account, size, stay):
+                pass
 
     @property
     def _rules(self) -> Policy:
-        return self._contents.evictor.rules
+        return self.contents.evictor.rules
 
     # -- order of eviction ---------------------------------------------------------------------------------------------
 
@@ -287,67 +296,48 @@ class DiskLimit:
     def block_removed(self, block: Block) -> None:
         """Remove the links of a removed block. The block that it extended may be evicted now."""
         for req_id, page in self._chains.removed(block):
-            self._stored.usage.resume(name_of_block(req_id, page))
+            self.stored.usage.resume(name_of_block(req_id, page))
 
     def clear(self) -> None:
         """Remove all links between blocks."""
         self._chains.clear()
 
     def evict_for_full_disk(self, error: DiskFull, size: int) -> Iterator[None]:
-        """Evict `size` bytes, if possible, because the disk is full. Yields after each unit."""
-        if self._rules.evicts_expiring:
-            for freed in self._freed((), alone=not isinstance(error, MaxDisk), last=True):
-                if freed >= size:
-                    return
-                yield
+        """Evict `size` bytes, if possible, because the disk is full. Yield after each unit."""
+        enough = self._freed + size
+        for _ in evictions(self.contents, [(self.evictable(alone=not isinstance(error, MaxDisk)), self.evict)]):
+            if self._freed >= enough:
+                return
+            yield
 
-    def _free(self, size: int, stay: Collection[bytes], *, last: bool = False) -> int:
-        """Evict until `size` bytes are free; with `last`, all kinds of units. Returns the freed bytes."""
-        freed = 0
-        for freed in self._freed(stay, alone=False, last=last):
-            if freed >= size:
-                break
-        return freed
-
-    def _freed(self, stay: Collection[bytes], *, alone: bool, last: bool) -> Iterator[int]:
-        """Evict one unit after another. Yields the bytes freed so far."""
-        usage, freed = self._stored.usage, 0
-        for unit in self.evictable(alone=alone, last=last):
-            names = self.names_on_disk(unit)
-            if name_of_unit(unit) in stay or not names:
-                continue
-            freed += sum(map(usage.size_of, names))
-            self.evict(unit, names, room="disk")
-            yield freed
-
-    def evict(self, unit: Unit, names: Collection[bytes], *, room: str) -> None:
-        """Evict a unit from memory and disk. `names` are its `names_on_disk`; `room` is the limit's."""
-        self._stored.usage.remove_unit(name_of_unit(unit))
-        self._stored.counts.evicted += len(names)
-        self._contents.evict(unit, room=room)
+    def evict(self, unit: Unit, *, room: str = "disk") -> bool:
+        """Evict a unit from memory and disk, because of the limit of `room`. Return False if it is not on disk."""
+        if not (names := self.names_on_disk(unit)):
+            return False
+        usage = self.stored.usage
+        self._freed += sum(map(usage.size_of, names))
+        usage.remove_unit(name_of_unit(unit))
+        self.stored.counts.evicted += len(names)
+        self.contents.evict(unit, room=room)
+        return True
 
     def names_on_disk(self, unit: Unit) -> list[bytes]:
         """Return the names of a unit's values that are on disk, or wait to be written."""
-        return [name for name in names_in(unit) if self._stored.has(name)]
+        return [name for name in names_in(unit) if self.stored.has(name)]
 
     def evictable(self, *, alone: bool = False, last: bool = True) -> Iterator[Unit]:
-        """Yield the units on disk in the order of eviction, without held, leased and pinned ones.
+        """Return the units on disk that the policy may evict, in the order of eviction.
 
         With `alone`, only units on disk only; with `last`, also blocks that other blocks extend, and short strings.
         """
-        now, leases = monotonic_ms(), self._contents.leases
-        leases.settle(now)
-        units = self._oldest(alone=alone, last=last) if self._rules.evicts_any else self._soonest(alone=alone)
-        for unit in units:
-            if unit not in self._holds and not leases.spares(unit, now):
-                yield unit
+        return self._oldest(alone=alone, last=last) if self._rules.evicts_any else self._soonest(alone=alone)
 
     def _soonest(self, *, alone: bool) -> Iterator[Unit]:
         passed = 0
-        for unit in self._memory.soonest():
-            if not alone or self._stored.usage.is_on_disk_only(name_of_unit(unit)):
+        for unit in self.contents.victims():
+            if not alone or self.stored.usage.is_on_disk_only(name_of_unit(unit)):
                 yield unit
-            passed += is_there(self._contents, unit)
+            passed += is_there(self.contents, unit)
             if passed == _MOST_PASSED:
                 return
 
@@ -362,7 +352,7 @@ class DiskLimit:
 
     def _oldest_on_disk_only(self) -> Iterator[Unit]:
         """Yield the units on disk only, the least recently used first. Defer units that other units extend."""
-        usage, passed = self._stored.usage, 0
+        usage, passed = self.stored.usage, 0
         most = min(_MOST_PASSED, usage.units_on_disk_only)
         if not self._rules.keeps_chains:  # no unit is deferred; the policy was changed
             for one in [*islice(usage.deferred, _MOST_PASSED)]:
@@ -372,36 +362,36 @@ class DiskLimit:
                 usage.defer(name)
                 passed += 1
                 continue
-            unit = unit_named(self._contents, name)
+            unit = unit_named(self.contents, name)
             if unit is None:
                 usage.remove_unit(name)
                 continue
             if not self._waits(unit):
                 yield unit
-            if is_there(self._contents, unit):  # it was not evicted: it waits to be written, or has to stay
+            if is_there(self.contents, unit):  # it was not evicted: it waits to be written, or has to stay
                 usage.use(name)
                 passed += 1
 
     def _also_in_memory(self, *, last: bool) -> Iterator[Unit]:
         """Yield the units that are in memory, too, in the order of the policy; `last` includes those evicted last."""
-        get, passed, spares_texts = self._contents.catalogue.entries.get, 0, self._spares_texts
-        for unit in self._contents.evictor.units.victims():
+        get, passed, spares_texts = self.contents.catalogue.entries.get, 0, self._spares_texts
+        for unit in self.contents.evictor.units.victims():
             is_last = not last and (
                 self._is_extended(name_of_unit(unit))
                 or (spares_texts and type(unit) is bytes and type(get(unit)) is Text)
             )
             if not is_last and not self._waits(unit):
                 yield unit
-            passed += is_there(self._contents, unit)
+            passed += is_there(self.contents, unit)
             if passed == _MOST_PASSED:
                 return
 
     def _deferred(self) -> Iterator[Unit]:
         """Yield the deferred units: others extend them, and have to stay."""
-        for name in [*islice(self._stored.usage.deferred, _MOST_PASSED)]:
-            unit = unit_named(self._contents, name)
+        for name in [*islice(self.stored.usage.deferred, _MOST_PASSED)]:
+            unit = unit_named(self.contents, name)
             if unit is None:
-                self._stored.usage.remove_unit(name)
+                self.stored.usage.remove_unit(name)
             elif not self._waits(unit):
                 yield unit
 
@@ -409,12 +399,12 @@ class DiskLimit:
         return name[:1] == b"b" and self._rules.keeps_chains and self._chains.is_extended(*parse_block(name))
 
     def _waits(self, unit: Unit) -> bool:
-        return any(map(self._stored.behind.waits, names_in(unit)))
+        return any(map(self.stored.behind.waits, names_in(unit)))
 
     @property
     def _spares_texts(self) -> bool:
         """Whether short strings are evicted last."""
-        return self._contents.texts * _TEXT_ON_DISK <= self.most * _SHARE_OF_TEXTS
+        return self.contents.texts * _TEXT_ON_DISK <= self.limit * _SHARE_OF_TEXTS
 
 
 def _size_of_write(value: PendingWrite) -> int:

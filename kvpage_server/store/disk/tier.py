@@ -5,8 +5,8 @@ every change, and queues it for write-behind. A value may be dropped from memory
 
 Every value is written to disk, and writers wait if the disk is slower than they are.
 
-The parts are `stored` (values on disk and queued changes), `limit` (eviction when the disk is full), `needs` (lookup of
-the values that a command needs), `fetching` (loads from disk), a loader for the start, and a scrubber.
+The parts are `stored` (values on disk and queued changes), `account` (eviction when the disk is full), `needs` (lookup
+of the values that a command needs), `fetching` (loads from disk), a loader for the start, and a scrubber.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
 from typing import cast
 
 from kvpage_server.core import NewPages, Slot
 from kvpage_server.store import records
-from kvpage_server.store.contents import Contents
+from kvpage_server.store.contents import Contents, Source
 from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.disk.encoding import Change, Corrupt, SetExpiry, Value, change_of
 from kvpage_server.store.disk.fetching import Fetching
-from kvpage_server.store.disk.limit import DiskLimit
+from kvpage_server.store.disk.limit import DiskAccount
 from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull
 from kvpage_server.store.disk.loading import Loader
 from kvpage_server.store.disk.naming import (
@@ -40,7 +42,7 @@ from kvpage_server.store.disk.prefetch import Prefetcher
 from kvpage_server.store.disk.readers import DiskReader, Scrubber
 from kvpage_server.store.disk.usage import Stored, takes
 from kvpage_server.store.disk.write_behind import Batch, WriteBehind
-from kvpage_server.store.evict import MemoryLimit
+from kvpage_server.store.evict import MemoryAccount
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.memory.catalogue import WITH_TIER
 from kvpage_server.store.memory.entry import Entry, Page, Text
@@ -56,10 +58,10 @@ _VALUES_PER_STEP = 256  # values that are noted in one step
 class Changes:
     """The store as the `Owner` of queued values."""
 
-    def __init__(self, contents: Contents, stored: Stored, limit: DiskLimit) -> None:
+    def __init__(self, contents: Contents, stored: Stored, account: DiskAccount) -> None:
         self._contents = contents
         self._stored = stored
-        self._limit = limit
+        self._account = account
 
     def spell(self, name: bytes, value: Value) -> Change:
         """Return the change that stores a value. Called in the thread that commits."""
@@ -67,7 +69,7 @@ class Changes:
 
     def make_room(self, error: DiskFull, size: int) -> Iterator[None]:
         """Evict, because the disk is full and `size` bytes wait. Yields after each unit."""
-        return self._limit.evict_for_full_disk(error, size)
+        return self._account.evict_for_full_disk(error, size)
 
     def is_removed(self, name: bytes) -> bool:
         """Return whether the store has no value with that name."""
@@ -109,6 +111,7 @@ class Changes:
         return self._stored.maxdisk > 0 and self._stored.behind.waits_again(name)
 
 
+_MOST_OFFERED = 1280  # units that may be evicted in one search; examining all of them would block the event loop
 _SHARE_OF_TEXTS = 0.5  # of maxmemory; above it, short strings are evicted, as they are never on disk only
 
 log = logging.getLogger("kvpage")
@@ -117,23 +120,25 @@ log = logging.getLogger("kvpage")
 class DiskTier:
     """The disk tier. Call `load`, then `connect` when the loop runs.
 
-    `Tier` and `TierBelow` document the notifications.
+    `Tier` documents the notifications.
     """
 
     scrubber: Scrubber
 
-    def __init__(self, disk: Disk, contents: Contents, memory: MemoryLimit, maxdisk: int) -> None:
+    def __init__(self, disk: Disk, contents: Contents, memory: MemoryAccount, maxdisk: int) -> None:
         self.disk = disk
         self.any_on_disk = False  # whether any value may be cold
         self.stored = Stored(maxdisk)
         self.needs = Prefetcher(contents)
         self.fetching = Fetching(contents, memory, self.stored)
-        self.limit = DiskLimit(contents, memory, self.stored, self.fetching.holds)
+        self.account = DiskAccount(contents, self.stored)
+        self.follows = self.account.follows
+        self.sweep = self.fetching.sweep
         self._contents = contents
         self._memory = memory
         self._loader = Loader(disk, contents, self.stored)
         self._saves: set[asyncio.Task[str]] = set()
-        contents.tier = memory.tier = self
+        contents.tier = self
         contents.catalogue.costs = WITH_TIER
 
     def load(self) -> None:
@@ -142,7 +147,7 @@ class DiskTier:
 
     def ensure_space_for_all(self) -> None:
         """Raise `maxdisk` if the loaded values exceed it. Called before other code uses the store."""
-        least = self.limit.least_for(self.used_disk)
+        least = self.account.least_for(self.used_disk)
         if least > self.stored.maxdisk:
             self.stored.maxdisk = least
             self.disk.resize(least)
@@ -153,11 +158,11 @@ class DiskTier:
         Writers wait above `limit` queued bytes, or above 1/4 of maxmemory or 1/8 of maxdisk. `moved` is called when
         borrowed bytes, which may wait to be sent, have moved.
         """
-        if self._memory.maxmemory:
-            limit = min(limit, self._memory.maxmemory // 4)
+        if self._memory.limit:
+            limit = min(limit, self._memory.limit // 4)
         if self.stored.maxdisk:
             limit = min(limit, self.stored.maxdisk // 8)
-        self.stored.behind = WriteBehind(self.disk, Changes(self._contents, self.stored, self.limit), mode, limit)
+        self.stored.behind = WriteBehind(self.disk, Changes(self._contents, self.stored, self.account), mode, limit)
         self.fetching.connect(DiskReader(self.disk), moved)
         self.scrubber = Scrubber(self.disk, scrub_rate, self._found_damaged)
 
@@ -234,7 +239,7 @@ class DiskTier:
             raise NotLoaded(block.extent.slot.name)
 
     def admit_split(self, block: Block) -> None:
-        self.limit.admit_split(block)
+        self.account.admit_split(block)
 
     def was_split(self, block: Block, pages: Mapping[bytes, ExtentPage]) -> None:
         self.stored.remove(name_of_block(block.req_id, block.page), replaced=True)
@@ -262,19 +267,19 @@ class DiskTier:
 
     def unit_removed(self, unit: Unit) -> None:
         if isinstance(unit, Block):
-            self.limit.block_removed(unit)
+            self.account.block_removed(unit)
 
     def block_removed(self, block: Block) -> None:
-        self.limit.block_removed(block)
+        self.account.block_removed(block)
         for name in names_in(block):
             self.stored.remove(name)
 
     def clear(self) -> None:
         """Remove everything from the disk."""
         self.stored.clear()
-        self.limit.clear()
+        self.account.clear()
 
-    # -- drops and evictions, called by `MemoryLimit` ------------------------------------------------------------------
+    # -- drops and evictions -------------------------------------------------------------------------------------------
 
     @property
     def held(self) -> int:
@@ -283,16 +288,27 @@ class DiskTier:
     def holds(self, unit: Unit) -> bool:
         return unit in self.fetching.holds
 
+    def values_to_evict(self) -> Iterator[Source]:
+        """Yield units to demote, if that may help: not if the policy keeps short strings, and they exceed maxmemory.
+
+        A policy that may not evict every unit demotes any of them, and then evicts units that expire.
+        """
+        contents = self._contents
+        if not self._keeps_texts or contents.texts <= self._memory.limit:
+            yield islice(contents.evictor.units.victims(), _MOST_OFFERED), self.demote
+        if self._keeps_texts:
+            yield islice(contents.victims(), _MOST_OFFERED), self.evict
+        self.behind.hurry()
+
+    def keys_to_evict(self) -> Iterator[Source]:
+        """Yield units to evict from memory and disk. If the disk fails, also units that wait to be written."""
+        yield islice(self.account.evictable(), _MOST_OFFERED), partial(self.account.evict, room="memory")
+        yield islice(self._contents.victims(), _MOST_OFFERED), self.evict
+        self.behind.hurry()
+
     @property
     def _keeps_texts(self) -> bool:
         return not self._contents.evictor.rules.evicts_any
-
-    def drops_any(self) -> bool:
-        """Return whether dropping may help: not if the policy keeps short strings, and they exceed maxmemory."""
-        return not (self._keeps_texts and self._contents.texts > self._memory.maxmemory)
-
-    def hurry(self) -> None:
-        self.behind.hurry()
 
     def demote(self, unit: Unit) -> bool:
         """Drop a unit, or evict it if it is not on disk. Returns False if it has to stay.
@@ -304,7 +320,7 @@ class DiskTier:
             if not is_text:
                 self._drop(unit, names)
                 return True
-            if self._contents.texts <= self._memory.maxmemory * _SHARE_OF_TEXTS:
+            if self._contents.texts <= self._memory.limit * _SHARE_OF_TEXTS:
                 return False
         return not self._keeps_texts and self.evict(unit)
 
@@ -315,13 +331,6 @@ class DiskTier:
         if not self.behind.failing and self._waits(unit):
             return False
         self._contents.evict(unit)
-        return True
-
-    def evictable(self) -> Iterator[Unit]:
-        return self.limit.evictable()
-
-    def evict_everywhere(self, unit: Unit) -> bool:
-        self.limit.evict(unit, self.limit.names_on_disk(unit), room="memory")
         return True
 
     def _waits(self, unit: Unit) -> bool:

@@ -1,7 +1,7 @@
 """The sizes of values on disk, now and after all queued writes, and the eviction order of units on disk only.
 
 The unit that was demoted or read longest ago is evicted first. A block is evicted as a whole. A unit that other units
-extend is deferred until nothing extends it, see `DiskLimit`.
+extend is deferred until nothing extends it, see `DiskAccount`.
 """
 
 from __future__ import annotations

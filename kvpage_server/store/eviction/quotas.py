@@ -4,7 +4,7 @@ A string belongs to the first quota whose pattern matches its key, a block to th
 `kv:{req_id}:`. A value counts with its stored size, whether it is in memory or on disk, so the size is the same after a
 restart. A page counts 64 bytes for its header and the bytes of its body, alone or in an extent. A string counts its
 key, its value and `TEXT_OVERHEAD`. The memory of the index is counted apart, as many small values take more of it than
-their own size, and has a limit of its own: see `QuotaLimit`.
+their own size, and has a limit of its own: see `QuotaIndexAccount`.
 
 Each quota has a policy of its own in addition to that of the whole store. It gets only the uses of the quota's units,
 so a quota's victim is found without examining other units. Costs: O(1) for a use, a change of size and a victim. The
@@ -21,7 +21,6 @@ from kvpage_server.store.eviction.queues import Queues, Unit
 from kvpage_server.store.memory.catalogue import IndexCosts
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, is_page
 from kvpage_server.store.memory.index import Block
-from kvpage_server.store.reservation import Account
 
 _MOST_NAMES = 1 << 17  # names whose quota is cached; more clear the cache
 
@@ -43,23 +42,6 @@ def counted(key: bytes, entry: Entry | None, *, as_page: bool) -> int:
     return HEADER_SIZE + entry.size if as_page else text_size(key, entry.size)
 
 
-class OverLimit(Exception):
-    """Error: a write would exceed a limit, and the policy may not evict enough. The message is the error reply."""
-
-
-class OverQuota(OverLimit):
-    """Error: a write would exceed the limit of a quota, and the policy may not evict enough of the quota's values.
-
-    `most_index` is the limit of its index in bytes if the write would exceed this one.
-    """
-
-    def __init__(self, quota: Quota, most_index: int = 0) -> None:
-        shown, limit = quota.pattern.decode("utf-8", "surrogateescape"), f"{quota.limit} bytes, is used up"
-        if most_index:
-            limit = f"{quota.limit} bytes, has so many keys that their index takes more than {most_index} bytes"
-        super().__init__(f"command not allowed when the quota of '{shown}', {limit}.")
-
-
 class Rule(NamedTuple):
     """Declaration of a quota: a glob pattern, a limit in bytes, 0 for none, and the function that matches names."""
 
@@ -68,13 +50,12 @@ class Rule(NamedTuple):
     matches: Callable[[bytes], object]
 
 
-class Quota(Account):
+class Quota:
     """The units whose names match a pattern, their sizes, and the policy that orders their eviction."""
 
     __slots__ = ("bytes", "costs", "evicted", "index", "index_costs", "limit", "matches", "pattern", "sizes", "units")
 
     def __init__(self, rule: Rule, units: Queues, index_costs: IndexCosts) -> None:
-        super().__init__()
         self.pattern, self.limit, self.matches = rule
         self.bytes = 0  # the sum of `sizes`
         self.sizes: dict[Unit, int] = {}  # bytes of every unit that was counted
@@ -83,10 +64,6 @@ class Quota(Account):
         self.index_costs = index_costs
         self.units = units  # the policy
         self.evicted = 0  # number of keys that were evicted because of this quota
-
-    def lacks(self, coming: int) -> int:
-        """Return the bytes to evict before `coming` more bytes can be stored; 0 or less if they fit."""
-        return self.bytes + self.reserved + coming - self.limit if self.limit else -1
 
     @property
     def is_over(self) -> bool:

@@ -18,8 +18,8 @@ from kvpage_server.commands.dispatch.run import run
 from kvpage_server.commands.families.server.config import apply
 from kvpage_server.commands.table import find
 from kvpage_server.resp import Reply, ReplyError, Stream
-from kvpage_server.store.eviction.quotas import OverQuota
-from kvpage_server.store.reservation import Account, Reservation
+from kvpage_server.store.accounts import OverLimit, Reservation
+from kvpage_server.store.quota_limit import QuotaAccount
 
 PAGES = 1100  # three steps or more
 SIZE = 1000
@@ -73,9 +73,13 @@ def free(here: Here, limit: int) -> int:
     return few
 
 
-def reserved(here: Here) -> int:
+def account(here: Here) -> QuotaAccount:
     [quota] = here.keyspace.evictor.every_quota
-    return quota.reserved
+    return here.keyspace.quotas.of[quota][0]
+
+
+def reserved(here: Here) -> int:
+    return account(here).reserved
 
 
 def test_one_of_two_concurrent_batches_is_refused() -> None:
@@ -86,8 +90,7 @@ def test_one_of_two_concurrent_batches_is_refused() -> None:
     assert isinstance(received, ReplyError)
     assert "the quota of 'kv:t*'" in str(received)
     assert type(last(first)) is not ReplyError
-    [quota] = here.keyspace.evictor.every_quota
-    assert (len(here.keyspace), quota.bytes, quota.reserved) == (PAGES, COUNTED, 0)
+    assert (len(here.keyspace), account(here).used, reserved(here)) == (PAGES, COUNTED, 0)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +159,7 @@ def test_a_failed_batch_releases_its_reservation() -> None:
     here = tenant(COUNTED)
     steps = begin(here, batch("ta"))
     go_on(here, steps)
-    here.keyspace.contents.set_pages = lambda _: (_ for _ in ()).throw(OverQuota(here.keyspace.evictor.every_quota[0]))  # type: ignore[method-assign]
+    here.keyspace.contents.set_pages = lambda _: (_ for _ in ()).throw(OverLimit(account(here)))  # type: ignore[method-assign]
     assert isinstance(last(steps), ReplyError)
     assert reserved(here) == 0
 
@@ -166,19 +169,19 @@ def test_a_quota_is_not_exceeded_by_a_reservation_alone() -> None:
     here = tenant(COUNTED)
     steps = begin(here, batch("ta"))
     go_on(here, steps)
-    [quota] = here.keyspace.evictor.every_quota
+    full = account(here)
     here.server.config.change("quota", f"kv:t* {COUNTED}")
-    assert (quota.is_over, quota.lacks(1)) == (False, 1)
+    assert (full.quota.is_over, full.goal(1)) == (False, full.used - 1)
 
 
 def test_space_freed_by_a_part_is_not_reserved() -> None:
-    account = Account()
-    with Reservation([[(account, 5)], [(account, -3)], [(account, 2)]]) as promise:
-        assert account.reserved == 7
-        promise.commit()
-        promise.commit()
-        assert account.reserved == 2
-    assert account.reserved == 0
+    space = account(tenant(COUNTED))
+    with Reservation([[(space, 5)], [(space, -3)], [(space, 2)]]) as reservation:
+        assert space.reserved == 7
+        reservation.commit()
+        reservation.commit()
+        assert space.reserved == 2
+    assert space.reserved == 0
 
 
 # -- two clients of a server, at once ------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precon
 from kvpage_server.core import Slot
 from kvpage_server.core.arguments import PageName
 from kvpage_server.page import BlockShape, DType, PageKey, Plane, checksum, encode_page, unix_ms
-from kvpage_server.store.keyspace import Keyspace, OutOfMemory
+from kvpage_server.store.accounts import OverLimit
+from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Text, is_page
 from kvpage_server.store.memory.index import Extent, ExtentPage
 
@@ -183,10 +184,10 @@ class KeyspaceMachine(RuleBasedStateMachine):
     def memory_gets_scarce(self, share: float) -> None:
         before = {block: block.pages for req in REQUESTS for block in self.keys.index.of(req)}
         evicted = self.keys.counters.evicted
-        self.keys.memory.maxmemory = limit = max(int(self.keys.memory.used * share), 1)
-        while not self.keys.memory.make_room():  # much is evicted at a time, not all
+        self.keys.memory.limit = limit = max(int(self.keys.memory.used * share), 1)
+        while not self.keys.memory.shrink():  # much is evicted at a time, not all
             pass
-        self.keys.memory.maxmemory = 0
+        self.keys.memory.limit = 0
         assert self.keys.memory.used <= limit
         for block, pages in before.items():  # whole or not at all
             assert self.keys.reader.block(block.req_id, block.page) is None or block.pages == pages
@@ -328,8 +329,8 @@ def blocks_left(keys: Keyspace) -> list[int]:
 
 
 def squeeze(keys: Keyspace, share: float) -> None:
-    keys.memory.maxmemory = int(keys.memory.used * share)
-    keys.memory.make_room()
+    keys.memory.limit = int(keys.memory.used * share)
+    keys.memory.shrink()
 
 
 def test_the_least_recently_used_block_is_evicted_as_a_whole() -> None:
@@ -364,7 +365,7 @@ def test_strings_and_blocks_are_evicted_in_one_order() -> None:
 def test_noeviction_refuses_and_removes_nothing() -> None:
     keys = Keyspace(policy="noeviction")
     fill(keys, 4)
-    with pytest.raises(OutOfMemory):
+    with pytest.raises(OverLimit):
         squeeze(keys, 0.5)
     assert len(keys) == 16
 
@@ -372,11 +373,11 @@ def test_noeviction_refuses_and_removes_nothing() -> None:
 def test_uploads_count_towards_the_limit() -> None:
     keys = Keyspace(policy="allkeys-lru")
     fill(keys, 10)
-    keys.memory.maxmemory = keys.memory.used + 4096
+    keys.memory.limit = keys.memory.used + 4096
     uploads = [keys.arena.allocate(4096) for _ in range(8)]
-    keys.memory.make_room()
+    keys.memory.shrink()
     assert len(blocks_left(keys)) < 10
-    assert keys.memory.used <= keys.memory.maxmemory
+    assert keys.memory.used <= keys.memory.limit
     del uploads
 
 
@@ -404,7 +405,7 @@ def test_random_sizes_over_a_long_time_do_not_fragment() -> None:
     """20,000 values of changing sizes through a bounded store: held memory stays near used memory."""
     keys, noise = Keyspace(maxmemory=16 * MIB), random.Random(6)
     for i in range(20_000):
-        keys.memory.make_room()
+        keys.memory.shrink()
         keys.contents.set_string(b"%d" % (i % 3000), bytes(noise.choice((1100, 2048, 4096, 9000, 16384, 40_000))))
     assert keys.memory.used <= 16 * MIB + 65536
     assert keys.arena.held <= 1.5 * keys.arena.used + 24 * MIB

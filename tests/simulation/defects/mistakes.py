@@ -357,8 +357,8 @@ MISTAKES = [
     Mistake(
         "leases-count-for-the-old-quota",
         _STORE + "quota_limit",
-        "QuotaLimit.set_rules",
-        "        self._contents.leases.recount()\n",
+        "QuotaAccounts.set_rules",
+        "        contents.leases.recount()\n",
         "",
         "what is protected counts for the quota that it belonged to before quotas changed",
     ),
@@ -543,8 +543,8 @@ MISTAKES = [
         "full-memory-takes-more",
         _COMMANDS + "dispatch.checks",
         "free_memory",
-        "    except OutOfMemory as full:\n        if client.server.tiered is not None:\n            wait_for_memory(client.server.tiered)\n",
-        "    except OutOfMemory as full:\n        if client.server.tiered is None:\n            return\n        wait_for_memory(client.server.tiered)\n",
+        "    except OverLimit as full:\n        if client.server.tiered is not None:\n            wait_for_memory(client.server.tiered)\n",
+        "    except OverLimit as full:\n        if client.server.tiered is None:\n            return\n        wait_for_memory(client.server.tiered)\n",
         "under noeviction, a full store takes what it has to refuse",
     ),
     Mistake(

@@ -43,10 +43,10 @@ def mistakes(server: Server, just_stored: int) -> Iterator[str]:
     yield from _missed_by_scans(keyspace)
     yield from _mistaken_usage(server.tiered, keyspace) if server.tiered is not None else ()
     spared = len(keyspace.leases) or quotas or not keyspace.evictor.rules.evicts_any
-    if memory.maxmemory and memory.tier is None and not spared:
-        most = memory.maxmemory + just_stored * 5 // 4 + ROOM  # slots are larger than values by a fourth at the most
+    if memory.limit and keyspace.tier is None and not spared:
+        most = memory.limit + just_stored * 5 // 4 + ROOM  # slots are larger than values by a fourth at the most
         if memory.used > most:
-            yield f"{memory.used} bytes are used of a maxmemory of {memory.maxmemory}, {just_stored} were just stored"
+            yield f"{memory.used} bytes are used of a maxmemory of {memory.limit}, {just_stored} were just stored"
 
 
 def _lengths_of_names(keyspace: Keyspace) -> Iterator[int]:
@@ -122,7 +122,7 @@ def _mistaken_usage(tiered: DiskTier, keyspace: Keyspace) -> Iterator[str]:
 
 def _mistaken_chains(tiered: DiskTier, keyspace: Keyspace) -> Iterator[str]:
     """Links to blocks that do not exist, and wrong counts of extensions."""
-    chains = tiered.limit._chains
+    chains = tiered.account._chains
     counts = Counter(before for before in chains._before.values() if keyspace.index.still_has(before))
     if counts != chains._extensions:
         yield f"{sum(chains._extensions.values())} extensions of blocks are counted, there are {counts.total()}"
@@ -169,5 +169,5 @@ def left(server: Server) -> dict[str, int]:
         "bytes held to be read": 0 if tiered is None else tiered.held,
         "bytes of quotas": sum(quota.bytes for quota in keyspace.evictor.every_quota),
         "keys that expire": keyspace.contents.expirer.keys,
-        "links between blocks": 0 if tiered is None else len(tiered.limit._chains._before),
+        "links between blocks": 0 if tiered is None else len(tiered.account._chains._before),
     }

@@ -31,7 +31,7 @@ class Refusals:
         disk is never required to refuse: it can drop values from memory without an eviction.
         """
         keyspace, spec = self._process.server.keyspace, named(words[0])
-        most = keyspace.memory.maxmemory
+        most = keyspace.memory.limit
         if spec is None or not spec.stores or not most or self._process.server.tiered is not None:
             return False
         if keyspace.evictor.policy != "noeviction":
@@ -47,7 +47,7 @@ class Refusals:
             return error
         if error.startswith(("OOM", "EXECABORT Transaction discarded because of: OOM")):
             keyspace = self._process.server.keyspace
-            queued = words[0].lower() == b"exec" and keyspace.memory.maxmemory > 0  # its waiters are finished by now
+            queued = words[0].lower() == b"exec" and keyspace.memory.limit > 0  # its waiters are finished by now
             if not (keyspace.memory.is_full or self._process.may_refuse or queued):
                 self._fail(f"{shown(words)} was refused for want of memory: {keyspace.memory.used} are used")
             return error

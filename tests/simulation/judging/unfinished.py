@@ -192,7 +192,7 @@ class Unfinished:
         return result
 
     def _may_fail_late(self, reply: Any) -> bool:
-        limited = self._process.server.keyspace.memory.maxmemory > 0 or self._process.may_refuse
+        limited = self._process.server.keyspace.memory.limit > 0 or self._process.may_refuse
         return (is_error(reply, "OOM") and limited) or (
             is_error(reply, "MISCONF", "ERR reading from disk") and self._model.disk_fails
         )

@@ -136,10 +136,10 @@ def memory_doctor(client: Client, args: list[Argument]) -> Reply:
     keyspace, memory = client.server.keyspace, client.server.keyspace.memory
     ratio, unused = _fragmentation(keyspace)
     found = []
-    if not memory.maxmemory:
+    if not memory.limit:
         found.append("There is no maxmemory: pages are kept until the machine has no memory left. Set one.")
-    elif keyspace.evictor.policy == "noeviction" and memory.used > 0.9 * memory.maxmemory:
-        found.append(f"{human(memory.used)} of {human(memory.maxmemory)} are used; writes will be refused.")
+    elif keyspace.evictor.policy == "noeviction" and memory.used > 0.9 * memory.limit:
+        found.append(f"{human(memory.used)} of {human(memory.limit)} are used; writes will be refused.")
     if unused > 64 * 1024**2 and ratio > 1.5:
         found.append(f"{human(unused)} of the arena hold nothing: values of other sizes were deleted. They are reused.")
     if keyspace.counters.evicted > keyspace.counters.hits > 0:

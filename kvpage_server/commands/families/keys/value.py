@@ -14,11 +14,11 @@ from kvpage_server.core.arguments import PageName
 from kvpage_server.core.pieces import Piece
 from kvpage_server.page import HEADER_SIZE, MAGIC, PageError, PageHeader, PageKey, decode_page
 from kvpage_server.resp import Reply, ReplyError
+from kvpage_server.store.accounts import PendingWrite
 from kvpage_server.store.eviction.quotas import text_size
 from kvpage_server.store.memory.entry import Entry, Text, is_page
 from kvpage_server.store.memory.index import Block
 from kvpage_server.store.memory.on_disk import OnDisk
-from kvpage_server.store.quota_limit import PendingWrite
 
 PageParts = tuple[PageName, bytes, Slot]  # name, header and body: the arguments of Keyspace.set_page
 

@@ -34,7 +34,7 @@ def apply(server: Server, names: Iterable[str]) -> None:
     config = server.config
     for name in names:
         if name == "maxmemory":
-            server.keyspace.memory.maxmemory = config.maxmemory
+            server.keyspace.memory.limit = config.maxmemory
         elif name == "maxmemory-policy":
             server.keyspace.evictor.policy = config.maxmemory_policy
         elif name == "quota":

@@ -109,7 +109,7 @@ def _memory(server: Server) -> Fields:
         "used_memory_overhead": server.in_flight,
         "used_memory_startup": 0,
         "used_memory_dataset": max(used - server.in_flight, 0),
-        "used_memory_index": keyspace.memory.index_size,
+        "used_memory_index": keyspace.memory.index.used,
         "total_system_memory": total,
         "total_system_memory_human": human(total),
         **_maxmemory(server),
@@ -127,8 +127,8 @@ def _maxmemory(server: Server) -> Fields:
     """Return the limits of memory and of commands, which users without access to every key see, too."""
     keyspace = server.keyspace
     return {
-        "maxmemory": keyspace.memory.maxmemory,
-        "maxmemory_human": human(keyspace.memory.maxmemory),
+        "maxmemory": keyspace.memory.limit,
+        "maxmemory_human": human(keyspace.memory.limit),
         "maxmemory_policy": keyspace.evictor.policy,
         "largest_command_bytes": server.config.largest_command,
     }
@@ -159,7 +159,7 @@ def _disk(tiered: DiskTier) -> Fields:
         "disk_bytes": tiered.used_disk,
         "disk_file_bytes": tiered.disk.size,
         "maxdisk": tiered.stored.maxdisk,
-        "maxdisk_for_values": tiered.limit.most,
+        "maxdisk_for_values": tiered.account.limit,
         "disk_waiting_bytes": behind.size,
         "disk_commits": behind.commits,
         "disk_write_errors": behind.errors,

@@ -173,7 +173,7 @@ def test_index_accounts_and_store_agree_after_any_operations() -> None:
         key = bytes(PageKey(*name[1:]))
         match chance.randrange(9):
             case 0 | 1 | 2 | 3:
-                keyspace.memory.make_room()
+                keyspace.memory.shrink()
                 slot = keyspace.arena.allocate(chance.choice([200, 900]))
                 keyspace.contents.set_page(
                     name._replace(key=key), bytes(64), slot, chance.choice([0, 0, 0, unix_ms() + 3])

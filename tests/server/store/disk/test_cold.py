@@ -477,7 +477,7 @@ def test_finding_blocks_that_wait_to_be_written_is_cheap(tmp_path: Path, monkeyp
             words = [word for name in names for word in (*name, b"8", b"1", b"64", b"0", bytes(64))]
             keyspace.contents.set_pages(NewPages(words, 0, 500, keyspace.arena, 1, False, True))
         monkeypatch.setattr(Block, "page_names", counted)
-        assert keyspace.memory.make_room()
+        assert keyspace.memory.shrink()
         assert keyspace.memory.is_full
         await tier.close()
 

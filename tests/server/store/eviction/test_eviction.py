@@ -20,11 +20,12 @@ from waiting import until
 
 from kvpage_server.page import unix_ms
 from kvpage_server.store import keyspace
+from kvpage_server.store.accounts import OverLimit
 from kvpage_server.store.evict import MOST_LEAVE
 from kvpage_server.store.eviction.policies import LRU, POLICIES, S3FIFO
 from kvpage_server.store.eviction.prefix import Prefix
 from kvpage_server.store.eviction.queues import BURST, Queues, Unit, successor
-from kvpage_server.store.keyspace import Keyspace, OutOfMemory
+from kvpage_server.store.keyspace import Keyspace
 
 KINDS: list[type[Queues]] = [LRU, S3FIFO, Prefix]
 
@@ -151,9 +152,9 @@ def test_a_change_of_policy_delays_no_client(to: str) -> None:
         if keys.sweep(unix_ms(), 2000) < 2000:
             break
     assert max(took) < max(0.05, sum(took) / 4), "a step does much of the work"
-    keys.memory.maxmemory = 1
+    keys.memory.limit = 1
     steps = 1
-    while not keys.memory.make_room():
+    while not keys.memory.shrink():
         steps += 1
     assert steps >= 50_000 // MOST_LEAVE
     assert not len(keys)
@@ -323,7 +324,7 @@ def test_plain_strings_take_part_and_memory_keeps_its_limit(policy: str) -> None
     keys = Keyspace(maxmemory=100_000, policy=policy)
     for number in range(1000):
         keys.contents.set_string(text(number), b"x" * 300)
-        keys.memory.make_room()
+        keys.memory.shrink()
         assert keys.memory.used <= 100_000
     assert keys.counters.evicted == 1000 - len(keys)
     assert keys.contents.find(text(999)) is not None
@@ -381,15 +382,15 @@ def test_volatile_ttl_evicts_the_soonest_expiry_only() -> None:
         keys.contents.set_string(text(number), b"x" * 300, now + 100_000 + number * 5_000)
     for number in range(50, 60):
         keys.contents.set_string(text(number), b"x" * 300)
-    keys.memory.maxmemory = keys.memory.used * 40 // 60
-    keys.memory.make_room()
+    keys.memory.limit = keys.memory.used * 40 // 60
+    keys.memory.shrink()
     assert sorted(keys.listing.keys()) == [text(number) for number in range(20, 60)]
-    keys.memory.maxmemory = keys.memory.used * 11 // 40
-    keys.memory.make_room()
+    keys.memory.limit = keys.memory.used * 11 // 40
+    keys.memory.shrink()
     assert len(keys) == 11
-    keys.memory.maxmemory = 1
-    with pytest.raises(OutOfMemory):
-        keys.memory.make_room()
+    keys.memory.limit = 1
+    with pytest.raises(OverLimit):
+        keys.memory.shrink()
     assert sorted(keys.listing.keys()) == [text(number) for number in range(50, 60)]
 
 
@@ -423,9 +424,9 @@ def test_a_new_policy_knows_units_and_their_ages(start: str, to: str, monkeypatc
     keys.evictor.policy = to
     assert keys.evictor.policy == to
     assert [keys.reader.idle(text(number)) for number in range(10)] == [90 - number * 10 for number in range(10)]
-    keys.memory.maxmemory = keys.memory.used // 2
+    keys.memory.limit = keys.memory.used // 2
     if to.startswith("allkeys"):
-        keys.memory.make_room()
+        keys.memory.shrink()
         assert sorted(keys.listing.keys()) == [text(number) for number in range(5, 10)]
 
 
