@@ -64,8 +64,8 @@ class Engine:
     agents: AgentEngine
 
     @classmethod
-    def open(cls, options: Options, tell: Callable[[str], object] = lambda _: None) -> Self:
-        """Load the model and connect the tiers. `tell` is called with a description before each long step.
+    def open(cls, options: Options, report: Callable[[str], object] = lambda _: None) -> Self:
+        """Load the model and connect the tiers. `report` is called with a description before each long step.
 
         Raises UnknownModelError, UnsupportedCacheError, ValueError for invalid options, and OSError for an unusable
         directory. A page server that does not answer is no error.
@@ -77,9 +77,9 @@ class Engine:
             _make_cold(options.cold.expanduser())
         begun = time.monotonic()
         nbytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-        tell(f"loading the weights of {options.model}, {nbytes / 1e6:.0f} MB")
+        report(f"loading the weights of {options.model}, {nbytes / 1e6:.0f} MB")
         model, tokenizer = load(directory)
-        tell("hashing them, and trying how the model keeps its cache")
+        report("hashing them, and trying how the model keeps its cache")
         spec = _probe(model, tokenizer, model_name(options.model), options.kv_bits, options.kv_quantised_from)
         spec = replace(spec, sharing=sharing(options.share, tokenizer))
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -92,7 +92,7 @@ class Engine:
         store.publish_statistics()
         batch = BlockPoolBatchEngine(model, tokenizer, spec, pool)
         agents = AgentEngine(batch, store)
-        tell(f"{spec.model_id} was loaded in {time.monotonic() - begun:.1f} s")
+        report(f"{spec.model_id} was loaded in {time.monotonic() - begun:.1f} s")
         return cls(spec.model_id, model, tokenizer, spec, pool, batch, pages, store, agents)
 
     def close(self) -> int:

@@ -20,26 +20,26 @@ _Answer = TypeVar("_Answer")
 
 
 async def index(request: Request) -> Response:
-    """Return all agents of the tenant."""
-    service, tenant = _asked(request)
+    """Reply with all agents of the request's tenant. Raises ApiError: 401, 403."""
+    service, tenant = _service_and_tenant(request)
     found = await asyncio.to_thread(service.engine.store.agents)
     return JSONResponse(
-        {"object": "list", "data": [_shown(info, tenant) for info in found if tenant.given(info.agent_id)]}
+        {"object": "list", "data": [_agent_json(info, tenant) for info in found if tenant.given(info.agent_id)]}
     )
 
 
 async def show(request: Request) -> Response:
-    """Return one agent."""
-    service, tenant = _asked(request)
+    """Reply with one agent. Raises ApiError (404) for an unknown agent."""
+    service, tenant = _service_and_tenant(request)
     return JSONResponse(await _info(service, tenant, request.path_params["agent"]))
 
 
 async def save(request: Request) -> Response:
-    """Save an agent's context to the tiers below memory, and return the agent.
+    """Save an agent's context to the tiers below memory, wait for that, and reply with the agent.
 
     Raises ApiError: 404 for an unknown agent, 409 without a tier to save to, 503 if the save fails.
     """
-    service, tenant = _asked(request)
+    service, tenant = _service_and_tenant(request)
     given = request.path_params["agent"]
     store = service.engine.store
     info = await _info(service, tenant, given)
@@ -55,29 +55,32 @@ async def save(request: Request) -> Response:
 
 
 async def fork(request: Request) -> Response:
-    """Copy the context of an agent to another agent, and return that. An existing agent is replaced only if the body
-    has `replace`.
+    """Give another agent the context of an agent, and reply with the other agent.
 
-    Raises ApiError: 404 for an unknown agent, 409 for an existing one without `replace`.
+    Raises ApiError: 404 for an unknown agent, 409 if the other one exists and the body does not have `replace`.
     """
-    service, tenant = _asked(request)
+    service, tenant = _service_and_tenant(request)
     body = await service.parsed(ForkBody, request)
     given = request.path_params["agent"]
     agent_id, new_id = tenant.agent(given, "agent_id"), tenant.agent(body.to, "to")
-    known = None if body.replace else await _asking(service.engine.store.agent, new_id)
+    known = None if body.replace else await _call_store(service.engine.store.agent, new_id)
     if known:
         raise ApiError(409, f"to: there is an agent {body.to!r}; replace: true replaces it", "to", "agent_exists")
-    if not await _asking(service.engine.store.fork, agent_id, new_id):
+    if not await _call_store(service.engine.store.fork, agent_id, new_id):
         raise _unknown(given)
     return JSONResponse(await _info(service, tenant, body.to), 201)
 
 
 async def delete(request: Request) -> Response:
-    """Delete an agent."""
-    service, tenant = _asked(request)
+    """Delete an agent's context in all tiers.
+
+    Raises ApiError: 404 for an unknown agent, 500 if its cold file cannot be removed, 503 if the page server is needed
+    and does not answer.
+    """
+    service, tenant = _service_and_tenant(request)
     given = request.path_params["agent"]
     try:
-        known = await _asking(service.engine.store.delete, tenant.agent(given, "agent_id"))
+        known = await _call_store(service.engine.store.delete, tenant.agent(given, "agent_id"))
     except OSError as error:
         why = error.strerror or str(error)
         raise ApiError(500, f"{given!r} is forgotten but for its cold file, which cannot be removed: {why}") from None
@@ -95,23 +98,25 @@ AGENT_ROUTES = [
 ]
 
 
-def _asked(request: Request) -> tuple[Service, Tenant]:
+def _service_and_tenant(request: Request) -> tuple[Service, Tenant]:
+    """Return the service, and the tenant of the request's token. Raises ApiError: 401, 403."""
     service: Service = request.app.state.service
     return service, service.tokens.tenant(request)
 
 
 async def _info(service: Service, tenant: Tenant, given: str) -> dict[str, Any]:
+    """Return the tenant's agent with the name `given` for JSON. Raises ApiError: 404 for an unknown agent, 503."""
     agent_id = tenant.agent(given, "agent_id")
-    info = await _asking(service.engine.store.agent, agent_id)
+    info = await _call_store(service.engine.store.agent, agent_id)
     if not info:
         raise _unknown(given)
-    return _shown(info, tenant)
+    return _agent_json(info, tenant)
 
 
-async def _asking(ask: Callable[..., _Answer], *agents: str) -> _Answer:
-    """Call a method of the store with agents' ids on a thread, and return its result.
+async def _call_store(ask: Callable[..., _Answer], *agents: str) -> _Answer:
+    """Call a method of the store with the ids of agents, on a thread. Return its result.
 
-    Raises ApiError (503) if it needs the page server, and the server does not answer.
+    Raises ApiError (503) if the method needs the page server, and the server does not answer.
     """
     try:
         return await asyncio.to_thread(ask, *agents)
@@ -119,7 +124,8 @@ async def _asking(ask: Callable[..., _Answer], *agents: str) -> _Answer:
         raise ApiError(503, f"{error}: ask again when it is back", code="store_unavailable", retry_after=1) from error
 
 
-def _shown(info: AgentInfo, tenant: Tenant) -> dict[str, Any]:
+def _agent_json(info: AgentInfo, tenant: Tenant) -> dict[str, Any]:
+    """Return an agent for JSON, with the tenant's name for it."""
     return {
         "id": tenant.given(info.agent_id),
         "object": "agent",

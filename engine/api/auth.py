@@ -1,7 +1,8 @@
-"""Bearer tokens and the tenants that they belong to.
+"""Bearer tokens and their tenants.
 
-Agents of different tenants are different agents even if they have the same name. They share no blocks, because each
-tenant's chains of blocks have another root (`engine.chains.root_of`). Without tokens, every request is accepted.
+Agents of different tenants are different agents, even if they have the same name. They share no blocks, because the
+hashes of each tenant's blocks begin with another root (`engine.chains.root_of`). Without a file of tokens, every
+request is accepted.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .openai.errors import ApiError, invalid
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,32}")
 _MOST_BYTES = 16 << 20  # bytes of a file of tokens
-WATCHER = "*"  # in place of a tenant's name: its token may read the metrics of all tenants, and nothing else
+WATCHER = "*"  # the tenant's name of a token that may read the metrics of all tenants, and nothing else
 AGENT_HEADER = "X-Agent-Id"
 
 
@@ -33,16 +34,14 @@ class TokenFileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Tenant of a request. Its name is "" if the engine needs no tokens. WATCHER has no agents, and may read all
-    metrics.
-    """
+    """The tenant of a request: its name, "" if the engine needs no tokens, or WATCHER."""
 
     name: str = ""
 
     def agent(self, given: str, param: str) -> str:
-        """Return the engine's id for the tenant's agent with the name `given`: NAME@TENANT, or NAME without tenants.
+        """Return the engine's id of the tenant's agent with the name `given`: NAME@TENANT, or NAME without tenants.
 
-        Raises ApiError (400) for an invalid name. It names `param`, the field of the request.
+        Raises ApiError (400) for an invalid name. `param` is the field of the request that the error names.
         """
         agent_id = f"{given}@{self.name}" if self.name else given
         try:
@@ -58,16 +57,16 @@ class Tenant:
             ) from None
 
     def agent_of_user(self, user: str) -> str:
-        """Return the agent name for OpenAI's field `user`, which may be any text.
+        """Return the engine's id of the agent that OpenAI's field `user` names, which may be any text.
 
-        A text that cannot name an agent, such as an e-mail address, is hashed.
+        A text that is no valid name of an agent, such as an e-mail address, is replaced by its hash.
         """
         if "@" not in user and is_agent_id(f"{user}@{self.name}" if self.name else user):
             return user
         return f"user-{hashlib.blake2b(user.encode(), digest_size=16).hexdigest()}"
 
     def given(self, agent_id: str) -> str | None:
-        """Return the tenant's name for the agent with an id; None if it is an agent of another tenant."""
+        """Return the tenant's name for the agent with this id; None if the agent belongs to another tenant."""
         return agent_id.rpartition("@")[0] or agent_id if tenant_of(agent_id) == self.name else None
 
 
@@ -77,10 +76,10 @@ def tenant_of(agent_id: str) -> str:
 
 
 class Tokens:
-    """The known tokens and their tenants. Tokens are stored as digests, which are compared in constant time."""
+    """The valid tokens and their tenants. Tokens are stored as digests, which are compared in constant time."""
 
     def __init__(self, tenants: Mapping[str, str]) -> None:
-        """Set the known tokens, with the name of the tenant of each. If `tenants` is empty, requests need no token."""
+        """Accept these tokens: `tenants` has the tenant's name by token. If it is empty, requests need no token."""
         self._tenants = {_digest(token): Tenant(name) for token, name in tenants.items()}
 
     @classmethod
@@ -112,14 +111,14 @@ class Tokens:
         return cls(tenants)
 
     def share(self, places: int) -> int:
-        """Return how many of `places`, for example of the queue, each tenant has a right to: an equal share, at least
-        one.
+        """Return the share of `places`, such as the places of the queue, that is guaranteed to each tenant: an equal
+        share, and at least one place.
         """
         names = {tenant.name for tenant in self._tenants.values()} - {WATCHER}
         return max(1, places // max(1, len(names)))
 
     def tenant(self, request: Request) -> Tenant:
-        """Return the tenant of a request. Raises ApiError: 401 for a missing or unknown token, 403 for that of
+        """Return the tenant of a request. Raises ApiError: 401 for a missing or unknown token, 403 for the token of
         WATCHER.
         """
         tenant = self.who(request)
@@ -128,8 +127,8 @@ class Tokens:
         return tenant
 
     def who(self, request: Request) -> Tenant:
-        """Return the tenant of a request for metrics, which may be WATCHER. Raises ApiError (401) for a missing or
-        unknown token.
+        """Return the tenant of a request for metrics, where WATCHER is permitted. Raises ApiError (401) for a missing
+        or unknown token.
         """
         if not self._tenants:
             return Tenant()

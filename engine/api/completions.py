@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and POST /v1/completions."""
+"""The endpoints POST /v1/chat/completions and POST /v1/completions."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from .openai.shapes import ChatLikelihoods, ChatShape, Envelope, Shape, TextLike
 from .service import Service
 from .worker import Generation, Prompt
 
-# -- Answers to clients: whole, or streamed as server-sent events ------------------------------------------------------
+# -- Replies: one JSON object, or a stream of server-sent events -------------------------------------------------------
 
 log = logging.getLogger(__name__)
 
-UNREAD_SECONDS = 5.0  # after the time limit, for the client to read its response
+UNREAD_SECONDS = 5.0  # from the time limit to the end of the connection, so that the client can read its reply
 
 _Result = TypeVar("_Result")
 
@@ -39,10 +39,11 @@ _Result = TypeVar("_Result")
 async def answer(
     service: Service, request: Request, generation: Generation, shape: Shape, body: CompletionFields
 ) -> Response:
-    """Return the reply to a request, or a stream of it. `shape` is the format of the reply.
+    """Return the reply to a request: the complete answer, or a stream if the body requests it.
 
-    The answer is cancelled when the client disconnects, or after the time limit. A stream begins with the first token,
-    so that an error before it can have an HTTP status of its own. Raises ApiError, ClientDisconnect.
+    `generation` is the queued answer, `shape` the format of the reply. The answer is cancelled when the client
+    disconnects, and at the time limit. A stream is returned after its first token, so that an earlier error has an HTTP
+    status of its own. Raises ApiError, ClientDisconnect.
     """
     with ExitStack() as ends:
         ends.callback(generation.cancel)
@@ -52,7 +53,7 @@ async def answer(
                 first = await anext(generation, None)
             else:
                 async for token in generation:
-                    await _made(shape, partial(shape.add, token))
+                    await _run(shape, partial(shape.add, token))
         except ClientDisconnect:
             service.metrics.cancelled.inc()
             raise
@@ -64,14 +65,14 @@ async def answer(
             return _Stream(events, service, generation, deadline, ends.pop_all())
     assert generation.answer
     service.answered(generation)
-    return JSONResponse(await _made(shape, partial(shape.whole, generation.answer)))
+    return JSONResponse(await _run(shape, partial(shape.whole, generation.answer)))
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Return the result of the coroutine `work`. If the client disconnects before, cancel it and raise
+    """Return the result of the coroutine `work`. If the client disconnects first, cancel `work` and raise
     ClientDisconnect.
     """
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request.receive))
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_client_disconnects(request.receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -83,7 +84,7 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, _Resul
 
 
 def refusal(error: Exception, service: Service) -> ApiError:
-    """Return the API error for an exception of the engine. An unexpected exception is logged."""
+    """Return the API error for an exception of the engine. Log an unexpected one, and return 500 for it."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, TimeoutError):
@@ -98,20 +99,21 @@ def refusal(error: Exception, service: Service) -> ApiError:
     return ApiError(500, "the engine has failed; its log says why", code="internal_error")
 
 
-async def _gone(receive: Receive) -> None:
+async def _client_disconnects(receive: Receive) -> None:
+    """Wait until the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def _cancel_on_disconnect(generation: Generation, receive: Receive) -> None:
-    await _gone(receive)
+    await _client_disconnects(receive)
     generation.abandon(ClientDisconnect())
 
 
 def _abandon_in_time(generation: Generation, request: Request, seconds: float, ends: ExitStack) -> float:
-    """Abandon the answer when its client disconnects or `seconds` have passed, unless `ends` is closed before.
+    """Start to watch an answer: when its client disconnects, or after `seconds`, it is abandoned.
 
-    Return the deadline, in the event loop's time.
+    Closing `ends` stops the watching. Return the deadline, in the event loop's time.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
@@ -121,7 +123,10 @@ def _abandon_in_time(generation: Generation, request: Request, seconds: float, e
 
 
 class _Stream(StreamingResponse):
-    """Reply that is a stream of server-sent events. If it ends early, the answer is cancelled."""
+    """Reply with a stream of server-sent events. If it ends early, the answer is cancelled.
+
+    It ends UNREAD_SECONDS after `deadline`, even if the client does not read.
+    """
 
     def __init__(
         self, events: AsyncIterator[bytes], service: Service, generation: Generation, deadline: float, ends: ExitStack
@@ -149,27 +154,28 @@ class _Stream(StreamingResponse):
 async def _events(
     service: Service, generation: Generation, first: Token | None, shape: Shape, usage: bool
 ) -> AsyncIterator[bytes]:
-    """Yield the server-sent events of a stream: the opening with the `first` token, the further tokens, and the end.
+    """Yield the server-sent events of a stream: the opening, the `first` token (None if the answer has none), the other
+    tokens, and the end.
 
-    With `usage`, an event with the numbers of tokens is before the end. An exception becomes an event.
+    With `usage`, the last event before the end has the numbers of tokens. An exception becomes an event with the error.
     """
     try:
         if events := _encoded([*shape.opening(), *(shape.chunks(first) if first else ())]):
             yield events
         async for token in generation:
-            if events := await _made(shape, partial(_next, shape, token)):
+            if events := await _run(shape, partial(_next, shape, token)):
                 yield events
         assert generation.answer
         service.answered(generation)
-        yield await _made(shape, partial(_ending, shape, generation.answer, usage=usage))
+        yield await _run(shape, partial(_ending, shape, generation.answer, usage=usage))
     except ClientDisconnect:
         raise
     except Exception as error:  # noqa: BLE001 - the status was sent already: an event has the error
         yield _encoded([refusal(error, service).body])
 
 
-async def _made(shape: Shape, make: Callable[[], _Result]) -> _Result:
-    """Return the result of `make`, which uses `shape`. It runs on a thread if `shape` reports that it may take long."""
+async def _run(shape: Shape, make: Callable[[], _Result]) -> _Result:
+    """Return the result of `make`, a call of a method of `shape`. It runs on a thread if `shape.may_take_long`."""
     return await asyncio.to_thread(make) if shape.may_take_long else make()
 
 
@@ -186,7 +192,7 @@ def _encoded(chunks: Iterable[dict[str, Any]]) -> bytes:
 
 
 async def chat(request: Request) -> Response:
-    """Answer POST /v1/chat/completions: the next message of a conversation."""
+    """Reply to POST /v1/chat/completions with the next message of a conversation."""
     service: Service = request.app.state.service
     tenant = service.tokens.tenant(request)
     body = await service.parsed(ChatBody, request)
@@ -205,7 +211,7 @@ async def chat(request: Request) -> Response:
 
 
 async def complete(request: Request) -> Response:
-    """Answer POST /v1/completions: the continuation of a text."""
+    """Reply to POST /v1/completions with the continuation of a text."""
     service: Service = request.app.state.service
     tenant = service.tokens.tenant(request)
     body = await service.parsed(CompletionBody, request)
@@ -230,9 +236,10 @@ def _prompt(
     *,
     continues: bool = True,
 ) -> tuple[Prompt, str | None]:
-    """Return the prompt for the engine, and the client's name for the agent, None without one.
+    """Return the prompt for the engine, and the client's name for its agent; None without a name.
 
-    With `continues`, the answer keeps its first space. Raises ApiError (400).
+    `tokens` are the token ids of the prompt. `max_tokens` and `logprobs` are None if the request does not set them.
+    With `continues`, the text of the answer keeps a space at its beginning. Raises ApiError (400).
     """
     agent_id, given = service.agent(request, tenant, body)
     limit = max_tokens or service.limits.max_tokens
@@ -249,7 +256,7 @@ def _prompt(
         stop=body.stop,
         stop_tokens=body.stop_token_ids,
         continues=continues,
-        logprobs=0 if logprobs is None else max(1, logprobs),  # 0 would omit also the logprob of the token itself
+        logprobs=0 if logprobs is None else max(1, logprobs),  # with 0, the token's own logprob would be missing
     )
     return prompt, given
 

@@ -1,4 +1,4 @@
-"""Metrics of the server, for Prometheus."""
+"""Metrics of `kvpage-engine serve` for Prometheus: requests, answers, memory, tiers and the page server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class _Answers:
-    """Metrics of all answers, or of the answers of one tenant, with a registry of their own."""
+    """Metrics of all answers, or of the answers of one tenant, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -81,13 +81,15 @@ class Metrics:
         self._registry.register(_EngineCollector(engine))
 
     def answered(self, answer: Answer, agent_id: str) -> None:
-        """Count an agent's answer."""
+        """Count a complete answer, in the metrics of all answers and of the agent's tenant."""
         self._answers.count(answer)
         if tenant := tenant_of(agent_id):
             self._of_tenants[tenant].count(answer)
 
     def exposition(self, who: Tenant) -> bytes:
-        """Return the metrics in Prometheus' text format. A tenant gets only the metrics of its own answers."""
+        """Return the metrics in Prometheus's text format: all of them for WATCHER and without tenants, otherwise the
+        metrics of the tenant's answers.
+        """
         everything = who.name in ("", WATCHER)
         return generate_latest(self._registry if everything else self._of_tenants[who.name].registry)
 
@@ -157,9 +159,7 @@ def _gauge(name: str, help: str, value: float) -> Metric:
 
 
 def _counter(name: str, help: str, label: str, values: Mapping[str, float]) -> Metric:
-    """Return a counter with a number for each value of a label. Without a label, `label` and the only key of `values`
-    are "".
-    """
+    """Return a counter with `values` by value of the label. Without a label, `label` and the only key are ""."""
     family = CounterMetricFamily(PREFIX + name, help, labels=[label] if label else [])
     for value in values:
         family.add_metric([value] if label else [], values[value])

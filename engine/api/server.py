@@ -1,5 +1,5 @@
-"""The server process of `kvpage-engine serve`: it listens, loads the model, serves requests, and saves all contexts
-when it stops.
+"""The server of `kvpage-engine serve`: routes, middleware, and the life of the process. It listens, loads the model,
+serves requests, and saves all contexts when it stops.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def make_app(service: Service, host: str, origins: Sequence[str] = ()) -> Starlette:
-    """Return the ASGI application. `host` is the name under which it listens. Pages of the sites `origins` may send
-    requests, too.
+    """Return the ASGI application. `host` is the name on which it listens. Web pages of the sites `origins` may call
+    the API (CORS).
     """
     names = own_names() | {host.lower()}
     started = int(time.time())
@@ -149,7 +149,7 @@ class _Counting:
 
 
 class _Traced:
-    """ASGI middleware that continues the trace that the headers of a request name."""
+    """ASGI middleware that continues the trace of a request, which its headers name (W3C Trace Context)."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -161,10 +161,10 @@ class _Traced:
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY_SECONDS = 1.0  # interval of the checks whether the engine's thread still runs
+LOOK_EVERY_SECONDS = 1.0  # between two checks whether the engine's thread is still running
 
-# Seconds that a token waits until the event loop runs, while the engine's thread builds its next step. With Python's
-# default, 5 milliseconds, this wait would be most of the time that HTTP adds to a first token.
+# For so long the event loop waits for the interpreter's lock before it can send a token, while the engine's thread
+# builds its next step. Python's default, 5 milliseconds, would be most of the time that HTTP adds to a first token.
 SWITCH_INTERVAL_SECONDS = 0.0002
 
 
@@ -184,18 +184,20 @@ def run(
     grace: float,
     sanitize: bool,
     hash_labels: bool,
-    tell: Callable[[str], object],
+    report: Callable[[str], object],
 ) -> int:
     """Serve until a signal arrives. Return the exit code: 0, or 1 if a context could not be saved or the engine failed.
 
-    `tell` is called with a description of each long step of the start. `name` is the model's name in the API.
+    `report` is called with a text before each long step of the start. `host` is the name on which `listener` listens,
+    `name` the model's name in the API, and `origins` are sites whose web pages may call the API. `sanitize` and
+    `hash_labels` are as for `Service`.
 
-    The first signal ends listening, and leaves requests `grace` seconds to finish. A second one, except SIGHUP, ends
-    the process immediately. Raises ServeError if the engine cannot be started.
+    The first signal ends listening, and gives running requests `grace` seconds. A second one, except SIGHUP, ends the
+    process immediately. Raises ServeError if the engine cannot be started.
     """
     signals.begin()
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
-    worker = EngineThread(lambda: Engine.open(options, tell))
+    worker = EngineThread(lambda: Engine.open(options, report))
     model = name or model_name(options.model)
     service = Service(worker, model, tokens, limits, sanitize=sanitize, hash_labels=hash_labels)
     limiter = ConnectionLimiter(
@@ -243,7 +245,7 @@ def _refused(refusal: Unanswered) -> Response:
 
 
 async def _first_of(*waits: object) -> None:
-    """Wait until one of several awaitables is done, then cancel the others. Raises the exception of the first one."""
+    """Wait until the first of several awaitables is done, and cancel the others. Raises the exception of the first."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]  # type: ignore[call-overload]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -255,7 +257,7 @@ async def _first_of(*waits: object) -> None:
 
 
 def _signalled(stopping: asyncio.Event, number: int) -> None:
-    if stopping.is_set() and number != signal.SIGHUP:  # a closing terminal may send it twice
+    if stopping.is_set() and number != signal.SIGHUP:  # a terminal that is closed may send SIGHUP twice
         os._exit(128 + number)  # a second signal requests an immediate end
     stopping.set()
 

@@ -35,14 +35,12 @@ _FORGET_TOKEN = '<button class="button" id="leave" type="button" hidden>Forget t
 
 
 async def page(request: Request) -> Response:
-    """Return the web page. It contains no data; its script requests them from `events`."""
+    """Return the web page. It contains no data; its script gets them from `events`."""
     return page_response("engine", PAGE, source="model", leave=_FORGET_TOKEN)
 
 
 async def events(request: Request) -> Response:
-    """Stream the events that the tenant may see, as server-sent events. Raises ApiError (503) if too many pages are
-    open.
-    """
+    """Reply with a stream of `Watching.events` for the tenant. Raises ApiError (503) if too many pages are open."""
     service: Service = request.app.state.service
     tenant = service.tokens.tenant(request)
     watchers, share = service.watching.watchers, service.tokens.share(MOST_WATCHERS)
@@ -59,7 +57,7 @@ PAGE_ROUTES = [
 ]
 
 
-LABEL_TEXT, LABEL_LETTERS = 1000, 60  # characters: of a text that is searched for words, and of a label
+LABEL_TEXT, LABEL_LETTERS = 1000, 60  # characters: of the text from which a label is made, and of the label
 BODY_SECONDS = 30.0  # time limit for a client to send a body
 SHORT_BODY_BYTES = 4096  # a body up to this size is parsed on the event loop, in a fraction of a millisecond
 
@@ -70,8 +68,8 @@ _Parsed = TypeVar("_Parsed", bound=RequestBody)
 class Limits:
     """Limits of requests, answers and connections, from the command line."""
 
-    body: int = 1 << 20  # bytes; parsing a megabyte may delay others by 10 milliseconds
-    queue: int = 64  # unfinished answers, waiting ones included; a tenant below its share may exceed it
+    body: int = 1 << 20  # bytes; parsing a megabyte may delay other requests by 10 milliseconds
+    queue: int = 64  # unfinished answers, including waiting ones; a tenant below its share may exceed it
     seconds: float = 600.0  # from a request to the end of its answer
     max_tokens: int = 512  # of an answer, if the request sets no limit
     connections: int = 1024
@@ -159,12 +157,10 @@ class Service:
         return self._prompts
 
     async def body(self, request: Request) -> bytes:
-        """Return the bytes of a request's body. Raises ApiError: 413 if it is too long, 408 if it arrives too
-        slowly.
-        """
+        """Return the bytes of a request's body. Raises ApiError: 413 if it is too long, 408 after BODY_SECONDS."""
         length = request.headers.get("Content-Length", "0")
         if int(length) > self.limits.body:
-            raise self._too_long()  # a client that waits for 100 Continue does not send it
+            raise self._too_long()  # before 100 Continue, so that a client which waits for it does not send the body
         body = bytearray()
         within = min(BODY_SECONDS, self.limits.seconds)
         try:
@@ -181,8 +177,9 @@ class Service:
         return ApiError(413, f"the body is longer than {self.limits.body} bytes", code="body_too_large")
 
     async def parsed(self, kind: type[_Parsed], request: Request) -> _Parsed:
-        """Return the body of a request as a `kind`. A long body is parsed on a thread. Raises ApiError for an invalid
-        one.
+        """Parse the body of a request as `kind`. A body of more than SHORT_BODY_BYTES is parsed on a thread.
+
+        Raises ApiError (400) for an invalid body, and as `body`.
         """
         raw = await self.body(request)
         if len(raw) <= SHORT_BODY_BYTES:
@@ -190,18 +187,18 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._parser, kind.parse, raw)
 
     def check_model(self, model: str) -> None:
-        """Raise ApiError if the model is not served."""
+        """Raise ApiError (404) if `model` is not the name of the served model."""
         if model != self.model_id:
             raise ApiError(
                 404, f"model: {shortened(model)} is not served here, {self.model_id!r} is", "model", "model_not_found"
             )
 
     def agent(self, request: Request, tenant: Tenant, body: CompletionFields) -> tuple[str, str | None]:
-        """Return the engine's id for a prompt's agent, and the client's name for it.
+        """Return the engine's id of a prompt's agent, and the client's name for the agent.
 
-        The name is the first one given of `agent_id`, the header and `user`. A prompt without a name gets the id of a
-        new agent, and None as the name. Raises ApiError (400) for an invalid name, and if the header and `agent_id`
-        differ.
+        The name is the field `agent_id`, the header, or the field `user`, whichever exists first. A prompt without a
+        name gets the id of a new agent, and None as the name. Raises ApiError (400) for an invalid name, and if the
+        header and `agent_id` differ.
         """
         header = request.headers.get(AGENT_HEADER)
         if None not in (header, body.agent_id) and header != body.agent_id:
@@ -217,8 +214,9 @@ class Service:
         return tenant.agent(unnamed_agent(token), "agent_id"), None
 
     def label(self, text: str) -> str:
-        """Return the label of a context without a name, which people see: the first words of `text`, its first text of
-        a user, or a hash of it.
+        """Return the label of a context without a name, which `kvpage` and the web pages show.
+
+        It is the first words of `text`, the first text of a user in the prompt, or a hash of them with `hash_labels`.
         """
         words = " ".join(text[:LABEL_TEXT].split())
         if not words or not self._hash_labels:
@@ -233,7 +231,9 @@ class Service:
         self.watching.answered(generation.answer, kept=prompt.keep, label=prompt.label)
 
     def ask(self, prompt: Prompt) -> Generation:
-        """Queue a prompt. Raises ApiError (429) if the queue is full and the tenant already has its share of it."""
+        """Queue a prompt, and return its answer. Raises ApiError (429) if the queue is full and the tenant has its
+        share of it.
+        """
         assert self.engine
         tenant, queue = tenant_of(prompt.agent_id), self.limits.queue
         has, share = self.worker.pending_of(tenant), self.tokens.share(queue)

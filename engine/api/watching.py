@@ -1,7 +1,7 @@
-"""State for the engine's web page: running prompts, recent answers with the sources of their tokens, and agents.
+"""State for the engine's web page: running prompts, recent answers with the tiers of their tokens, and agents.
 
-The engine is queried once a second while a page is open, for all pages together, and no page waits for it: during a
-long step the pages show the last state.
+While a page is open, the engine is queried once a second, for all pages together. Pages do not wait for the query:
+during a long step of the engine, they show the last state.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from ..tiers.store import AgentInfo
 from .auth import Tenant, tenant_of
 from .worker import EngineThread
 
-LATELY = 500  # most recent answers that are kept for each tenant
+LATELY = 500  # recent answers of each tenant that are kept
 EVERY_SECONDS = 1.0
-AGENTS_SECONDS = 3.0  # least time between two queries of the agents
-AGENTS_SHARE = 0.05  # largest share of the time for these queries, which read from the page server and files
-MOST_AGENTS = 1000  # in the list, the largest
+AGENTS_SECONDS = 3.0  # between two queries of the agents, at least
+AGENTS_SHARE = 0.05  # share of the time, at most, for these queries, which read from the page server and files
+MOST_AGENTS = 1000  # in the list, which has those with the largest contexts
 MOST_WATCHERS = 64  # open streams of events; a tenant below its share may exceed it
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An answer, as the page shows it."""
+    """A complete answer, as the page shows it. Durations are in seconds, counts in tokens."""
 
-    number: int  # within its tenant, because a tenant must not see the number of other requests
+    number: int  # counts the answers of its tenant, from 1, so that a tenant does not see the number of all requests
     at: float  # unix seconds
     agent: str | None  # its tenant's name for the agent; None without a name
     label: str  # the first words of a prompt without a name, or a hash
@@ -49,7 +49,7 @@ class Answered:
 
 @dataclass(slots=True)
 class Totals:
-    """Numbers of answers and of their tokens, since the start."""
+    """Numbers of answers and of their tokens since the start of the engine."""
 
     answers: int = 0
     prompt: int = 0
@@ -66,8 +66,8 @@ class Totals:
 
 
 @dataclass(slots=True)
-class _Tenancy:
-    """History of answers of one tenant."""
+class _History:
+    """The answers of one tenant: totals, and the recent ones."""
 
     totals: Totals = field(default_factory=Totals)
     answers: deque[Answered] = field(default_factory=lambda: deque(maxlen=LATELY))
@@ -79,16 +79,18 @@ class Watching:
     def __init__(self, worker: EngineThread) -> None:
         self.watchers: Counter[str] = Counter()  # open pages, by tenant
         self._worker = worker
-        self._tenants: dict[str, _Tenancy] = {}
+        self._tenants: dict[str, _History] = {}
         self._running: list[JobProgress] = []
         self._agents: list[AgentInfo] = []
-        self._again = 0.0  # time.monotonic() from which the agents are queried again
-        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._again = 0.0  # time of the next query of the agents, in monotonic seconds
+        self._queries: dict[str, asyncio.Task[None]] = {}
 
     def answered(self, answer: Answer, *, kept: bool, label: str) -> None:
-        """Add an answer to its tenant's history, with its agent's name if it is `kept`, or else with `label`."""
+        """Add an answer to its tenant's history. It has the agent's name if the context is `kept`, otherwise
+        `label`.
+        """
         tenant = Tenant(tenant_of(answer.agent_id))
-        seen = self._tenants.setdefault(tenant.name, _Tenancy())
+        seen = self._tenants.setdefault(tenant.name, _History())
         reuse, totals = answer.reuse, seen.totals
         totals.answers += 1
         totals.prompt += answer.prompt_tokens
@@ -114,15 +116,19 @@ class Watching:
     async def events(
         self, engine: Engine, tenant: Tenant, store_health: Callable[[], dict[str, object]]
     ) -> AsyncIterator[bytes]:
-        """Yield a tenant's view as server-sent events, once a second, as long as the engine runs."""
+        """Yield server-sent events once a second, as long as the engine runs: `state`, new `answers`, and `agents`
+        after a change.
+
+        They have only the tenant's prompts, answers and agents. `store_health` returns the state of the page server.
+        """
         self.watchers[tenant.name] += 1
         last_sent, agents = 0, None
         try:
             while self._worker.running:
-                self._ask("running", self._look_at_batch())
+                self._start_query("running", self._query_batch())
                 if time.monotonic() >= self._again:
-                    self._ask("agents", self._look_at_agents(engine))
-                seen = self._tenants.setdefault(tenant.name, _Tenancy())
+                    self._start_query("agents", self._query_agents(engine))
+                seen = self._tenants.setdefault(tenant.name, _History())
                 new = [answer for answer in seen.answers if answer.number > last_sent]
                 last_sent = new[-1].number if new else last_sent
                 yield _event("state", self._state(engine, tenant, seen.totals, store_health()))
@@ -130,7 +136,7 @@ class Watching:
                     yield _event("answers", [asdict(answer) for answer in new])
                 if agents is not self._agents:
                     agents = self._agents
-                    yield _event("agents", _shown(agents, tenant))
+                    yield _event("agents", _agents_json(agents, tenant))
                 await asyncio.sleep(EVERY_SECONDS)
         finally:
             self.watchers -= Counter({tenant.name: 1})
@@ -141,7 +147,9 @@ class Watching:
             "at": time.time(),
             "totals": totals.shown(),
             "running": [
-                _progress(progress, given) for progress in self._running if (given := tenant.given(progress.agent_id))
+                _progress_json(progress, given)
+                for progress in self._running
+                if (given := tenant.given(progress.agent_id))
             ],
             # A tenant does not see the memory of others.
             "memory": None if tenant.name else {"used": pool.used_bytes, "total": pool.total_bytes},
@@ -149,18 +157,18 @@ class Watching:
             "saves": engine.store.saves,
         }
 
-    def _ask(self, what: str, work: Coroutine[Any, Any, None]) -> None:
-        """Start the coroutine `work`, a query, unless the last one with the name `what` is still running."""
-        asking = self._asking.get(what)
-        if asking and not asking.done():
+    def _start_query(self, what: str, work: Coroutine[Any, Any, None]) -> None:
+        """Start the query `work` as a task, unless the last query with the name `what` is still running."""
+        query = self._queries.get(what)
+        if query and not query.done():
             return work.close()
-        self._asking[what] = asyncio.create_task(work)
+        self._queries[what] = asyncio.create_task(work)
         return None
 
-    async def _look_at_batch(self) -> None:
+    async def _query_batch(self) -> None:
         self._running = await self._worker.call(_progress_of)
 
-    async def _look_at_agents(self, engine: Engine) -> None:
+    async def _query_agents(self, engine: Engine) -> None:
         begun = time.monotonic()
         found = await asyncio.to_thread(engine.store.agents)
         took = time.monotonic() - begun
@@ -174,18 +182,18 @@ def _progress_of(engine: Engine) -> list[JobProgress]:
     return agents.progress()
 
 
-def _progress(progress: JobProgress, given: str) -> dict[str, Any]:
+def _progress_json(progress: JobProgress, given: str) -> dict[str, Any]:
     return asdict(progress) | {"agent_id": given if progress.kept else None, "stage": progress.stage.name.lower()}
 
 
-def _shown(agents: Iterable[AgentInfo], tenant: Tenant) -> dict[str, Any]:
-    its = [(info, given) for info in agents if (given := tenant.given(info.agent_id)) is not None]
-    its.sort(key=lambda each: (-each[0].nbytes, each[1]))
+def _agents_json(agents: Iterable[AgentInfo], tenant: Tenant) -> dict[str, Any]:
+    visible = [(info, given) for info in agents if (given := tenant.given(info.agent_id)) is not None]
+    visible.sort(key=lambda each: (-each[0].nbytes, each[1]))
     return {
-        "count": len(its),
+        "count": len(visible),
         "agents": [
             {"id": given, "tokens": info.tokens, "tiers": info.tiers, "bytes": info.nbytes, "saved": info.saved}
-            for info, given in its[:MOST_AGENTS]
+            for info, given in visible[:MOST_AGENTS]
         ],
     }
 

@@ -1,7 +1,7 @@
 """The thread that runs the engine.
 
 Only this thread uses MLX: it loads the model, and does all work with arrays. The event loop passes calls to it through
-a queue, and tokens return with `call_soon_threadsafe`. Neither waits for the other.
+a queue, and it passes tokens to the event loop with `call_soon_threadsafe`. Neither waits for the other.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ..startup import Engine
 
 log = logging.getLogger(__name__)
 
-IDLE_SECONDS = 1.0  # for which an idle engine waits before it checks whether to end
-PROMPTS_IN_ENGINE = 40  # prompts passed to the engine: the 32 that its batch runs, and 8 whose contexts it loads ahead
+IDLE_SECONDS = 1.0  # an idle engine checks after this time whether to end
+PROMPTS_IN_ENGINE = 40  # at most: 32 in the batch, and 8 whose contexts are loaded meanwhile
 
 Event = Token | Answer | Exception  # the next token, the complete answer, or an error
 _Result = TypeVar("_Result")
@@ -34,32 +34,34 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt for the engine."""
+    """A prompt for the engine. The fields are the arguments of `AgentEngine.submit`."""
 
     agent_id: str
-    keep: bool  # whether to keep the context
+    keep: bool  # whether to keep the context as the agent's
     tokens: Sequence[int]
     max_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     stop: Sequence[str] = ()
     stop_tokens: Collection[int] = ()
-    continues: bool = True  # whether its answer keeps a first space
+    continues: bool = True  # whether the text of the answer keeps a space at its beginning
     logprobs: int = 0
-    label: str = ""  # the text that people see for a context without a name
+    label: str = ""  # the text that `kvpage` and the web pages show for a context without a name
 
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """An unfinished answer, for use on the event loop: the caller iterates over its tokens, then reads `answer`."""
+    """An answer that is being computed. The event loop iterates over its tokens, and then reads `answer`."""
 
     prompt: Prompt
     tenant: str
-    _ended: Callable[[Generation], bool]  # removes it from the pending ones; returns whether it was one
-    _drop: Callable[[Generation], None]
-    uid: int | None = None  # the engine's uid, set and read on its thread
+    _ended: Callable[
+        [Generation], bool
+    ]  # called at the end: removes it from the pending ones, returns whether it was one
+    _drop: Callable[[Generation], None]  # called by `cancel`: ends the computation
+    uid: int | None = None  # the engine's id of the prompt; set and read on the engine's thread
     cancelled: bool = False
     answer: Answer | None = None
-    asked_in: contextvars.Context = field(default_factory=contextvars.copy_context)  # with the request's trace
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)  # has the request's trace
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     _events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
 
@@ -67,7 +69,7 @@ class Generation:
         return self
 
     async def __anext__(self) -> Token:
-        """Wait for the next token. Raises an exception of the engine, or that of `abandon`."""
+        """Wait for the next token. Raises the engine's exception, or the exception given to `abandon`."""
         if not self.answer:
             event = await self._events.get()
             if isinstance(event, Token):
@@ -77,8 +79,8 @@ class Generation:
             self.answer = event
         raise StopAsyncIteration
 
-    def tell(self, event: Event) -> None:
-        """Add an event to the iteration. May be called on any thread."""
+    def receive(self, event: Event) -> None:
+        """Add an event to the iteration. Thread-safe."""
         self._loop.call_soon_threadsafe(self._arrived, event)
 
     def cancel(self) -> None:
@@ -88,7 +90,7 @@ class Generation:
             self._drop(self)
 
     def abandon(self, why: Exception) -> None:
-        """Cancel the answer. After the tokens that were received, the iteration raises `why`."""
+        """Cancel the answer. The iteration raises `why` after the tokens that were computed already."""
         self.cancel()
         self._events.put_nowait(why)
 
@@ -101,18 +103,20 @@ class Generation:
 class EngineThread:
     """The thread that creates an engine with `make`, and runs it until `stop`.
 
-    The engine answers prompts in the order of submission. So it gets a few at a time, one of each tenant in turn.
+    The engine runs prompts in the order of their submission. To be fair to tenants, this class keeps the waiting
+    prompts, and submits at most PROMPTS_IN_ENGINE at a time, one of each tenant in turn.
     """
 
     def __init__(self, make: Callable[[], Engine]) -> None:
         self._make = make
         self._made: Future[Engine] = Future()
         self._calls: deque[Callable[[Engine], None]] = deque()
-        self._generations: set[Generation] = set()  # pending ones; used by the event loop, as the next three
-        self._pending: Counter[str] = Counter()  # by tenant
-        self._given: set[Generation] = set()  # passed to the engine
-        self._turns: dict[str, deque[Generation]] = {}  # waiting ones, by tenant; the next in turn is the first
-        self._idle = asyncio.Event()  # set if no generation is pending
+        # the event loop uses these five
+        self._generations: set[Generation] = set()  # all pending ones: submitted or waiting
+        self._pending: Counter[str] = Counter()  # their number by tenant
+        self._submitted: set[Generation] = set()  # passed to the engine
+        self._turns: dict[str, deque[Generation]] = {}  # waiting ones by tenant; the first tenant has the next turn
+        self._idle = asyncio.Event()  # set while there is no pending one
         self._idle.set()
         self._stop = threading.Event()
         self._closing = False  # whether the engine accepts nothing any more
@@ -138,7 +142,7 @@ class EngineThread:
         return not self._made.done()
 
     def start(self) -> None:
-        """Start to load the model."""
+        """Start the thread, which loads the model."""
         self._thread.start()
 
     async def loaded(self) -> Engine:
@@ -149,26 +153,26 @@ class EngineThread:
         return await asyncio.shield(asyncio.wrap_future(self._made))
 
     def generate(self, prompt: Prompt, tenant: str = "") -> Generation:
-        """Queue a prompt of a tenant, and return its answer. Exceptions of the engine are raised by the iteration."""
-        generation = Generation(prompt, tenant, self._forget, self._drop)
+        """Queue a prompt of a tenant, and return its answer. The iteration over it raises exceptions of the engine."""
+        generation = Generation(prompt, tenant, self._remove, self._drop)
         self._generations.add(generation)
         self._pending[tenant] += 1
         self._idle.clear()
         if self._thread.is_alive() and not self._closing:
             self._turns.setdefault(tenant, deque()).append(generation)
-            self._give()
+            self._submit_next()
         else:
-            generation.tell(EngineClosedError("the engine has ended"))
+            generation.receive(EngineClosedError("the engine has ended"))
         return generation
 
     async def call(self, work: Callable[[Engine], _Result]) -> _Result:
         """Run `work` on the thread, between two steps of the engine. Return its result, or raise its exception."""
         done: Future[_Result] = Future()
-        self._call(partial(_do, work, done))
+        self._call(partial(_run_call, work, done))
         try:
             return await asyncio.wrap_future(done)
         finally:
-            del done  # to break the cycle: its error has a reference to this frame
+            del done  # break the reference cycle: its exception has this frame in its traceback
 
     async def finish(self, seconds: float) -> None:
         """Wait up to `seconds` until all prompts are answered, then abandon the others."""
@@ -179,38 +183,40 @@ class EngineThread:
             generation.abandon(EngineClosedError("the server is being stopped"))
 
     async def stop(self) -> None:
-        """End the thread, which saves all contexts before, and wait for its end."""
+        """Stop the engine, which saves all contexts, and wait for the end of the thread."""
         self._stop.set()
         self._wake()
         await asyncio.to_thread(self._thread.join)
 
-    def _forget(self, generation: Generation) -> bool:
+    def _remove(self, generation: Generation) -> bool:
+        """Remove an answer from the pending ones, and submit the next prompt. Return False if it was not pending."""
         if generation not in self._generations:
             return False
         self._generations.remove(generation)
         self._pending -= Counter({generation.tenant: 1})  # a subtraction removes tenants with a count of 0
-        self._given.discard(generation)
-        self._give()
+        self._submitted.discard(generation)
+        self._submit_next()
         if not self._generations:
             self._idle.set()
         return True
 
-    def _give(self) -> None:
-        """Pass waiting prompts to the engine, up to PROMPTS_IN_ENGINE, one of each tenant in turn."""
-        while self._turns and len(self._given) < PROMPTS_IN_ENGINE:
+    def _submit_next(self) -> None:
+        """Submit waiting prompts to the engine, up to PROMPTS_IN_ENGINE, one of each tenant in turn."""
+        while self._turns and len(self._submitted) < PROMPTS_IN_ENGINE:
             tenant, waiting = next(iter(self._turns.items()))
             del self._turns[tenant]
             generation = waiting.popleft()
             if waiting:
                 self._turns[tenant] = waiting
             if generation in self._generations:  # otherwise it was cancelled
-                self._given.add(generation)
+                self._submitted.add(generation)
                 self._call(partial(_submit, generation))
 
     def _drop(self, generation: Generation) -> None:
         self._call(lambda engine: _cancel(engine.agents, generation))
 
     def _call(self, work: Callable[[Engine], None]) -> None:
+        """Queue a call that the thread makes between two steps."""
         self._calls.append(work)
         self._wake()
 
@@ -219,6 +225,7 @@ class EngineThread:
             self._made.result().agents.wake()
 
     def _run(self) -> None:
+        """Run the thread: create the engine, alternate queued calls and steps until `stop`, and close the engine."""
         try:
             engine = self._make()
         except BaseException as error:  # noqa: BLE001 - passed to the tasks that wait for the engine
@@ -233,28 +240,28 @@ class EngineThread:
         except Exception as error:
             log.exception("the engine has failed")
             for generation in list(self._generations):
-                generation.tell(error)
+                generation.receive(error)
         finally:
             self._closing = True
             self.unsaved = engine.close()
-            while self._calls:  # they were queued meanwhile, and get the errors of a closed engine
+            while self._calls:  # calls that were queued meanwhile fail, because the engine is closed
                 self._calls.popleft()(engine)
             for generation in list(self._generations):
-                generation.tell(EngineClosedError("the engine has ended"))
+                generation.receive(EngineClosedError("the engine has ended"))
 
 
-def _do(work: Callable[[Engine], _Result], done: Future[_Result], engine: Engine) -> None:
+def _run_call(work: Callable[[Engine], _Result], done: Future[_Result], engine: Engine) -> None:
     try:
         done.set_result(work(engine))
     except Exception as error:  # noqa: BLE001 - passed to the waiting task
         done.set_exception(error)
     finally:
-        del done  # to break the cycle: its error has a reference to this frame
+        del done  # break the reference cycle: its exception has this frame in its traceback
 
 
 def _submit(generation: Generation, engine: Engine) -> None:
     if not generation.cancelled:
-        generation.asked_in.run(_submit_to, engine.agents, generation)
+        generation.context.run(_submit_to, engine.agents, generation)
 
 
 def _submit_to(engine: AgentEngine, generation: Generation) -> None:
@@ -271,12 +278,12 @@ def _submit_to(engine: AgentEngine, generation: Generation) -> None:
             logprobs=prompt.logprobs,
             keep=prompt.keep,
             label=prompt.label,
-            on_token=generation.tell,
-            on_done=generation.tell,
-            on_error=generation.tell,
+            on_token=generation.receive,
+            on_done=generation.receive,
+            on_error=generation.receive,
         )
     except Exception as error:  # noqa: BLE001 - any error is passed to the caller
-        generation.tell(error)
+        generation.receive(error)
 
 
 def _cancel(engine: AgentEngine, generation: Generation) -> None:

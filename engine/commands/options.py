@@ -98,7 +98,7 @@ def open_engine(args: argparse.Namespace) -> Engine:
     from ..startup import CANNOT_OPEN, Engine
 
     try:
-        return Engine.open(wanted, tell)
+        return Engine.open(wanted, report)
     except CANNOT_OPEN as error:
         raise Failure(str(error)) from error
 
@@ -106,7 +106,7 @@ def open_engine(args: argparse.Namespace) -> Engine:
 def import_engine() -> None:
     """Import MLX and mlx-lm, which takes seconds."""
     if "mlx_lm" not in sys.modules:
-        tell("importing MLX and mlx-lm")
+        report("importing MLX and mlx-lm")
     from ..platform import import_mlx_lm
 
     import_mlx_lm()
@@ -127,7 +127,7 @@ def store_url(text: str) -> str:
     return url
 
 
-def tell(what: str) -> None:
+def report(what: str) -> None:
     """Report progress on stderr; answers go to stdout."""
     print(f"kvpage-engine: {what}", file=sys.stderr, flush=True)
 

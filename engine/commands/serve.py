@@ -17,7 +17,7 @@ from kvpage_server.system.text import log_to_standard_error
 
 from ..platform import OTHERS
 from . import Failure
-from .options import add_engine, count, import_engine, options, port, seconds, size, tell
+from .options import add_engine, count, import_engine, options, port, report, seconds, size
 
 
 def add_to(commands: Any) -> None:
@@ -77,7 +77,13 @@ def serve(args: argparse.Namespace) -> NoReturn:
             room_for(args.max_connections, OTHERS),
             args.max_from_address,
         )
-        asked = {"host": args.host, "name": args.name, "origins": args.allow_origin, "grace": args.grace, "tell": tell}
+        asked = {
+            "host": args.host,
+            "name": args.name,
+            "origins": args.allow_origin,
+            "grace": args.grace,
+            "report": report,
+        }
         labels = args.labels or ("words" if args.share == "all" else "hash")
         asked |= {"sanitize": args.sanitize_control_tokens, "hash_labels": labels == "hash"}
         try:

@@ -109,7 +109,7 @@ function turn(role, content) {
   const who = el("span", { class: "unseen" }, role === "user" ? "You: " : "Agent: ");
   const box = at("conversation");
   box.append(el("div", { class: `turn ${role}` }, who, text, reuse));
-  while (box.childElementCount > MOST_TURNS) box.firstElementChild.remove();
+  while (box.childElementCount > MAX_TURNS) box.firstElementChild.remove();
   box.scrollTop = box.scrollHeight;
   return { text, reuse };
 }

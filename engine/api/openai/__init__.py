@@ -1,4 +1,4 @@
-"""Requests, replies and errors of OpenAI's API, as text and as tokens.
+"""Requests, replies and errors of OpenAI's API, and their conversion between text and tokens.
 
-Contains: the API as OpenAI documents it. Excludes: sockets, threads, tenants, and the engine that answers.
+It has no sockets, threads or tenants, and does not call the engine.
 """

@@ -1,4 +1,4 @@
-"""OpenAI's error object."""
+"""Errors of the API in the format of OpenAI's error object."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from dataclasses import dataclass
 
 from starlette.responses import JSONResponse
 
-SHOWN = 100  # characters
+SHOWN = 100  # characters of a value in an error message; the rest is cut
 
 
 @dataclass(slots=True)
 class ApiError(Exception):
-    """Error: a request was refused or has failed. It becomes the reply. `param` is the name of the wrong field."""
+    """Error that becomes the reply: a request was refused or has failed.
+
+    `status` is the HTTP status, `param` the name of the wrong field.
+    """
 
     status: int
     message: str
@@ -38,12 +41,12 @@ class ApiError(Exception):
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
-    """Return the error for an invalid request."""
+    """Return the error (400) for an invalid request. `param` is the name of the wrong field."""
     return ApiError(400, message, param, code)
 
 
 def shortened(value: object) -> str:
-    """Return a value of a client's request as a short text for an error message."""
+    """Return a value of a request for an error message, cut after SHOWN characters."""
     if isinstance(value, str):
         return repr(value if len(value) <= SHOWN else value[:SHOWN] + "...")
     plain = value is None or isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= 64)

@@ -1,7 +1,7 @@
 """Encoder of conversations and texts to token ids.
 
-This module has its own tokenizer, because the engine's tokenizer belongs to the engine's thread. Conversations and long
-prompts are encoded on a separate thread, so that they delay no stream. Short ones are encoded on the event loop, which
+It has a copy of the tokenizer, because the engine's tokenizer belongs to the engine's thread. Conversations and long
+texts are encoded on a separate thread, so that they delay no stream. Short texts are encoded on the event loop, which
 is as fast as passing them to a thread.
 """
 
@@ -25,8 +25,8 @@ from .reading import Markup
 from .schema import ChatBody, Message, Tool
 from .templates import ControlTokens, Renderer, TemplateFailedError, takes_text
 
-SHORT = 1000  # characters, encoded in half a millisecond
-LETTERS_A_TOKEN = 16  # more characters than nearly any token has
+SHORT = 1000  # characters of a text that is encoded on the event loop, in half a millisecond
+LETTERS_A_TOKEN = 16  # nearly every token has fewer characters
 
 Offered = list[dict[str, Any]] | None  # the tools of a request
 _Made = TypeVar("_Made")
@@ -48,19 +48,21 @@ class Prompts:
         self._controls: dict[str | None, ControlTokens] = {}  # by template
         self._text_arguments: dict[str | None, bool] = {}  # by template: whether it takes a call's arguments as text
         self._thread = ThreadPoolExecutor(1, "prompts")
-        self._long: set[Future[Any]] = set()  # long prompts; while there are any, only the thread uses the tokenizer
+        # long prompts on the thread; while there are any, the event loop does not use the tokenizer
+        self._long: set[Future[Any]] = set()
         self.token_text = TokenText(self._tokenizer)
         self.markup = Markup(self._tokenizer)
         # Ends of lines and of the answer, as in mlx-lm's server.
         self.kept_by_xtc = frozenset([*tokenizer.eos_token_ids, *tokenizer.encode("\n", add_special_tokens=False)])
-        self._keeps_space: bool | None = None  # unknown before the first conversation
+        self._keeps_space: bool | None = None  # None before the first conversation
 
     async def of_chat(self, body: ChatBody) -> list[int]:
-        """Return the token ids of a conversation, up to the answer, encoded as by mlx-lm.
+        """Return the token ids of a conversation and the beginning of the answer, encoded as by mlx-lm.
 
-        Raises ApiError (400) if the model has no chat template or no tool calling, or cannot process the conversation.
+        Raises ApiError (400) if the model has no chat template or no tool calls, the template refuses the conversation,
+        or it is longer than the model's context.
         """
-        tools = body.tools  # also with tool_choice none, so that the prompt begins like the prompts before it
+        tools = body.tools  # also with `tool_choice: none`, so that the prompt has the same prefix as earlier ones
         if tools and not self._tokenizer.has_tool_calling:
             raise invalid("tools: this model has no tool calling", "tools", "unsupported_value")
         if not self._tokenizer.has_chat_template:
@@ -73,8 +75,9 @@ class Prompts:
         return self._keeps_space is not False
 
     async def of_text(self, prompt: str | Sequence[int]) -> list[int]:
-        """Return the token ids of a text, encoded as by mlx_lm.generate; ids are only checked. Raises ApiError
-        (400).
+        """Return the token ids of a text, encoded as by mlx_lm.generate; return ids as they are, after a check.
+
+        Raises ApiError (400) for an empty or too long prompt, and for an id that is not in the vocabulary.
         """
         return await self._made("prompt", len(prompt) <= SHORT, lambda: self._of_text(prompt))
 
@@ -122,8 +125,7 @@ class Prompts:
     def _rendered(
         self, messages: list[dict[str, Any]], template: str | None, tools: Offered, *, asks: bool = True
     ) -> str:
-        """Return the text of a conversation, rendered as by mlx-lm. With `asks`, it ends with the beginning of the next
-        answer.
+        """Return the text of a conversation, rendered as by mlx-lm. With `asks`, the beginning of an answer follows it.
 
         Raises TemplateFailedError.
         """
@@ -143,10 +145,10 @@ class Prompts:
         return self._controls[template]
 
     def _plain(self, message: Message, i: int, template: str | None, tools: Offered) -> dict[str, Any]:
-        """Return message `i` for the template: its content as text, and the arguments of calls in the form that the
-        template expects.
+        """Return message number `i` for the template: the content as text, and the arguments of calls in the format
+        that the template expects.
 
-        Raises ApiError for arguments that are no JSON.
+        Raises ApiError for arguments that are not JSON.
         """
         plain = message.model_dump(exclude_none=True)
         plain.setdefault("content", "")
@@ -181,7 +183,9 @@ class Prompts:
             raise invalid(f"{param}: token ids are 0 to {self._spec.vocab_size - 1}, got {largest}", param)
 
     def _check_length(self, texts: Sequence[str], param: str) -> None:
-        """Raise ApiError for texts that are much longer than the model's context, without encoding all of them."""
+        """Raise ApiError if texts have more characters than the model's context can have, so that they are not
+        encoded.
+        """
         limit = LETTERS_A_TOKEN * (self._spec.context or 0)
         if limit and sum(map(len, texts)) > limit:
             self._fitting(

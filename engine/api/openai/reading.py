@@ -13,14 +13,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ...scheduling.request import Token
 
-# -- The marks of thoughts and tool calls in a model's text, as mlx-lm knows them for its tokenizer --------------------
+# -- The marks of reasoning and tool calls in a model's text, which mlx-lm's tokenizer wrapper has --------------------
 
-NORMAL, REASONING, TOOL = "normal", "reasoning", "tool"  # mlx-lm's states; other states are headers
+NORMAL, REASONING, TOOL = "normal", "reasoning", "tool"  # states of mlx-lm; other states are headers, without content
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The marks that end one state of the parser, each with the next state."""
+    """The marks that end a state of the parser, each with the next state."""
 
     following: dict[str, str]  # each mark's next state
     pattern: re.Pattern[str] = field(init=False)
@@ -30,8 +30,8 @@ class Marks:
         never = "(?!)"
         object.__setattr__(self, "pattern", re.compile("|".join(map(re.escape, longest_first)) or never))
 
-    def begun(self, text: str) -> int:
-        """Return the length of the longest end of `text` that is the beginning of a mark, 0 for none."""
+    def partial_length(self, text: str) -> int:
+        """Return the length of the longest suffix of `text` that is a proper prefix of a mark; 0 if there is none."""
         longest = max(map(len, self.following), default=0)
         lengths = range(min(longest - 1, len(text)), 0, -1)
         return next((n for n in lengths if any(mark.startswith(text[-n:]) for mark in self.following)), 0)
@@ -54,17 +54,17 @@ class Markup:
         return (self._with_calls if calls else self._without_calls).get(state) or Marks({})
 
     def parse(self, text: str, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the tool calls in a text from between the marks of a call. `tools` are the request's tools.
+        """Return the tool calls in a text between the marks of a call. `tools` are the request's tools.
 
-        Raises any exception of mlx-lm's parsers.
+        Raises the exceptions of mlx-lm's parsers, of any class.
         """
         parser: Callable[[str, Any], Any] = self._tokenizer.tool_parser
         parsed = parser(text, list(tools))
         return parsed if isinstance(parsed, list) else [parsed]
 
     def start(self, prompt: Sequence[int]) -> str:
-        """Return the state in which the answer to `prompt` begins: REASONING if the prompt has opened it, usually
-        NORMAL.
+        """Return the state in which the answer to `prompt` (token ids) begins: REASONING if the prompt ends within
+        reasoning, usually NORMAL.
         """
         if initial := self._tokenizer.response_initial_state:
             return str(initial)
@@ -96,7 +96,7 @@ def _transitions(tokenizer: TokenizerWrapper) -> dict[str, dict[str, str]]:
     return following
 
 
-SHORT_CALL = 1000  # characters, parsed in some milliseconds; the time of a parser may grow with their square
+SHORT_CALL = 1000  # characters of a call that is parsed in some milliseconds; a parser's time may be quadratic
 
 
 @dataclass(slots=True)
@@ -136,27 +136,27 @@ class Reader:
         Without `several`, the answer ends after its first call.
         """
         self.parsed = AnswerPart()  # the whole answer so far
-        self.cut = False  # whether the rest is omitted, after the only call
+        self.cut = False  # True after the first call without `several`: the rest of the answer is omitted
         self._markup = markup
         self._tools = [_with_parameters(tool) for tool in tools]
         self._names = {tool["function"]["name"] for tool in tools}
         self._several = several
         self._state = markup.start(prompt)
-        self._held = ""  # the end of the text, if a mark may begin there
+        self._held = ""  # the end of the text that may be the beginning of a mark
         self._header = ""
-        self._before = NORMAL  # the state before the call
+        self._before = NORMAL  # the state before the current call
         self._opened = ""  # the call's first mark
         self._call: list[str] = []  # pieces of the text after it
         self._call_length = 0
 
     @property
     def may_take_long(self) -> bool:
-        """Whether the next token, or the end of the answer, may have to parse a call that is long."""
+        """Whether the next call of `read` or `finish` may parse a call of more than SHORT_CALL characters."""
         return self._state == TOOL and self._call_length > SHORT_CALL
 
     def read(self, token: Token) -> AnswerPart:
-        """Add a token, and return the part of the answer that it completes. It is empty within a possible mark or
-        call.
+        """Parse the next token, and return the part of the answer that it completes. The part is empty within a call,
+        and within a text that may become a mark.
         """
         part = AnswerPart(tokens=[] if token.ends_text else [token])
         self._split(token.text, part, calls=bool(self._names))
@@ -166,10 +166,11 @@ class Reader:
     def finish(self, reason: str) -> AnswerPart:
         """End the answer, and return the part that was held back.
 
-        `reason` is the answer's finish_reason: unless it is "stop", a call without an end mark is text.
+        `reason` is the answer's finish_reason. A call without an end mark is a call if it is "stop", otherwise plain
+        text.
         """
         part = AnswerPart()
-        self._put_held(part)
+        self._add_held(part)
         if self._state == TOOL:
             self._close("", part, whole=reason == "stop", ended=False)
         if not self.cut:
@@ -178,21 +179,21 @@ class Reader:
         return part
 
     def _split(self, text: str, part: AnswerPart, *, calls: bool) -> None:
-        """Split a text at its marks, and add it to `part`. The end is held back if a mark may begin there."""
+        """Split a text at its marks, and add it to `part`. Hold back the end if it may be the beginning of a mark."""
         text, self._held = self._held + text, ""
         at = 0
         marks = self._markup.marks(self._state, calls=calls)
         while found := marks.pattern.search(text, at):
-            self._put(text[at : found.start()], part)
+            self._add(text[at : found.start()], part)
             at = found.end()
-            self._cross(found[0], marks.following[found[0]], part)
+            self._change_state(found[0], marks.following[found[0]], part)
             marks = self._markup.marks(self._state, calls=calls)
-        begun = marks.begun(text[at:])
-        self._put(text[at : len(text) - begun], part)
-        self._held = text[len(text) - begun :]
+        partial_length = marks.partial_length(text[at:])
+        self._add(text[at : len(text) - partial_length], part)
+        self._held = text[len(text) - partial_length :]
 
-    def _cross(self, mark: str, next_state: str, part: AnswerPart) -> None:
-        """Change to the state that follows a mark. If that ends a call, add the call to `part`."""
+    def _change_state(self, mark: str, next_state: str, part: AnswerPart) -> None:
+        """Change to the state after a mark. If the mark ends a call, add the call to `part`."""
         self._header = ""
         if self._state == TOOL:
             self._close("" if next_state == TOOL else mark, part)
@@ -202,11 +203,11 @@ class Reader:
             self._before, self._opened = self._state, mark
         self._state = next_state
 
-    def _put_held(self, part: AnswerPart) -> None:
+    def _add_held(self, part: AnswerPart) -> None:
         held, self._held = self._held, ""
-        self._put(held, part)
+        self._add(held, part)
 
-    def _put(self, text: str, part: AnswerPart) -> None:
+    def _add(self, text: str, part: AnswerPart) -> None:
         """Add a text without marks to the field of `part` for the current state."""
         if self.cut:
             return
@@ -223,8 +224,8 @@ class Reader:
     def _close(self, mark: str, part: AnswerPart, *, whole: bool = True, ended: bool = True) -> None:
         """End a call, or a text between the marks of a call, and add it to `part`.
 
-        `mark` is its end mark, or "". `ended` says whether a mark has ended it, and not the end of the answer. Without
-        `whole` it is text, and no call.
+        `mark` is its end mark; "" without one. `ended` is whether a mark has ended it, and not the end of the answer.
+        Without `whole`, it is plain text in any case.
         """
         text, self._call, self._call_length = "".join(self._call), [], 0
         self._state = self._before if self._before == REASONING else NORMAL
@@ -235,7 +236,7 @@ class Reader:
         elif inner and whole:  # the inner mark may be a part of an argument
             calls, plain = self._calls(text, ended=ended), ""
         self._split(plain if calls else self._opened + text + mark, part, calls=False)
-        self._put_held(part)
+        self._add_held(part)
         if not calls or self.cut:
             return
         self._state = NORMAL
@@ -244,7 +245,9 @@ class Reader:
         self.cut = not self._several
 
     def _calls(self, text: str, *, ended: bool) -> list[dict[str, Any]]:
-        """Return the calls in a text; [] if it is no complete call of an offered tool. `ended` is as for `_close`."""
+        """Return the calls in a text; [] if it is not a complete call of an offered tool. `ended` is as for
+        `_close`.
+        """
         if not ended and (self._parse(text.rstrip()[:-1]) or not (self._markup.endless or _is_json(text))):
             return []  # some of mlx-lm's parsers accept incomplete calls
         calls = self._parse(text)
@@ -278,21 +281,23 @@ def _is_json(text: str) -> bool:
 
 
 def _arguments(given: Any) -> str:
-    """Return the arguments of a call as JSON. A model may write them as an object, as a string with JSON, or omit them.
+    """Return the arguments of a call as JSON. `given` is an object, a string with JSON, or None, as the model wrote
+    them.
 
-    Raises ValueError for others.
+    Raises ValueError for anything else.
     """
     arguments = json.loads(given) if isinstance(given, str) and given.strip() else given or {}
     if not isinstance(arguments, dict):
         raise ValueError("arguments are an object")
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    text.encode()  # half of a surrogate pair cannot be sent
+    text.encode()  # raises ValueError for half of a surrogate pair, which UTF-8 cannot represent
     return text
 
 
 def _with_parameters(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool for mlx-lm's parsers. They need an object for the schema of each parameter, which may also be
-    `true`.
+    """Return a tool for mlx-lm's parsers, with an object as the schema of each parameter.
+
+    In JSON Schema, `true` is a schema, too, but the parsers need an object.
     """
     function = tool["function"]
     parameters = function.get("parameters") or {}

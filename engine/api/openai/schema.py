@@ -1,7 +1,8 @@
 """The bodies of requests, as pydantic models.
 
-Unknown fields are ignored, as OpenAI-compatible servers do, since clients send many that change nothing. A field that
-would change the answer but is not supported is refused by its name. ``null`` is the same as no field, at any depth.
+Unknown fields are ignored, as by other OpenAI-compatible servers, because clients send many that change nothing. A
+field that would change the answer and is not supported is refused. ``null`` is the same as an absent field, at any
+depth.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from kvpage_server import bounded
 from ...generation.sampling import MAX_BIAS, MAX_XTC_THRESHOLD, Sampling
 from .errors import ApiError, invalid, shortened
 
-# -- Fields of requests that would change the answer and are refused, with the values that change nothing --------------
+# -- Unsupported fields that would change the answer, with the values that are accepted, because they change nothing ---
 
 Values = tuple[object, ...]
 
@@ -101,10 +102,10 @@ IN_MESSAGES: dict[str, Values] = {
 
 
 MAX_CONTAINERS = 8_192  # lists and objects
-MAX_STRINGS = 16_384  # including names of fields; a conversation of 4,096 messages has as many
-MAX_VALUES = 131_072  # enough for a prompt of token ids
+MAX_STRINGS = 16_384  # including names of fields; a conversation of 4,096 messages has this number
+MAX_VALUES = 131_072  # enough for a long prompt of token ids
 MAX_STOPS = 16
-MAX_STOP = 256  # characters; the answer is compared with them at every token
+MAX_STOP = 256  # characters of a stop text, which is compared with the answer at every token
 MAX_TOOLS = 128  # as OpenAI's API
 MAX_TOP_LOGPROBS = 20  # as OpenAI's API
 MAX_STOP_IDS = 128
@@ -112,7 +113,7 @@ MAX_REPETITION_PENALTY = 10  # above about 2, texts are nonsense
 
 
 def _only(*allowed: object) -> AfterValidator:
-    """Return a pydantic validator for a field of OpenAI's API of which only these values are supported."""
+    """Return a pydantic validator for a field of OpenAI's API that accepts only the values `allowed`."""
 
     def check(value: object) -> object:
         if value not in allowed:
@@ -157,9 +158,10 @@ def _listed(value: Any) -> Any:
 
 
 def _prompt(prompt: Any) -> str | list[int]:
-    """Return a prompt as a text or token ids. It may be the only item of a list. Raises PydanticCustomError, ApiError.
+    """Return a prompt as a text or a list of token ids. The prompt may also be the only item of a list.
 
-    Ids are checked in Python, so that other threads can run meanwhile.
+    Ids are checked in Python and not by pydantic, so that other threads can run meanwhile. Raises PydanticCustomError,
+    ApiError.
     """
     name = "prompt"
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
@@ -187,7 +189,7 @@ class RequestBody(BaseModel):
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:
-        """Parse a body in JSON. Raises ApiError (400), which names the wrong field."""
+        """Parse a body in JSON. Raises ApiError (400) with the name of the first wrong field."""
         try:
             bounded.check(raw, containers=MAX_CONTAINERS, strings=MAX_STRINGS, values=MAX_VALUES)
             body = from_json(raw, allow_inf_nan=False)
@@ -207,7 +209,7 @@ class RequestBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _given(cls, body: Any) -> Any:
-        """Refuse unsupported fields, and drop nulls."""
+        """Remove nulls from a body. Raises ApiError for an unsupported field."""
         if not isinstance(body, dict):
             return body
         for name, allowed in cls.unsupported.items():
@@ -218,14 +220,14 @@ class RequestBody(BaseModel):
 
 
 class Function(RequestBody):
-    """A function call."""
+    """The function of a tool call, with its arguments as JSON."""
 
     name: str
     arguments: str = "{}"
 
 
 class ToolCall(RequestBody):
-    """A call that the model made in an earlier turn."""
+    """A tool call that the model made in an earlier turn."""
 
     id: str
     type: Literal["function"] = "function"
@@ -246,14 +248,14 @@ class Message(RequestBody):
 
     @model_validator(mode="after")
     def _refused(self) -> Self:
-        """Add a refusal to the text of the message."""
+        """Use a refusal as the text of the message, after its content."""
         if self.refusal:
             self.content = (self.content or "") + self.refusal
         return self
 
 
 class FunctionTool(RequestBody):
-    """A function that the model may call."""
+    """The function of a tool: its name, its description, and the JSON Schema of its parameters."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     description: str | None = None
@@ -261,14 +263,14 @@ class FunctionTool(RequestBody):
 
 
 class Tool(RequestBody):
-    """A callable function."""
+    """A tool that the model may call."""
 
     type: Literal["function"]
     function: FunctionTool
 
 
 class StreamOptions(RequestBody):
-    """Options of a stream."""
+    """Options of a streamed reply."""
 
     include_usage: bool = False
 
@@ -287,7 +289,7 @@ Stops = Annotated[
 
 
 class CompletionFields(RequestBody):
-    """Fields of both kinds of completion."""
+    """Fields that chat and text completions have in common."""
 
     model: str
     agent_id: str | None = None
@@ -350,7 +352,7 @@ class ChatBody(CompletionFields):
 
     @property
     def offered(self) -> list[Tool]:
-        """Tools that the answer may call."""
+        """Tools that the answer may call: none of them with `tool_choice: none`."""
         return self.tools if self.tool_choice == "auto" else []
 
     @property
@@ -385,9 +387,10 @@ _CODES = {"missing": "missing_required_parameter", "unsupported_value": "unsuppo
 
 
 def _refusal(errors: Sequence[ErrorDetails]) -> ApiError:
-    """Return the error for the first wrong field of a body.
+    """Return the ApiError (400) for the first wrong field of a body, from pydantic's errors.
 
-    If it has errors for several alternative types, use the error with the most list indices in its location.
+    A field with several alternative types has an error for each; the one with the most list indices is the most
+    precise.
     """
     alike = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
     closest = max(alike, key=lambda error: sum(isinstance(part, int) for part in error["loc"]))
@@ -399,9 +402,9 @@ def _refusal(errors: Sequence[ErrorDetails]) -> ApiError:
 
 
 def _param(loc: Sequence[int | str]) -> str:
-    """Return the name of a field, such as ``messages[0].content`` for ("messages", 0, "content").
+    """Return the name of a field: ``messages[0].content`` for pydantic's ("messages", 0, "content").
 
-    pydantic's names for the alternatives of a union are left out.
+    pydantic's names for the alternatives of a union are omitted.
     """
     shown = ""
     for part in loc:

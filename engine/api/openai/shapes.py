@@ -1,4 +1,4 @@
-"""OpenAI's replies: chat and text completions, complete or as chunks of a stream."""
+"""Formats of OpenAI's replies: chat and text completions, complete or as chunks of a stream."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Reply = dict[str, Any]
 
 
 class ChatLikelihoods:
-    """The `logprobs` of /v1/chat/completions."""
+    """Format of the `logprobs` of /v1/chat/completions."""
 
     def __init__(self, token_text: TokenText, count: int) -> None:
-        """Show for each token the `count` likeliest tokens at its position."""
+        """Create the format with the `count` likeliest tokens at the position of each token."""
         self._token_text = token_text
         self._count = count
 
@@ -41,10 +41,12 @@ class ChatLikelihoods:
 
 
 class TextLikelihoods:
-    """The `logprobs` of /v1/completions. `of` must be called with all tokens of an answer, in their order."""
+    """Format of the `logprobs` of /v1/completions. `of` must be called with all tokens of an answer, in order."""
 
     def __init__(self, token_text: TokenText, prompt: Sequence[int], count: int) -> None:
-        """Show for each token of the answer to `prompt` the `count` likeliest tokens at its position."""
+        """Create the format for the answer to `prompt` (token ids), with the `count` likeliest tokens at each
+        position.
+        """
         self._token_text = token_text
         self._count = count
         self._answer = token_text.after(prompt)
@@ -61,9 +63,9 @@ class TextLikelihoods:
         return _shown(self._token_text.bytes_of(token))
 
     def _top(self, token: Token) -> dict[str, float]:
-        """Return the log-probabilities of the likeliest tokens, by their text.
+        """Return the log-probabilities of the likeliest tokens by text.
 
-        If two have the same text, the key of the less likely one is its id.
+        If two tokens have the same text, the key of the less likely one is its id.
         """
         top: dict[str, float] = {}
         for likely, logprob in token.top[: self._count]:
@@ -72,8 +74,8 @@ class TextLikelihoods:
         return top
 
     def _offset(self, token: int) -> int:
-        """Return the offset of the next token in the answer's text, or of the character that it continues. Called once
-        per token.
+        """Return the offset of the next token in the answer's text, in characters; of a token that continues a
+        character, the offset of this character. Must be called once per token.
         """
         offset = len(self._answer.text)
         self._answer.add_token(token)
@@ -81,7 +83,7 @@ class TextLikelihoods:
 
 
 def _shown(spelled: bytes | None) -> str:
-    """Return the text of a token's bytes. Bytes that are no complete characters are escaped, as in OpenAI's API."""
+    """Return the text of a token's bytes. Incomplete characters are escaped, as in OpenAI's API; "" for None."""
     return REPLACEMENT if spelled is None else spelled.decode("utf-8", "backslashreplace")
 
 
@@ -89,8 +91,8 @@ class Envelope:
     """Fields that all replies to a request have in common."""
 
     def __init__(self, model: str, fingerprint: int, agent_id: str | None, *, counts: bool) -> None:
-        """Set the fields. `agent_id` is the client's name for the agent. With `counts` a stream ends with the numbers
-        of tokens.
+        """Set the fields. `agent_id` is the client's name for the agent. With `counts`, chunks of a stream have the
+        field `usage`.
         """
         self._id = uuid.uuid4().hex
         self._common = {"created": int(time.time()), "model": model, "system_fingerprint": f"fp_{fingerprint:016x}"}
@@ -102,11 +104,11 @@ class Envelope:
         return {"id": f"{prefix}-{self._id}", "object": kind, **self._common, "choices": choices, **usage, **more}
 
     def whole(self, prefix: str, kind: str, choice: Reply, answer: Answer) -> Reply:
-        """Return the complete reply to a request that is not streamed."""
+        """Return the reply with the complete answer."""
         return self.chunk(prefix, kind, [choice], usage=usage(answer), kvpage=self.kvpage(answer))
 
     def kvpage(self, answer: Answer) -> Reply:
-        """Return the field `kvpage`: the reused tokens of an answer, their tier, and the times in milliseconds."""
+        """Return the field `kvpage`: the reused tokens of an answer, their tier, and durations in milliseconds."""
         reuse = answer.reuse
         return {
             "agent_id": self._agent_id,
@@ -126,7 +128,7 @@ class ChatShape:
         self._envelope = envelope
         self._reader = reader
         self._logprobs = logprobs
-        self._held: list[Token] = []  # tokens of text that is held back
+        self._held: list[Token] = []  # tokens without a chunk yet, because the reader holds their text back
 
     @property
     def may_take_long(self) -> bool:
@@ -232,7 +234,8 @@ class TextShape:
         return tokens
 
 
-# `opening`, `chunks`, `closing` and `usage` return the chunks of a stream; `add` and `whole` are for other replies.
+# Both formats: `opening`, `chunks`, `closing` and `usage` return the chunks of a stream. For an answer that is not
+# streamed, `add` takes each token, and `whole` returns the reply.
 Shape = ChatShape | TextShape
 
 

@@ -1,6 +1,6 @@
-"""Rendering of chat templates in a separate process with limits of time and memory.
+"""Rendering of chat templates in a separate process, with limits of time and memory.
 
-Contains: the input of a template, its process, and the tokens of its text. Excludes: requests, replies, and the engine.
+Three parts: control tokens in the text of a conversation, the format of tool arguments, and the process.
 """
 
 from __future__ import annotations
@@ -19,24 +19,22 @@ from typing import Any
 
 # -- control tokens ----------------------------------------------------------------------------------------------------
 #
-# Control tokens in the text of a user or of a tool, such as ``<|im_end|>``.
-#
-# A tokenizer encodes such a text as the control token, even if a user wrote it. So a user could end a turn and begin a
-# turn of the system. A mark after the first character of the text distinguishes it from the template's own control
-# tokens: the rendered conversation is encoded in pieces, cut at the marks, and no piece has a whole control token of a
-# user.
+# The text of a user or a tool may contain the text of a control token, such as ``<|im_end|>``. A tokenizer encodes it
+# as the control token, so a user could end the turn and begin a turn of the system. To prevent that, a mark is inserted
+# after the first character of such a text before the conversation is rendered. The rendered conversation is split at
+# the marks, and each piece is encoded separately, so that no piece has a complete control token of a user.
 
 MARK = "\ufdd1"  # a noncharacter, which Unicode reserves for use within a program
 ROLES = ("user", "tool")
-_BEFORE = "\n"  # encoded before a piece, then removed: SentencePiece adds a space before the first word of a text
+_BEFORE = "\n"  # encoded before each piece, and then removed: SentencePiece adds a space before a text's first word
 
 
 class ControlTokens:
     """Encoder of conversations that encodes control tokens in the content of users and tools as text."""
 
     def __init__(self, tokenizer: Any, template: str | None) -> None:
-        """Find the control tokens of a tokenizer. They are all special tokens, and other added tokens that are in the
-        template or are marks of reasoning and tool calls. If `template` is None, all added tokens are control tokens.
+        """Find the control tokens of a tokenizer: all special tokens, and added tokens that are in the template or are
+        marks of reasoning and tool calls. If `template` is None, all added tokens are control tokens.
         """
         marks = (tokenizer.think_start, tokenizer.think_end, tokenizer.tool_call_start, tokenizer.tool_call_end)
         written = "\0".join(mark for mark in (template, *marks) if mark)
@@ -48,8 +46,8 @@ class ControlTokens:
         self._tokenizer = tokenizer
 
     def marked(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message with MARK after the first character of each control token in its content, if its role is one
-        of ROLES.
+        """Return a message with MARK after the first character of each control token in its content. A message whose
+        role is not in ROLES is returned unchanged.
         """
         if message["role"] not in ROLES:
             return message
@@ -58,8 +56,8 @@ class ControlTokens:
         return {**message, "content": MARK.join(content[a:b] for a, b in pairwise(cuts))}
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a rendered conversation with marks. The marks are removed, and separate the pieces to
-        encode.
+        """Return the token ids of a rendered conversation: split it at the marks, remove them, and encode each
+        piece.
         """
         first, *rest = text.split(MARK)
         tokens = self._encode(first)
@@ -76,11 +74,9 @@ class ControlTokens:
 
 # -- tool arguments ----------------------------------------------------------------------------------------------------
 #
-# The format in which a template takes the arguments of tool calls.
-#
-# In OpenAI's API they are a text with JSON. Most templates take an object, and write it as JSON or item by item.
-# Others, such as DeepSeek's, concatenate the text with other texts. `takes_text` renders a short conversation with a
-# call to detect the format.
+# In OpenAI's API, the arguments of a tool call are a text with JSON. Most templates expect an object, and write it as
+# JSON or item by item. Others, such as DeepSeek's, expect the text. `takes_text` detects the format: it renders a short
+# conversation with a call.
 
 _OBJECT = {"kvpage": "probe"}
 _NAME = "probe"
@@ -90,10 +86,10 @@ _ID = "probe0000"  # Mistral's ids have nine characters
 def takes_text(render: Callable[[list[dict[str, Any]]], str], refusals: type[Exception]) -> bool:
     """Return whether a template expects the arguments of calls as a text, and not as an object.
 
-    `render` renders messages with the template, and raises one of `refusals` if that fails.
+    `render` renders messages with the template. `refusals` is the class of its exceptions.
     """
     try:
-        return repr(_OBJECT) in render(_conversation(_OBJECT))  # it would write Python instead of JSON
+        return repr(_OBJECT) in render(_conversation(_OBJECT))  # with an object, it would write Python instead of JSON
     except refusals:
         pass
     try:
@@ -116,16 +112,17 @@ def _conversation(arguments: object) -> list[dict[str, Any]]:
 #
 # The process that renders chat templates. It runs as a script, and imports nothing of this package.
 #
-# A template is a part of a model, and is a program: it can loop for hours, or make a string of any length. A thread
-# cannot be ended, but the system can end a process: it sends SIGPROF after CPU_SECONDS of a rendering. On Linux it also
-# refuses memory beyond MEMORY bytes. jinja2's sandbox gives a template no access to files or modules.
+# A template is a program that is part of a model: it can loop for hours, or make a string of any length. A thread
+# cannot be ended from outside, but a process can: the system sends it SIGPROF after CPU_SECONDS of a rendering. On
+# Linux, the system also refuses memory beyond MEMORY bytes. jinja2's sandbox gives a template no access to files or
+# modules.
 #
-# Each line of standard input is a request in JSON, the arguments of transformers' `render_jinja_template`. Each line
-# of standard output is a reply, an object with the field `text` or `error`. The first line, `{}`, says that the process
-# is ready.
+# Each line of standard input is a request: the arguments of transformers' `render_jinja_template` as JSON. Each line of
+# standard output is a reply: an object with the field `text` or `error`. The first line is `{}`, when the process is
+# ready.
 
 CPU_SECONDS = 1.0  # CPU time of a rendering; a conversation of a megabyte takes a tenth of it
-MEMORY = 512 << 20  # bytes that a rendering may use in addition to the process at its start
+MEMORY = 512 << 20  # bytes of a rendering, in addition to the memory of the process at its start
 MOST_TEXT = 16 << 20  # characters of a conversation
 SHOWN = 500  # characters of an error
 
@@ -144,16 +141,16 @@ def _reply(request: dict[str, Any], render: Any) -> dict[str, str]:
         return {"error": f"it needs more than {MEMORY >> 20} MB of memory"}
     except Exception as error:  # noqa: BLE001 - a template can raise anything
         shown = str(error)[:SHOWN]
-        plain = type(error).__name__ == "TemplateError"  # the template's own words
+        plain = type(error).__name__ == "TemplateError"  # raised by the template itself, with a message for the user
         return {"error": shown if plain and shown else f"{type(error).__name__}: {shown}"}
     return {"text": text} if len(text) <= MOST_TEXT else {"error": f"it makes more than {MOST_TEXT:,} characters"}
 
 
 def main() -> None:
-    """Render templates until the end of standard input: the main function of the process.
+    """Run the process: render templates until the end of standard input.
 
-    Signals that a terminal or a service manager sends to the engine, too, are ignored: after them the engine still
-    answers running requests.
+    SIGINT, SIGTERM and SIGHUP are ignored: a terminal or a service manager sends them to the engine as well, which
+    still answers running requests after them.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -187,12 +184,12 @@ class TemplateFailedError(ValueError):
 
 
 class Renderer:
-    """Client of the process that renders templates, one at a time. Its methods block, so one thread calls them, which
-    is not that of the event loop.
+    """Client of the process that renders templates, one at a time. Its methods block, so they must be called on a
+    thread other than the event loop's, and on the same one.
     """
 
     def __init__(self) -> None:
-        """Start the process, which is ready after a second."""
+        """Start the process. It takes a second to become ready, for which the first `render` waits."""
         self._process = _begin()
         self._ready = False
 
@@ -217,9 +214,10 @@ class Renderer:
         self._process.communicate()
 
     def _ask(self, line: bytes) -> dict[str, str]:
-        """Send a line to the process, and return its next reply. If the process has ended, start another one.
+        """Send a line to the process, and return its reply.
 
-        Then raise TemplateFailedError for a rendering that took too long, otherwise RuntimeError.
+        If the process has ended, start another one, and raise TemplateFailedError if the rendering took too long,
+        otherwise RuntimeError.
         """
         to, back = self._process.stdin, self._process.stdout
         assert to

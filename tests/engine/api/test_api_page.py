@@ -161,7 +161,7 @@ def test_a_token_opens_the_page_of_its_tenant(tenants: RunningEngine, browser: A
     with shown(browser, tenants.url, status="") as page:
         page.locator("#token").fill("guess")
         page.keyboard.press("Enter")
-        says(page, "#login-error", "not known")
+        says(page, "#login-error", "Unknown token")
         page.locator("#token").fill("sesame")
         page.keyboard.press("Enter")
         says(page, "#agents", "ours")
