@@ -112,6 +112,7 @@ class Job:
     on_token: TokenReceiver | None
     on_done: Callable[[Answer], None]
     on_error: Callable[[Exception], None]
+    leader: Job | None = None  # a prompt of the same tokens, which joins the batch first
     submitted: float = field(default_factory=time.perf_counter)
     stage: Stage = Stage.SUBMITTED
     error: Exception | None = None  # an error of the checks in `submit`, which the next step reports
@@ -150,8 +151,9 @@ class Job:
 
     def answer(self, done: CompletedGeneration) -> Answer:
         loaded = self.loaded
+        tier: Tier = loaded.tier if loaded else "prefix" if self.leader else "none"
         reuse = Reuse(
-            tier=loaded.tier if loaded and done.tokens_reused else "none",
+            tier=tier if done.tokens_reused else "none",
             tokens=done.tokens_reused,
             restore_seconds=self.restore_seconds,
             waited_seconds=self.waited,
@@ -217,6 +219,7 @@ class AgentEngine:
         logprobs: int = 0,
         keep: bool = True,
         label: str = "",
+        leader: int | None = None,
         on_token: TokenReceiver | None = None,
         on_done: Callable[[Answer], None],
         on_error: Callable[[Exception], None],
@@ -225,7 +228,8 @@ class AgentEngine:
 
         Tokens found in the agent's last context, or in any other context of its tenant, are loaded and not computed.
         With `keep`, the new context replaces the agent's last one. Without it, the agent's id stands for this prompt
-        only, and its context is shared without a name; then `label` is the text that `kvpage ls` shows for it.
+        only, and its context is shared without a name; then `label` is the text that `kvpage ls` shows for it. With
+        `leader`, the uid of a prompt of the same tokens, the prompt is computed once for both.
 
         `on_done` is called with the answer, or `on_error` with an exception, in a later `step`. All other arguments,
         and the exceptions, are those of `BlockPoolBatchEngine.submit`; this method itself raises none. A prompt waits
@@ -240,7 +244,8 @@ class AgentEngine:
             "continues": continues,
             "logprobs": logprobs,
         }
-        job = Job(next(self._uids), agent_id, (), options, keep, label, on_token, on_done, on_error)
+        of = None if leader is None else self._jobs.get(leader)
+        job = Job(next(self._uids), agent_id, (), options, keep, label, on_token, on_done, on_error, of)
         job.span.set(agent=agent_id, model=self._batch.spec.model_id)
         try:
             job.tokens = tuple(token_ids(tokens, self._batch.spec.vocab_size))
@@ -326,8 +331,12 @@ class AgentEngine:
         """Start loads for submitted prompts, while fewer than MAX_PROMPTS_AHEAD are loading or ready."""
         ahead = sum(job.stage in (Stage.LOADING, Stage.READY) for job in self._jobs.values())
         for job in self._at(Stage.SUBMITTED):
+            if job.leader and (job.leader.uid not in self._jobs or job.leader.stage is Stage.RUNNING):
+                job.leader = None  # it ended before this prompt could join with it
             if job.error:
                 self._fail(job, job.error)
+            elif job.leader:
+                continue
             elif not self._store:
                 job.stage = Stage.READY
             elif ahead < MAX_PROMPTS_AHEAD and (self._ended >= job.not_before or not self._batch.running):
@@ -407,6 +416,7 @@ class AgentEngine:
             if self._batch.wanted:
                 return
             job.joined = time.perf_counter()
+            followers = [one for one in self._at(Stage.SUBMITTED) if one.leader is job and not one.error]
             try:
                 with job.span.current():
                     job.running = self._batch.submit(
@@ -415,6 +425,7 @@ class AgentEngine:
                         job.loaded.blocks if job.loaded else None,
                         on_token=self._renamed(job) if job.on_token else None,
                         on_prompt=self._publisher(job, self._store) if self._store else None,
+                        forked=bool(followers),
                         **job.options,
                     )
             except (ValueError, RuntimeError) as error:
@@ -422,7 +433,22 @@ class AgentEngine:
             else:
                 job.stage = Stage.RUNNING
                 self._running[job.running] = job
+                for follower in followers:
+                    self._join_with(job.running, follower)
                 self._let_go(job)
+
+    def _join_with(self, running: int, job: Job) -> None:
+        """Add a prompt to the batch as a fork of the prompt `running`, which has just joined."""
+        job.joined = time.perf_counter()
+        on_token = self._renamed(job) if job.on_token else None
+        try:
+            with job.span.current():
+                job.running = self._batch.fork(running, job.agent_id, on_token=on_token, **job.options)
+        except (ValueError, RuntimeError) as error:
+            self._fail(job, error)
+        else:
+            job.stage = Stage.RUNNING
+            self._running[job.running] = job
 
     def _make_room(self, blocks: int, nbytes: int) -> None:
         """Free blocks for the prompt that waits in the batch.

@@ -92,7 +92,8 @@ class BlockPoolBatchEngine:
     @property
     def pending(self) -> int:
         """Number of prompts that are not complete."""
-        return len(self._running) + len(self._waiting)
+        forks = sum(len(request.forks) for request in (*self._waiting, *self._running.values()))
+        return len(self._running) + len(self._waiting) + forks
 
     @property
     def running(self) -> int:
@@ -128,6 +129,7 @@ class BlockPoolBatchEngine:
         on_token: TokenReceiver | None = None,
         logprobs: int = 0,
         on_prompt: PromptReceiver | None = None,
+        forked: bool = False,
     ) -> int:
         """Queue `prompt`, the whole context as text or token ids, and return its uid.
 
@@ -141,9 +143,9 @@ class BlockPoolBatchEngine:
 
         `on_token` is called with each token. With `logprobs` above 0, a token has its log-probability and those of the
         `logprobs` likeliest tokens. `on_prompt` is called once with the full blocks of the prompt, as soon as they are
-        computed; to keep them, the callback has to share them in the pool. Both callbacks may call `submit` and
-        `cancel`. An exception from a callback, a processor or the sampler, or a sampled value that is no token, ends
-        only this answer, with the reason "error" and without a context.
+        computed; to keep them, the callback has to share them in the pool. `forked` announces calls of `fork`. Both
+        callbacks may call `submit` and `cancel`. An exception from a callback, a processor or the sampler, or a sampled
+        value that is no token, ends only this answer, with the reason "error" and without a context.
 
         Raises EmptyPromptError, PromptTooLongError, UnknownTokenError, BlockError for the agent's id,
         IncompatibleBlocksError for another model's cache, ValueError for a freed cache, max_tokens below 1, an empty
@@ -166,14 +168,7 @@ class BlockPoolBatchEngine:
         checkpoints = self._block_manager.checkpoints(reused, len(tokens), thought)
         behind = len(shared) * self.spec.block_tokens
         carried = {at: state for at, state in cache.states.items() if behind < at <= reused} if cache else {}
-        text = self._token_text.after(tokens) if continues else self._token_text.as_generated()
-        processors, least = [*logits_processors], 0
-        if isinstance(sampler, Sampling):
-            ends = {*self._tokenizer.eos_token_ids, *stop_tokens}
-            processors, least = [*sampler.processors(len(tokens), ends), *logits_processors], sampler.min_tokens
-            sampler = sampler.sampler()
-        guard = Guarded(sampler, processors) if sampler or processors else None
-        choice = Choice(guard, [guard.process] if guard and processors else [], stop_tokens)
+        choice, guard, least = self._choice(len(tokens), sampler, logits_processors, stop_tokens)
         request = Request(
             uid=next(self._uids),
             agent_id=agent_id,
@@ -187,12 +182,13 @@ class BlockPoolBatchEngine:
             states=carried,
             choice=choice,
             guard=guard,
-            text=AnswerText(text, stop, least),
+            text=self._text(tokens, stop, least, continues=continues),
             submitted=submitted,
             on_token=on_token,
             on_prompt=on_prompt,
             logprobs=logprobs,
             not_kept=self.spec.refusal,
+            forked=forked,
         )
         self.pool.share((block.block_id for block in request.shared), agent_id)
         if self.wait_for_blocks:
@@ -206,6 +202,86 @@ class BlockPoolBatchEngine:
             raise
         self._start(request)
         return request.uid
+
+    def fork(
+        self,
+        uid: int,
+        agent_id: str,
+        *,
+        max_tokens: int = 256,
+        sampler: Sampler | Sampling | None = None,
+        logits_processors: Sequence[Processor] = (),
+        stop: str | Sequence[str] = (),
+        stop_tokens: Collection[int] = (),
+        continues: bool = False,
+        on_token: TokenReceiver | None = None,
+        logprobs: int = 0,
+    ) -> int:
+        """Queue another answer to the prompt of the pending request `uid`, and return its uid.
+
+        That request was submitted with `forked`, and has no token yet. The prompt is computed once, and both contexts
+        share its full blocks. If the pool has no room for both, or the other request ends early, this one is computed
+        by itself. The arguments and exceptions are those of `submit`, and KeyError if `uid` is not pending.
+        """
+        parent = next((one for one in (*self._waiting, *self._running.values()) if one.uid == uid), None)
+        if not parent:
+            raise KeyError(f"no request {uid} is pending")
+        tokens = parent.prompt
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        self.check(agent_id, tokens, max_tokens=max_tokens, stop=stop, logprobs=logprobs)
+        choice, guard, least = self._choice(len(tokens), sampler, logits_processors, stop_tokens)
+        child = Request(
+            uid=next(self._uids),
+            agent_id=agent_id,
+            prompt=tokens,
+            tokens_reused=0,
+            max_tokens=self.spec.answer_tokens(len(tokens), max_tokens),
+            cache=self._runner.cache(None, 0),
+            shared=(),
+            checkpoints=(),
+            spare_states=0,
+            choice=choice,
+            guard=guard,
+            text=self._text(tokens, stop, least, continues=continues),
+            submitted=time.perf_counter(),
+            on_token=on_token,
+            on_prompt=None,
+            logprobs=logprobs,
+            not_kept=parent.not_kept,
+        )
+        try:
+            self._block_manager.reserve(child, forked=True)
+        except PoolExhaustedError:
+            if not self.wait_for_blocks:
+                raise
+            self._waiting.append(child)
+            return child.uid
+        parent.forks.append(child)
+        if parent.computed:
+            self._start_forks(parent)
+        return child.uid
+
+    def _choice(
+        self,
+        prompt: int,
+        sampler: Sampler | Sampling | None,
+        logits_processors: Sequence[Processor],
+        stop_tokens: Collection[int],
+    ) -> tuple[Choice, Guarded | None, int]:
+        """Return the choice of tokens after a prompt of `prompt` tokens, the guard of the caller's functions, and the
+        number of tokens before a stop string.
+        """
+        processors, least = [*logits_processors], 0
+        if isinstance(sampler, Sampling):
+            ends = {*self._tokenizer.eos_token_ids, *stop_tokens}
+            processors, least = [*sampler.processors(prompt, ends), *logits_processors], sampler.min_tokens
+            sampler = sampler.sampler()
+        guard = Guarded(sampler, processors) if sampler or processors else None
+        return Choice(guard, [guard.process] if guard and processors else [], stop_tokens), guard, least
+
+    def _text(self, prompt: Sequence[int], stop: Sequence[str], least: int, *, continues: bool) -> AnswerText:
+        text = self._token_text.after(prompt) if continues else self._token_text.as_generated()
+        return AnswerText(text, stop, least)
 
     def check(
         self, agent_id: str, tokens: Sequence[int], *, max_tokens: int, stop: Sequence[str] = (), logprobs: int = 0
@@ -225,12 +301,19 @@ class BlockPoolBatchEngine:
         for request in self._waiting:
             if request.uid == uid:
                 self._waiting.remove(request)
+                self._let_forks_start(request)
                 return self._block_manager.release(request)
         for running, request in self._running.items():
             if request.uid == uid:
                 self._runner.remove(running)
                 del self._running[running]
+                self._let_forks_start(request)
                 return self._block_manager.release(request)
+        for request in (*self._waiting, *self._running.values()):
+            for child in request.forks:
+                if child.uid == uid:
+                    request.forks.remove(child)
+                    return self._block_manager.release(child)
         raise KeyError(f"no request {uid} is pending")
 
     def model_changed(self) -> None:
@@ -283,8 +366,8 @@ class BlockPoolBatchEngine:
         May be called more than once.
         """
         self._closed = True
-        for request in [*self._waiting, *self._running.values()]:
-            self.cancel(request.uid)
+        while self._waiting or self._running:
+            self.cancel(next(iter((*self._waiting, *self._running.values()))).uid)
         self._runner.close()
 
     def _admit_waiting(self) -> None:
@@ -306,6 +389,40 @@ class BlockPoolBatchEngine:
         uid = self._runner.insert(request)
         self._running[uid] = request
         request.started = time.perf_counter()
+        if request.tokens_reused == len(request.prompt) - 1:
+            request.computed = True
+            self._start_forks(request)
+
+    def _start_forks(self, request: Request) -> None:
+        """Start the answers that wait for a prompt, of which all but the last token is computed."""
+        running = next(uid for uid, one in self._running.items() if one is request)
+        forks, request.forks = request.forks, []
+        full = request.shared[: self._block_manager.full_blocks(request)]
+        at = len(request.prompt) - 1
+        for child in forks:
+            cache = None
+            if len(full) == self._block_manager.full_blocks(child):  # otherwise memory was too short for the blocks
+                with suppress(RuntimeError, MemoryError):
+                    cache = self._runner.copied(running, at)
+            if cache is None:
+                self._let_start(child)
+                continue
+            child.cache, child.tokens_reused, child.shared = cache, at, full
+            child.states = {at: request.states[at]} if at in request.states else {}
+            child.not_kept = request.not_kept
+            self.pool.share((block.block_id for block in full), child.agent_id)
+            self._start(child)
+
+    def _let_forks_start(self, request: Request) -> None:
+        """Let the answers that wait for a prompt compute it by themselves, because the request ends before."""
+        forks, request.forks = request.forks, []
+        for child in forks:
+            self._let_start(child)
+
+    def _let_start(self, child: Request) -> None:
+        self._block_manager.release(child)
+        child.reserved, child.promised = [], 0
+        self._waiting.append(child)
 
     def _alone(self, work: Callable[[Any], CompletedGeneration | None], response: Any) -> CompletedGeneration | None:
         """Call `work` with mlx-lm's response for one request, and return its result. An exception, from the request's
@@ -346,7 +463,7 @@ class BlockPoolBatchEngine:
         computed = prompt.end_of_prompt
         if computed and request.spare_states and (held := self._runner.held(prompt.uid)):
             self._keep_state(request, *held)
-        if not computed and (self.spec.has_state or self._has_more(request)):
+        if not computed and (self.spec.has_state or request.forks or self._has_more(request)):
             cache, tokens = self._runner.extract(prompt.uid)
             computed = len(tokens) == len(request.prompt) - 1
             if computed or len(tokens) in request.checkpoints:
@@ -355,6 +472,9 @@ class BlockPoolBatchEngine:
                 # If memory is short, the blocks are made at the end of the answer, or `not_kept` is the reason.
                 with suppress(RuntimeError, MemoryError):
                     self._block_manager.make_full(request, cache, len(tokens))
+        if computed:
+            request.computed = True
+            self._start_forks(request)
         if not computed or not request.on_prompt:
             return None
         on_prompt, request.on_prompt = request.on_prompt, None
@@ -384,7 +504,8 @@ class BlockPoolBatchEngine:
     def _has_more(self, request: Request) -> bool:
         """Return whether `on_prompt` needs full blocks that are not made yet."""
         full = (len(request.prompt) - 1) // self.spec.block_tokens
-        return request.on_prompt is not None and full > len(request.shared) and self._keeps(request)
+        wanted = request.on_prompt is not None or request.forks
+        return bool(wanted) and full > len(request.shared) and self._keeps(request)
 
     def _advance(self, response: Any) -> CompletedGeneration | None:
         """Add a generated token (mlx-lm's GenerationBatch.Response) to its request, and call `on_token`. Return the
@@ -427,5 +548,6 @@ class BlockPoolBatchEngine:
     def _failed(self, request: Request, error: Exception) -> CompletedGeneration:
         with suppress(Exception):  # the tokenizer may be the part that failed
             request.text.finish()
+        self._let_forks_start(request)
         self._block_manager.release(request)
         return request.completed("error", self.spec, None, f"the answer failed: {error!r}", error)

@@ -76,13 +76,18 @@ class BlockManager:
                 larger = "make it larger (--memory), or the prompt or max_tokens smaller"
                 raise PoolExhaustedError(f"{needed} {what} needed, the pool has {total} in all: {larger}")
 
-    def reserve(self, request: Request) -> None:
-        """Reserve blocks in the pool for a request. Raises PoolExhaustedError if the pool has too few blocks or
-        bytes.
+    def reserve(self, request: Request, forked: bool = False) -> None:
+        """Reserve blocks in the pool for a request. If it is `forked`, it will share the full blocks of its prompt.
+        Raises PoolExhaustedError if the pool has too few blocks or bytes.
         """
-        blocks, nbytes = self.needed(request)
+        shared = self.full_blocks(request) if forked else len(request.shared)
+        blocks, nbytes = self._needed(request.capacity, shared, len(request.checkpoints) + request.spare_states)
         request.reserved = self.pool.allocate(blocks, request.agent_id, nbytes)
         request.promised = nbytes
+
+    def full_blocks(self, request: Request) -> int:
+        """Return the number of full blocks in a prompt without its last token."""
+        return 0 if self.spec.refusal else (len(request.prompt) - 1) // self.spec.block_tokens
 
     def make_full(self, request: Request, cache: Cache, tokens: int) -> None:
         """Make the full blocks of the first `tokens` tokens of a prompt from `cache`. The context of the answer will

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from contextlib import suppress
 from functools import partial
@@ -72,7 +73,8 @@ class ModelRunner:
 
     def insert(self, request: Request) -> int:
         """Add a request, and return its uid. Its prompt is divided into segments that end at its checkpoints."""
-        ends = [request.tokens_reused, *request.checkpoints, len(request.prompt)]
+        last = [len(request.prompt) - 1] if request.forked else []  # a segment of its own ends at a common cache
+        ends = sorted({request.tokens_reused, *request.checkpoints, *last, len(request.prompt)})
         (uid,) = self._generator.insert_segments(
             [[list(request.prompt[start:end]) for start, end in pairwise(ends)]],
             max_tokens=[request.max_tokens],
@@ -81,6 +83,11 @@ class ModelRunner:
             choices=[request.choice],
         )
         return int(uid)
+
+    def copied(self, uid: int, tokens: int) -> Cache | None:
+        """Return a copy of the cache of a request; None unless it has `tokens` tokens now."""
+        held = self.held(uid)
+        return copy.deepcopy(held[0]) if held and len(held[1]) == tokens else None
 
     def takes_one_pass(self, reused: int, tokens: int) -> bool:
         """Return whether a prompt of `tokens` tokens, of which `reused` are restored, may be computed in one pass of

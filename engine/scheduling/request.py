@@ -90,6 +90,9 @@ class Request:
     on_token: TokenReceiver | None
     on_prompt: PromptReceiver | None  # None once it was called
     logprobs: int  # number of likeliest tokens to report
+    forked: bool = False  # whether the prompt is computed up to its last token, and then shared with `forks`
+    forks: list[Request] = field(default_factory=list)  # further answers that wait for the prompt
+    computed: bool = False  # whether all of the prompt but its last token is computed
     reserved: list[int] = field(default_factory=list)  # ids of the blocks to be made
     promised: int = 0  # bytes reserved for all of them
     started: float = 0.0
