@@ -193,21 +193,25 @@ class Jobs:
         """
         return self._submit(self._lookups, "prepare", make, lambda: otherwise, lambda: 1)
 
-    def lookup(self, names: Callable[[], Sequence[BlockName]], count: int, pages_per_block: int) -> Lookup:
+    def lookup(
+        self, names: Callable[[], Sequence[BlockName]], count: int, pages_per_block: int, *, lease_ms: int | None = None
+    ) -> Lookup:
         """Begin to count the complete blocks of `names`, from the first one, and to lease them.
 
-        `names` is called by a thread and returns `count` names.
+        `names` is called by a thread and returns `count` names. A `lease_ms` of 0 counts a use of the blocks, and links
+        each to the one before it.
         """
+        lease = self._lease_ms if lease_ms is None else lease_ms
         end = time.monotonic() + self._lookup_seconds
 
         def ask() -> int:
-            options: dict[str, Any] = {"pages_per_block": pages_per_block, "lease_ms": self._lease_ms}
+            options: dict[str, Any] = {"pages_per_block": pages_per_block, "lease_ms": lease}
             found = self._client.prefix(names(), deadline=_left(end), **options)
             self._add({"lookup/ok": found})
             return found
 
         future = self._submit(self._lookups, "lookup", ask, lambda: 0, lambda: count)
-        return Lookup(future, end, self._lease_ms / 1000)
+        return Lookup(future, end, lease / 1000)
 
     def load(self, blocks: Callable[[], Blocks], count: int) -> Future[list[bool]]:
         """Begin to receive pages into their bodies. `blocks` is called by a thread and returns `count` blocks.

@@ -1,0 +1,293 @@
+"""The tier below vLLM's offloading with a stub of vLLM's manager, on a real server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+from kvpage_connectors.vllm_tier import KvpageTier, identity_of
+from proxy import start_proxy
+from servers import RunningServer, start_server
+from vllm.v1.kv_offload.base import LookupResult, OffloadingSpec, OffloadKey, ReqContext, ScheduleEndContext
+from vllm.v1.kv_offload.base import make_offload_key as named
+from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
+
+ROWS, SIZE = 16, 8192
+
+
+def spec(**changes: Any) -> OffloadingSpec:
+    values = {"model": "another/model", "dtype": "float16", "layout": "LBNHC", "tp": 1, "blocks": 1, **changes}
+    return OffloadingSpec(
+        SimpleNamespace(
+            model=SimpleNamespace(name=values["model"], dtype=values["dtype"]),
+            cache=SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=values["blocks"]),
+            parallel=SimpleNamespace(tp_size=values["tp"], pp_size=1),
+            kv_cache_layout=values["layout"],
+            worker_kv_bytes_per_block=SIZE,
+            groups=["group of layers"],
+        )
+    )
+
+
+def chunk(name: str, group: int = 0) -> OffloadKey:
+    return named(sha256(name.encode()).digest(), group)
+
+
+class Manager:
+    """The calls of vLLM's TieringOffloadingManager. A chunk of name "a" has the bytes of `content("a")`."""
+
+    def __init__(self, url: str, changes: dict[str, Any], **options: Any) -> None:
+        self.rows = np.zeros((ROWS, SIZE), np.int8)
+        options = {"weights": "0123", "lookup_seconds": 30, "transfer_seconds": 30, **options}
+        self.tier = KvpageTier(spec(**changes), memoryview(self.rows), "KvpageTier", None, url=url, **options)
+        self.jobs = 0
+
+    def step(self) -> list[JobResult]:
+        self.tier.on_schedule_end(ScheduleEndContext([], []))
+        return list(self.tier.get_finished_jobs())
+
+    def store(self, names: str, request: str = "store", group: int = 0) -> JobResult:
+        """Store chunks, a letter each. Return the result."""
+        for row, name in enumerate(names):
+            self.rows[row] = content(name, group)
+        return self.transfer(names, request, group, is_promotion=False)
+
+    def load(self, names: str, request: str = "load", group: int = 0) -> tuple[str, JobResult]:
+        """Load chunks. Return the names of the successful ones, whose bytes are right, and the result."""
+        self.rows[:] = 0
+        result = self.transfer(names, request, group, is_promotion=True)
+        good = names if result.success else [n for n in names if chunk(n, group) in (result.successful_keys or ())]
+        for row, name in enumerate(names):
+            if name in good:
+                assert (self.rows[row] == content(name, group)).all()
+        return "".join(good), result
+
+    def transfer(self, names: str, request: str, group: int, *, is_promotion: bool) -> JobResult:
+        keys = [chunk(name, group) for name in names]
+        self.jobs += 1
+        job = TransferJob(self.jobs, keys, np.arange(len(keys), dtype=np.int32), is_promotion, ReqContext(request))
+        (self.tier.submit_load if is_promotion else self.tier.submit_store)(job)
+        end = time.monotonic() + 60
+        while not (results := self.step()):
+            assert time.monotonic() < end
+        (result,) = results
+        assert result.job_id == self.jobs
+        return result
+
+    def lookup(self, names: str, request: str = "lookup", group: int = 0) -> str:
+        """Look up chunks until the answer is there. Return the names of the found ones."""
+        context = ReqContext(request)
+        keys = [chunk(name, group) for name in names]
+        for position, key in enumerate(keys):
+            context.set_offload_key_position(key, position)
+        results = [self.tier.lookup(key, context) for key in keys]
+        end = time.monotonic() + 60
+        while LookupResult.RETRY in results:
+            assert time.monotonic() < end
+            self.step()
+            results = [self.tier.lookup(key, context) for key in keys]
+        self.tier.on_request_finished(context)
+        return "".join(name for name, result in zip(names, results, strict=True) if result is LookupResult.HIT)
+
+
+def content(name: str, group: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng([ord(name), group]).integers(-128, 128, SIZE, np.int8)
+
+
+@contextmanager
+def manager_on(url: str, changes: dict[str, Any] | None = None, **options: Any) -> Iterator[Manager]:
+    manager = Manager(url, changes or {}, **options)
+    try:
+        yield manager
+    finally:
+        manager.tier.shutdown()
+
+
+@pytest.fixture
+def manager(server: RunningServer, client: redis.Redis) -> Iterator[Manager]:
+    with manager_on(server.url) as manager:
+        yield manager
+
+
+def test_another_engine_restores_stored_chunks(manager: Manager, server: RunningServer) -> None:
+    assert manager.store("abc").success
+    with manager_on(server.url) as other:
+        assert other.lookup("abcd") == "abc"
+        good, result = other.load("abc")
+        assert (good, result.success, result.transfer_bytes) == ("abc", True, 3 * SIZE)
+
+
+def test_the_first_lookup_is_answered_later(manager: Manager) -> None:
+    manager.store("a")
+    assert manager.tier.lookup(chunk("a"), ReqContext("r")) is LookupResult.RETRY
+    assert manager.lookup("a") == "a"
+
+
+def test_chunks_behind_a_missing_one_are_missed(manager: Manager) -> None:
+    manager.store("ac")
+    assert manager.lookup("abc") == "a"
+
+
+def test_a_request_is_one_command(manager: Manager, client: redis.Redis) -> None:
+    manager.store("abcdefgh")
+    before = calls(client)
+    assert manager.lookup("abcdefgh") == "abcdefgh"
+    assert calls(client) == before + 1
+
+
+def calls(client: redis.Redis) -> int:
+    return int(client.info("commandstats").get("cmdstat_kvpageprefix", {"calls": 0})["calls"])
+
+
+def test_groups_have_chunks_of_their_own(manager: Manager) -> None:
+    manager.store("ab", group=0)
+    manager.store("a", group=1)
+    assert manager.lookup("ab", group=1) == "a"
+    assert manager.load("a", group=1)[0] == "a"
+    assert manager.load("b", group=0)[0] == "b"
+
+
+def test_a_lost_chunk_is_a_miss_until_the_end(manager: Manager, client: redis.Redis) -> None:
+    """Delete a chunk between lookup and load: the others arrive, and the request asks for it no more."""
+    manager.store("abc")
+    context = ReqContext("r")
+    keys = [chunk(name) for name in "abc"]
+    while LookupResult.RETRY in [manager.tier.lookup(key, context) for key in keys]:
+        manager.step()
+    (key,) = client.scan_iter(f"*{keys[1][:-4].hex()}*")
+    client.delete(key)
+    good, result = manager.load("abc", "r")
+    assert good == "ac"
+    assert not result.success
+    assert [manager.tier.lookup(key, context) for key in keys] == [
+        LookupResult.HIT,
+        LookupResult.MISS,
+        LookupResult.HIT,
+    ]
+    assert manager.tier.reasons.counts["load", "absent"] == 1
+
+
+def test_a_changed_byte_is_a_miss(manager: Manager, server: RunningServer) -> None:
+    manager.store("abc")
+    with start_proxy(server.port) as proxy, manager_on(proxy.url, threads=1) as other:
+        assert other.load("a")[0] == "a"
+        proxy._passed, proxy.flip_at = 0, SIZE + SIZE // 2
+        assert len(other.load("abc")[0]) == 2
+        assert other.tier.reasons.counts["load", "checksum"] == 1
+
+
+def test_a_chunk_of_another_size_is_a_miss(manager: Manager, client: redis.Redis) -> None:
+    manager.store("a")
+    (key,) = client.scan_iter(f"*{chunk('a')[:-4].hex()}*")
+    client.set(key, "short")
+    assert manager.load("a")[0] == ""
+
+
+def test_a_server_that_is_away_is_a_miss() -> None:
+    with start_server() as server, manager_on(server.url) as manager:
+        manager.store("a")
+        server.stop()
+        assert manager.lookup("a") == ""
+        assert manager.load("a")[0] == ""
+        assert not manager.store("b").success
+
+
+def test_a_slow_server_is_a_miss_after_the_deadline(manager: Manager, server: RunningServer) -> None:
+    manager.store("a")
+    with start_proxy(server.port) as proxy, manager_on(proxy.url, lookup_seconds=1, transfer_seconds=1) as other:
+        proxy.hold = 30
+        began = time.monotonic()
+        assert other.lookup("a") == ""
+        assert other.load("a")[0] == ""
+        assert time.monotonic() - began < 20
+        assert {reason for _, reason in other.tier.reasons.counts} <= {"deadline", "away"}
+
+
+def test_a_full_store_is_counted() -> None:
+    options = "--maxmemory", "1mb", "--maxmemory-policy", "noeviction"
+    with start_server(*options) as server, manager_on(server.url) as manager:
+        while manager.store("abcdefgh", str(manager.jobs)).success:
+            manager.tier.drain_jobs()  # new names
+        assert {*manager.tier.reasons.counts} == {("save", "oom")}
+
+
+def test_a_wrong_password_is_counted() -> None:
+    with (
+        start_server("--requirepass", "right") as server,
+        manager_on(server.url.replace("//", "//:wrong@")) as manager,
+    ):
+        assert manager.lookup("a") == ""
+        assert {reason for _, reason in manager.tier.reasons.counts} == {"wrongpass"}
+
+
+def test_a_reset_gives_chunks_new_names(manager: Manager) -> None:
+    """Look up a chunk after vLLM has reset its cache, because the weights may have changed."""
+    manager.store("a")
+    manager.tier.drain_jobs()
+    assert manager.lookup("a") == ""
+
+
+def test_chunks_of_a_finished_request_are_linked(manager: Manager, client: redis.Redis) -> None:
+    """Finish a request, after which the server knows which chunk extends which."""
+    before = calls(client)
+    manager.store("abc", "r")
+    manager.tier.on_request_finished(ReqContext("r"))
+    end = time.monotonic() + 60
+    while calls(client) == before:
+        assert time.monotonic() < end
+    assert manager.tier._requests == {}
+
+
+def test_metrics_have_results_and_bytes(manager: Manager) -> None:
+    manager.store("a")
+    manager.load("ab")
+    stats = manager.tier.get_stats()
+    assert stats is not None
+    assert set(stats.data) == set(KvpageTier.build_metric_definitions({}))
+    assert stats.data["vllm:kvpage_blocks"] == {("save", "ok"): 1, ("load", "ok"): 1, ("load", "absent"): 1}
+    assert stats.data["vllm:kvpage_bytes"] == {("save",): SIZE, ("load",): SIZE}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"dtype": "bfloat16"}, {"layout": "LBHNC"}, {"tp": 2}, {"blocks": 2}], ids=lambda changes: str(changes)
+)
+def test_an_engine_with_another_property_finds_nothing(
+    manager: Manager, server: RunningServer, changes: dict[str, Any]
+) -> None:
+    manager.store("a")
+    with manager_on(server.url, changes) as other:
+        assert other.lookup("a") == ""
+    with manager_on(server.url, weights="4567") as other:
+        assert other.lookup("a") == ""
+    with manager_on(server.url) as other:
+        assert other.lookup("a") == "a"
+
+
+def test_weights_are_known_by_their_content(tmp_path: Path) -> None:
+    """Copy a model to another folder, then change its weights, then its settings."""
+    digests = []
+    for name, weights, settings in (("a", "w", "{}"), ("b", "w", "{}"), ("c", "x", "{}"), ("d", "w", "[]")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "model.safetensors").write_text(weights, encoding="utf-8")
+        (folder / "config.json").write_text(settings, encoding="utf-8")
+        digests.append(identity_of(spec(model=str(folder)), None).digest)
+    assert digests[0] == digests[1]
+    assert len({*digests}) == 3
+
+
+def test_a_model_without_a_folder_needs_a_name(server: RunningServer, client: redis.Redis) -> None:
+    with pytest.raises(ValueError, match='set "weights"'):
+        identity_of(spec(), None)
+    with manager_on(server.url, weights=None) as manager:
+        assert manager.lookup("a") == ""
+        assert not manager.store("a").success
+        assert client.dbsize() == 0
