@@ -1,9 +1,11 @@
-"""The core: the hot path of the server. It parses requests, allocates the memory of values, stores and finds pages,
-calls commands of the fast path, and sends replies. It has no users and no tiers.
+"""The core: the hot path of the server, and of the Python client.
 
-There are two implementations with the same names: a compiled one, and the reference implementation in plain Python,
-which is used if the compiled one cannot be built, or if KVPAGE_CORE=python is set. `NAME` is the one in use: "native"
-or "python".
+It parses requests, allocates the memory of values, stores and finds pages, calls commands of the fast path, and sends
+and receives replies. It does not know users, eviction or the disk.
+
+There are two implementations with the same names: a compiled one, and the reference implementation in plain Python. The
+reference implementation is used if the compiled one cannot be imported, or if KVPAGE_CORE=python is set. `NAME` is the
+implementation in use: "native" or "python".
 """
 
 from typing import TYPE_CHECKING

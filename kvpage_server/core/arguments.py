@@ -1,7 +1,7 @@
 """Parsers of the words that name and describe a page in `KVPAGE` commands, and their error messages.
 
 The Python core parses every page with these functions. The native core has its own parser, and calls these functions
-for the words of a page that it rejects. So both cores have the same error messages.
+only for words that it rejects. So both cores have the same error messages.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from kvpage_server.page import (
     check_req_id,
 )
 
-NAME_WORDS = 5  # req_id layer head page_id kv_type
-PAGE_WORDS = 10  # the same, and dtype page_size head_dim ttl body
+NAME_WORDS = 5  # words of a name: req_id layer head page_id kv_type
+PAGE_WORDS = 10  # words of a page to store: its name, and dtype page_size head_dim ttl body
 LONGEST_WORD = 4 * 1024 * 1024  # bytes of a word that is not a value
 
 Word = Any  # bytes, or a slot for a long word
 
 _INTEGER = re.compile(rb"-?(?:0|[1-9]\d{0,18})\Z")
-I64 = (-(2**63), 2**63 - 1)  # the smallest and the largest 64-bit integer
+I64 = (-(2**63), 2**63 - 1)  # the smallest and the largest signed 64-bit integer
 
 
 class BadPage(PageError):
@@ -66,7 +66,8 @@ def as_integer(word: Word) -> int | None:
     """Return a word as a signed 64-bit integer, or None for any other word: '+1', ' 1', '01', '-0', or a `Slot`."""
     if type(word) is not bytes:
         return None
-    if word.isdigit() and len(word) < 19 and (word[0] != 0x30 or len(word) == 1):  # common numbers, without a pattern
+    # The usual numbers, without the regular expression.
+    if word.isdigit() and len(word) < 19 and (word[0] != 0x30 or len(word) == 1):
         return int(word)
     if not _INTEGER.match(word) or word == b"-0":
         return None
@@ -75,8 +76,9 @@ def as_integer(word: Word) -> int | None:
 
 
 def integer_in(name: str, word: Word, low: int, high: int) -> int:
-    """Return a word as an integer from `low` to `high`, both included. Raise PageError with `name`, the range and the
-    word.
+    """Return a word as an integer from `low` to `high`, both included.
+
+    Raise PageError otherwise, with the argument's `name`, the range and the word.
     """
     value = as_integer(word)
     if value is None or not low <= value <= high:
@@ -86,8 +88,9 @@ def integer_in(name: str, word: Word, low: int, high: int) -> int:
 
 
 def plain(word: Word) -> bytes:
-    """Return the bytes of a word, copied from its slot if it is a `Slot`. Raise PageError for more than LONGEST_WORD
-    bytes.
+    """Return the bytes of a word. They are copied if it is a `Slot`.
+
+    Raise PageError for a `Slot` of more than LONGEST_WORD bytes.
     """
     if isinstance(word, bytes):
         return word
@@ -105,8 +108,9 @@ def shorten(raw: bytes, most: int = 32) -> str:
 
 
 def page_name(words: Sequence[Word]) -> PageName:
-    """Return the page that five words name: req_id, layer, head, page id, kv_type. Raise PageError that names the first
-    invalid word.
+    """Return the page that five words name: req_id, layer, head, page id, kv_type.
+
+    Raise PageError for the first invalid word.
     """
     req_id = check_req_id(plain(words[0]))
     layer = integer_in("layer_idx", words[1], 0, MAX_LAYER)
@@ -119,7 +123,7 @@ def page_name(words: Sequence[Word]) -> PageName:
 def page_shape(words: Sequence[Word], nbytes: int, *, strict: bool) -> Shape:
     """Return the shape from the four words before a body of `nbytes` bytes: dtype, page_size, head_dim, ttl in seconds.
 
-    Raise PageError that names the first invalid word, or for more than 2^32 - 1 bytes. With `strict`, `nbytes` must be
+    Raise PageError for the first invalid word, or if `nbytes` exceeds 2^32 - 1. With `strict`, `nbytes` must be
     page_size x head_dim x bytes of the dtype.
     """
     check_range("body length", nbytes, 0, MAX_U32)

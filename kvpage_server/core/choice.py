@@ -1,5 +1,6 @@
-"""Selection of the core: the compiled one, or the reference implementation if KVPAGE_CORE=python is set or the compiled
-one cannot be used.
+"""Selection of the core: the compiled one, or the reference implementation.
+
+The latter is selected if KVPAGE_CORE=python is set, or if the compiled core cannot be used.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ def choose() -> tuple[str, str]:
 
 
 def _fault() -> str:
-    """Return the reason why the compiled core cannot be used: not compiled for this Python, or of other sources;
-    or "".
+    """Return the reason why the compiled core cannot be used; "" if it can.
+
+    It may not be compiled for this Python, or it was compiled from other sources than those in its folder.
     """
     try:
-        import_module(NATIVE)  # with all of its modules
+        import_module(NATIVE)  # imports all modules of the core
         built = import_module(f"{NATIVE}.built")
     except ImportError as error:
         return f"it was not compiled for this Python: {error}"
-    except (AttributeError, TypeError, ValueError):  # it lacks names of the reference implementation or its parts
+    except (AttributeError, TypeError, ValueError):  # it was compiled for another version of the Python code
         return STALE
     now = digest(Path(__file__).parent / "native")
     if now and now != built.SOURCES:

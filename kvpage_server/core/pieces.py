@@ -1,8 +1,7 @@
-"""Pieces of output: bytes, or borrowed memory. And definitions that both cores share: buffers, replies, and page
-bitmaps.
+"""Definitions that both cores share: pieces of output, buffers of the caller, errors of replies, and rows of pages.
 
-A value is sent as a bulk string: its `frame`, which is the line with its length, its bytes, and `END`. A slot contains
-all three.
+A piece of output is bytes or borrowed memory. A value is sent as a bulk string: its `frame`, which is the line with its
+length, its bytes, and `END`. A slot contains all three.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ END = b"\r\n"
 
 
 class Span(Protocol):
-    """Borrowed memory with a part of a reply in wire format. The memory is not reused while the object exists."""
+    """A part of a reply in wire format, in borrowed memory that is not reused while the object exists."""
 
     @property
     def view(self) -> memoryview:
@@ -33,8 +32,8 @@ class Span(Protocol):
 Piece = bytes | Span
 
 
-def lent(pieces: Iterable[Piece]) -> int:
-    """Return the number of bytes of values that pieces borrow. Pieces of type bytes count as 0."""
+def borrowed_bytes(pieces: Iterable[Piece]) -> int:
+    """Return the bytes of values that pieces borrow. A piece of type bytes counts as 0."""
     return sum([piece.size for piece in pieces if not isinstance(piece, bytes)])
 
 
@@ -47,8 +46,9 @@ def frame(size: int) -> bytes:
 
 
 class Unusable(ValueError):
-    """Error: a buffer cannot be sent from or received into. `index` is its position in the caller's list, `why` the
-    reason.
+    """Error: the caller's buffer cannot be sent from or received into.
+
+    `index` is its position in the caller's list, `why` the reason.
     """
 
     def __init__(self, index: int, why: str) -> None:
@@ -110,21 +110,22 @@ def wrong_answer(item: int, count: int, found: bytes) -> WrongAnswer:
 
 # -- rows --------------------------------------------------------------------------------------------------------------
 #
-# The set of pages of a block, as rows of bits. A row has a bit for each of 64 heads of one (layer, plane).
+# The set of a block's pages is a bitmap in rows. A row has 64 bits: one for each of 64 consecutive heads of one layer
+# and plane. A bit is 1 if the set has the page.
 #
-# This takes a few bytes for each page of a model with eight heads, and every page's key can be computed from it. Rows
-# are numbered by layer, plane and head, which is the order of a block's body.
+# This takes a few bytes for each page of a model with eight heads. The key of a page is computed from its row and bit.
+# Rows are numbered by layer, plane and group of 64 heads, which is the order of a block's body.
 
 TYPES = MAX_KV_TYPE + 1  # planes of a layer
 ROW_HEADS = 64  # heads in a row
-GROUPS = (MAX_HEAD + 1) // ROW_HEADS  # rows that the heads of one (layer, plane) may take
+GROUPS = (MAX_HEAD + 1) // ROW_HEADS  # most rows of one layer and plane
 
 
 def row_of(layer: int, head: int, kv_type: int) -> int:
-    """Return the number of a page's row."""
+    """Return the number of the row that a page belongs to."""
     return (layer * TYPES + kv_type) * GROUPS + head // ROW_HEADS
 
 
 def bit_of(head: int) -> int:
-    """Return the bit of a page in its row."""
+    """Return the mask of a page's bit in its row."""
     return 1 << head % ROW_HEADS

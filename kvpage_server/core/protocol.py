@@ -11,15 +11,14 @@ from kvpage_server.core.regions import IN_PLACE
 MAX_LINE = 64 * 1024  # bytes of a line; PROTO_INLINE_MAX_SIZE of Redis
 MAX_ARGUMENTS = 0x7FFF_FFFF  # words of a command
 KEEP_FROM = 512  # bytes of the shortest word that gets a slot of its own
-MOST_LISTED = 64  # words of a command that is a list; a command with more is a `Words`
-WORD = 48  # bytes that a word takes in addition to its own
+MOST_LISTED = 64  # a command with up to this number of words is a list; with more, it is a `Words`
+WORD = 48  # bytes of memory that a word takes in addition to its content
 SCRATCH_SIZE = 128 * 1024  # bytes of the receive buffer
 RECEIVE_TURN = 1024 * 1024  # bytes received in one turn, because other clients wait meanwhile
-RECEIVE_AGAIN_FROM = (
-    64 * 1024
-)  # bytes of one call to receive after which another call is worth its cost, as more may have arrived
+# Bytes that one call must have received for a further call in the same turn. After fewer, the socket is probably empty.
+RECEIVE_AGAIN_FROM = 64 * 1024
 AHEAD = 4 * 1024  # bytes received after a long word: few, because they have to be copied if the next word is long, too
-DIRECT = IN_PLACE - AHEAD  # missing bytes of a word from which on they are received into its slot
+DIRECT = IN_PLACE - AHEAD  # a word of which as many bytes are missing is received into its slot, without a copy
 
 TOO_LONG = "command exceeds the query buffer limit"
 NO_CRLF = "bulk string is not terminated by CRLF"
@@ -36,15 +35,17 @@ STRANGERS_LENGTH = "unauthenticated bulk length"
 
 
 class ProtocolError(Exception):
-    """Error: the request is not RESP, or exceeds a limit. The parser cannot continue after it, so the connection is
-    closed.
+    """Error: the request is not RESP, or exceeds a limit.
+
+    The parser does not know where the next request begins, so the caller has to close the connection.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of the requests of an authenticated client. For an unauthenticated one, Redis's smaller limits apply in
-    addition.
+    """Limits of the requests of an authenticated client.
+
+    For an unauthenticated client, Redis's smaller limits apply in addition.
     """
 
     max_bulk: int = 512 * 1024 * 1024  # bytes of one word
@@ -53,7 +54,7 @@ class Limits:
 
 
 def inline_words(line: bytes) -> list[bytes]:
-    """Return the words of an inline command, a line without its newline. Raise ProtocolError for unbalanced quotes."""
+    """Return the words of an inline command. `line` has no newline. Raise ProtocolError for unbalanced quotes."""
     words = split_words(line.removesuffix(b"\r"))
     if words is None:
         raise ProtocolError("unbalanced quotes in request")
@@ -61,7 +62,7 @@ def inline_words(line: bytes) -> list[bytes]:
 
 
 def number(digits: bytes) -> int | None:
-    """Return a signed 64-bit integer from decimal digits by the rules of Redis's string2ll, or None.
+    """Return a signed 64-bit integer from decimal digits by the rules of Redis's string2ll; None if it is none.
 
     A plus sign, spaces and leading zeros are invalid.
     """
@@ -75,8 +76,8 @@ def number(digits: bytes) -> int | None:
 def count_of(line: bytes, limits: Limits, trusted: bool) -> int:
     """Return the number of words of a command from its first line, such as "*3"; 0 for a negative number.
 
-    Raise ProtocolError for an invalid number, one above `limits.max_arguments`, or one above UNAUTHENTICATED_ARGUMENTS
-    if the client is not `trusted`, that is not authenticated.
+    Raise ProtocolError for an invalid number, for one above `limits.max_arguments`, and for one above
+    UNAUTHENTICATED_ARGUMENTS if the client is not `trusted`: it has not authenticated.
     """
     count = number(line[1:])
     if count is None or count > limits.max_arguments:
@@ -89,8 +90,8 @@ def count_of(line: bytes, limits: Limits, trusted: bool) -> int:
 def length_of(line: bytes, limits: Limits, trusted: bool) -> int:
     """Return the length of a word in bytes from the line before it, such as "$5".
 
-    Raise ProtocolError for an invalid length, one above `limits.max_bulk`, or one above UNAUTHENTICATED_BULK if the
-    client is not `trusted`, that is not authenticated.
+    Raise ProtocolError for an invalid length, for one above `limits.max_bulk`, and for one above UNAUTHENTICATED_BULK
+    if the client is not `trusted`: it has not authenticated.
     """
     if not line.startswith(b"$"):
         refuse_word(line[:1] or b"\r")
@@ -138,13 +139,13 @@ def split_words(line: bytes) -> list[bytes] | None:
         pos = found.end()
         if pos < len(line) and line[pos] not in _SPACE:  # a quote that is not closed, or a character after a closed one
             return None
-        quoted = _ESCAPED.sub(_meant, double) if double else (single or b"").replace(b"\\'", b"'")
+        quoted = _ESCAPED.sub(_unescaped, double) if double else (single or b"").replace(b"\\'", b"'")
         if bare or double is not None or single is not None:
             words.append(bare + quoted)
     return words
 
 
-def _meant(found: re.Match[bytes]) -> bytes:
+def _unescaped(found: re.Match[bytes]) -> bytes:
     """Return the byte that an escape in double quotes stands for."""
     letter: bytes = found[1]
     return bytes.fromhex(letter[1:].decode()) if len(letter) == 3 else _LETTERS.get(letter, letter)

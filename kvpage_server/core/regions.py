@@ -1,16 +1,16 @@
-"""Memory from the operating system: a few large mappings, the regions, which are cut into stretches for chunks of
+"""Memory from the operating system: a few large mappings, the regions, from which stretches are cut for chunks of
 slots.
 
-A page of a mapping takes no memory until it is written to. Then the system zeroes it, which costs more than all other
-work on it. So freed memory stays mapped as *spare* memory, from which the next stretch is cut, for chunks of any size.
-Memory that was spare for SPARE_FOR is returned to the system. If no spare part is large enough for a stretch, unused
-memory of a mapping is taken, and up to the same amount of spare memory is returned to the system.
+A page of a mapping takes no memory until it is written to. Then the system zeroes it, which costs more than to write a
+value into it. So a freed stretch stays in memory as *spare* memory, from which the next stretches of any size are cut.
+Memory that was spare for SPARE_FOR is returned to the system, and becomes *fresh*. If no spare part is large enough for
+a stretch, it is cut from fresh memory, and up to the same amount of spare memory is returned to the system.
 
 Memory is returned in whole huge pages, so that the system does not have to split one. The server does not request huge
-pages (`MADV_HUGEPAGE`), because the system zeroes a small page just before a value is written to it, when it is in the
-processor's cache. Most of a zeroed huge page has left the cache before it is written.
+pages (`MADV_HUGEPAGE`): the system zeroes a small page just before a value is written to it, so the write finds it in
+the processor's cache, but most of a zeroed huge page has left the cache before it is written.
 
-A thread returns the memory, because that takes milliseconds for large values.
+A thread returns the memory, because that takes milliseconds for large amounts.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ from kvpage_server.page import HEADER_SIZE
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
 #
-# The sizes of slots and chunks.
-#
 # A slot contains a value in wire format, so that a reply borrows one piece of memory:
 #
 #     [64: header]["$<n>\r\n"][body: n bytes]["\r\n"]
@@ -40,14 +38,14 @@ from kvpage_server.page import HEADER_SIZE
 # powers of two among them, because the bodies of pages usually are powers of two.
 
 SUFFIX = 2  # bytes of the CRLF after a body
-LARGEST = 1 << 47  # bytes of a body: no processor addresses more
-SMALLEST_CHUNK, LARGEST_CHUNK = 64 << 10, 4 << 20  # bytes; a chunk for one larger slot is larger
+LARGEST = 1 << 47  # bytes of the largest body: no processor addresses more
+SMALLEST_CHUNK, LARGEST_CHUNK = 64 << 10, 4 << 20  # bytes; only a chunk with a single larger slot is larger
 _SHORT_FRAME, _LONG_FRAME = 8, 16  # bytes reserved for the frame; 8 are enough for a length of five digits
-IN_PLACE = 32 << 10  # bytes of a body that the kernel writes into its slot; such slots are aligned, which is faster
+IN_PLACE = 32 << 10  # the kernel writes bodies of as many bytes into their slots, which are aligned for that
 
 
 class SlotShape(NamedTuple):
-    """Geometry of the slots of one size."""
+    """The geometry of the slots of one size class."""
 
     capacity: int  # bytes of the longest body
     pitch: int  # bytes from one slot to the next
@@ -55,15 +53,16 @@ class SlotShape(NamedTuple):
 
 
 class ChunkShape(NamedTuple):
-    """Size of a chunk in bytes and in slots."""
+    """The size of a chunk in bytes and in slots."""
 
     nbytes: int
     slots: int
 
 
 def capacity_for(size: int) -> int:
-    """Return the capacity in bytes of the smallest slots for a body of `size` bytes. It is 64, or one of 4 steps per
-    doubling.
+    """Return the capacity in bytes of the smallest slots for a body of `size` bytes.
+
+    Capacities are 64, and four steps for each doubling: 80, 96, 112, 128, 160, and so on.
     """
     step = 1 << max((size - 1).bit_length() - 3, 4)
     return max(round_up(size, step), 64)
@@ -72,7 +71,7 @@ def capacity_for(size: int) -> int:
 def slot_shape(capacity: int) -> SlotShape:
     """Return the geometry of slots for bodies of up to `capacity` bytes.
 
-    The bodies are aligned to 16 bytes, from IN_PLACE bytes of capacity on to 64.
+    Bodies are aligned to 16 bytes; from a capacity of IN_PLACE bytes on, to 64 bytes.
     """
     before = HEADER_SIZE + (_SHORT_FRAME if capacity < 100_000 else _LONG_FRAME)
     align = 16 if capacity < IN_PLACE else 64
@@ -82,7 +81,7 @@ def slot_shape(capacity: int) -> SlotShape:
 def chunk_shape(slots: SlotShape, held: int) -> ChunkShape:
     """Return the size of the next chunk of slots, whose existing chunks have `held` bytes together.
 
-    The chunk doubles the bytes for these slots, between SMALLEST_CHUNK and LARGEST_CHUNK, and has at least one slot.
+    The chunk is as large as these together, but between SMALLEST_CHUNK and LARGEST_CHUNK, and has at least one slot.
     """
     wanted = min(max(held, SMALLEST_CHUNK), LARGEST_CHUNK)
     count = max((wanted - slots.lead) // slots.pitch, 1)
@@ -94,13 +93,13 @@ def round_up(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
-SPARE_FOR = 20.0  # seconds after which spare memory is returned to the system, 40 at most
-SMALLEST_REGION, LARGEST_REGION = 64 << 20, 1 << 30  # bytes
+SPARE_FOR = 20.0  # seconds after which spare memory is returned to the system; it may take up to twice as long
+SMALLEST_REGION, LARGEST_REGION = 64 << 20, 1 << 30  # bytes; only a region for a single larger stretch is larger
 HUGE = 2 << 20  # bytes of a huge page
 
-_UNUSED = 4 if sys.platform == "linux" else 5  # argument of madvise(2): MADV_DONTNEED; elsewhere MADV_FREE
-_RETURNED_BYTES_PER_CALL = 16 << 20  # bytes of one madvise(2), because other threads that change mappings wait for it
-_TOO_SMALL = 16 << 20  # bytes of spare memory that stay although their parts are too small for an allocation
+_UNUSED = 4 if sys.platform == "linux" else 5  # advice for madvise(2): MADV_DONTNEED on Linux, elsewhere MADV_FREE
+_RETURNED_BYTES_PER_CALL = 16 << 20  # bytes of one madvise(2): other threads that change mappings wait for it
+_TOO_SMALL = 16 << 20  # bytes of spare memory that `take` does not return, although no part was large enough
 _SPANS_PER_STEP = 256  # spans returned in one call, because other clients wait meanwhile
 _madvise = ctypes.CDLL(None).madvise  # releases the interpreter's lock; `mmap.madvise` does not
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -116,8 +115,9 @@ class Spans:
         return iter(self._spans)
 
     def cut(self, size: int) -> int | None:
-        """Remove `size` consecutive bytes from the first range that has them. Return their start, or None if no range
-        has them.
+        """Remove `size` consecutive bytes from the first range that has them. Return their start.
+
+        Return None if no range has them.
         """
         for i, (start, stop) in enumerate(self._spans):
             if start + size <= stop:
@@ -126,8 +126,9 @@ class Spans:
         return None
 
     def cut_pages(self, most: int) -> tuple[int, int] | None:
-        """Remove up to `most` bytes of whole huge pages from the first range that has one. Return (start, stop), or
-        None.
+        """Remove whole huge pages, of up to `most` bytes, from the first range that has one. Return (start, stop).
+
+        Return None if no range has a whole huge page.
         """
         for i, (start, stop) in enumerate(self._spans):
             first = round_up(start, HUGE)
@@ -149,10 +150,11 @@ class Spans:
 
 
 class Region:
-    """A mapping of whole huge pages. Each of its bytes is part of a stretch, or in one of `fresh` and `spare`.
+    """A mapping of whole huge pages.
 
-    `fresh` bytes take no memory: they were not written to, or were returned to the system. `spare` bytes may take
-    memory. The constructor raises MemoryError if the system has no memory.
+    Each of its bytes is in exactly one of: a stretch that is in use or is being returned, `fresh`, `spare`. Fresh bytes
+    take no memory: they were never written to, or were returned to the system. Spare bytes may take memory. The
+    constructor raises MemoryError if the system has no memory.
     """
 
     def __init__(self, size: int) -> None:
@@ -169,7 +171,7 @@ class Region:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of the region is fresh."""
+        """Whether all bytes of the region are fresh."""
         return [*self.fresh] == [(0, self.size)]
 
 
@@ -198,49 +200,51 @@ class Regions:
 
     def __init__(self) -> None:
         self.spare = 0  # bytes of the spare parts of all regions
-        self._least = 0  # the minimum of `spare` since `_since`: bytes that nobody needed for that long
+        self._least = 0  # the minimum of `spare` since `_since`: bytes that were not needed for that long
         self._since = monotonic()
         self._regions: list[Region] = []
-        self._leaving: SimpleQueue[Stretch | None] = SimpleQueue()  # to the thread: stretches to return; None ends it
+        self._to_return: SimpleQueue[Stretch | None] = SimpleQueue()  # to the thread: stretches to return; None ends it
         self._returned: deque[Stretch] = deque()  # from the thread: stretches that were returned
-        self._begun = False  # whether the thread was started
+        self._has_thread = False  # whether the thread was started
 
     def __del__(self) -> None:
-        self._leaving.put(None)
+        self._to_return.put(None)
 
     def take(self, size: int) -> Stretch:
-        """Return a stretch of `size` bytes, cut from spare memory or from a region. Raise MemoryError if the system has
-        none.
+        """Allocate a stretch of `size` bytes, from spare memory if possible. O(spare parts).
+
+        Raise MemoryError if the system has no memory.
         """
-        self._take_back()
+        self._collect_returned()
         found = self._cut(size)
         if found is None:
-            # Return as much spare memory as is added, so that parts that are too small do not accumulate.
+            # Return as much spare memory as is added, so that spare parts that are too small do not accumulate.
             self._shrink(min(size, self.spare - _TOO_SMALL))
-            self._have_more(round_up(size, HUGE))
+            self._add_spare(round_up(size, HUGE))
             found = self._cut(size)
             assert found is not None
         self._least = min(self._least, self.spare)
         return found
 
     def put(self, stretch: Stretch) -> None:
-        """Free a stretch to which no references are left. Its bytes become spare memory."""
+        """Free a stretch, whose memory is not used any longer. It becomes spare memory."""
         stretch.region.spare.add(stretch.start, stretch.start + stretch.size)
         self.spare += stretch.size
 
     def trim(self) -> None:
-        """Return memory to the system that was spare for SPARE_FOR, in at most _SPANS_PER_STEP parts. The owner calls
-        this regularly.
+        """Return memory to the system that was spare for SPARE_FOR, in at most _SPANS_PER_STEP parts.
+
+        The owner calls this regularly.
         """
         now = monotonic()
         if now - self._since >= SPARE_FOR:
-            gone = self._shrink(self._least)
-            self._least -= gone
-            if not gone:
+            returned = self._shrink(self._least)
+            self._least -= returned
+            if not returned:
                 self._least, self._since = self.spare, now
 
     def _cut(self, size: int) -> Stretch | None:
-        """Return a stretch of spare memory; None if no spare part is large enough."""
+        """Cut a stretch from spare memory; return None if no spare part is large enough."""
         for region in self._regions:
             start = region.spare.cut(size)
             if start is not None:
@@ -248,8 +252,8 @@ class Regions:
                 return Stretch(region, start, size)
         return None
 
-    def _have_more(self, size: int) -> None:
-        """Make `size` consecutive fresh bytes spare. A region is mapped if no region has them."""
+    def _add_spare(self, size: int) -> None:
+        """Make `size` consecutive fresh bytes spare. Map a region if no region has them."""
         for region in self._regions:
             start = region.fresh.cut(size)
             if start is not None:
@@ -263,8 +267,8 @@ class Regions:
     def _map(self, size: int) -> Region:
         """Map a region of at least `size` bytes, and return it. Raise MemoryError if the system has no memory.
 
-        The region doubles the mapped memory, between SMALLEST_REGION and LARGEST_REGION bytes. If the system refuses
-        that, smaller sizes are tried.
+        The region is as large as all others together, but between SMALLEST_REGION and LARGEST_REGION bytes. If the
+        system refuses that, try smaller sizes.
         """
         mapped = sum(region.size for region in self._regions)
         large = min(max(mapped, SMALLEST_REGION), LARGEST_REGION)
@@ -279,9 +283,7 @@ class Regions:
                 large //= 2
 
     def _shrink(self, most: int) -> int:
-        """Return up to `most` spare bytes to the system, in at most _SPANS_PER_STEP parts. Return the number of
-        bytes.
-        """
+        """Return up to `most` spare bytes to the system, in at most _SPANS_PER_STEP parts. Return their number."""
         wanted = left = max(most, 0) // HUGE * HUGE
         spans = 0
         for region in reversed(self._regions):
@@ -290,25 +292,26 @@ class Regions:
                 self.spare -= stretch.size
                 left -= stretch.size
                 spans += 1
-                self._hand_over(stretch)
+                self._pass_to_thread(stretch)
         return wanted - left
 
-    def _hand_over(self, stretch: Stretch) -> None:
+    def _pass_to_thread(self, stretch: Stretch) -> None:
         """Pass a stretch to the thread, which returns its memory to the system. The first call starts the thread."""
-        if not self._begun:
-            thread = threading.Thread(target=_hand_all_back, args=(self._leaving, self._returned), daemon=True)
+        if not self._has_thread:
+            thread = threading.Thread(target=_return_all, args=(self._to_return, self._returned), daemon=True)
             thread.name = "kvpage-memory"
             try:
                 thread.start()
             except RuntimeError:  # the system has no memory for a thread
-                _hand_back(stretch, self._returned)
+                _return_to_system(stretch, self._returned)
                 return
-            self._begun = True
-        self._leaving.put(stretch)
+            self._has_thread = True
+        self._to_return.put(stretch)
 
-    def _take_back(self) -> None:
-        """Mark stretches as fresh that the thread has returned to the system. Unmap regions that are fresh, but keep
-        one.
+    def _collect_returned(self) -> None:
+        """Mark stretches as fresh that the thread has returned to the system.
+
+        Unmap completely fresh regions but one.
         """
         while self._returned:
             stretch = self._returned.popleft()
@@ -318,14 +321,14 @@ class Regions:
                 self._regions.remove(region)
 
 
-def _hand_all_back(leaving: SimpleQueue[Stretch | None], returned: deque[Stretch]) -> None:
-    """Run the thread that returns memory: process stretches from the queue `leaving` until it yields None."""
-    while (stretch := leaving.get()) is not None:
-        _hand_back(stretch, returned)
+def _return_all(to_return: SimpleQueue[Stretch | None], returned: deque[Stretch]) -> None:
+    """Run the thread that returns memory: process stretches from the queue `to_return` until it returns None."""
+    while (stretch := to_return.get()) is not None:
+        _return_to_system(stretch, returned)
         del stretch  # otherwise its region would stay mapped until the next stretch
 
 
-def _hand_back(stretch: Stretch, returned: deque[Stretch]) -> None:
+def _return_to_system(stretch: Stretch, returned: deque[Stretch]) -> None:
     """Return the memory of a stretch to the system with madvise(2), and append the stretch to `returned`."""
     for at in range(0, stretch.size, _RETURNED_BYTES_PER_CALL):
         _madvise(stretch.address + at, min(_RETURNED_BYTES_PER_CALL, stretch.size - at), _UNUSED)

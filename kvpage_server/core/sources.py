@@ -1,5 +1,6 @@
-"""Digest of the compiled core's Cython sources. setup.py compiles it into the core, and `choice` compares it with the
-files.
+"""The digest of the compiled core's Cython sources.
+
+`setup.py` compiles it into the core, and `choice` compares it with the digest of the files.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from pathlib import Path
 
 
 def digest(folder: Path) -> str:
-    """Return the hexadecimal digest of the names and contents of a folder's Cython sources; "" if there are none, as in
-    a wheel.
+    """Return the hexadecimal digest of the names and contents of all Cython sources in a folder.
+
+    Return "" if there are none, as in a wheel.
     """
     seen = hashlib.blake2b(digest_size=8)
     sources = sorted(folder.glob("*.p[xy][xd]"))

@@ -17,7 +17,7 @@ from kvpage_server.commands.dispatch.checks import Paused, Postponed, is_unqueue
 from kvpage_server.commands.dispatch.execute import execute
 from kvpage_server.commands.dispatch.run import caller_of, finish_call
 from kvpage_server.core import Callee, Command, Parser
-from kvpage_server.core.pieces import Piece, lent
+from kvpage_server.core.pieces import Piece, borrowed_bytes
 from kvpage_server.net.connection_memory import ConnectionMemory
 from kvpage_server.net.transport import HIGH_WATER
 from kvpage_server.resp import QUEUED, Raw, Reply, Stream, Wait, encode
@@ -88,7 +88,7 @@ class Replies:
             before = len(self.pieces)
             encode(reply, self._client.protocol, self.pieces)
             if len(self.pieces) > before + 1:
-                self._borrowed += lent(self.pieces[before:])
+                self._borrowed += borrowed_bytes(self.pieces[before:])
                 much = self._borrowed > HIGH_WATER
         if self.pushed and self._steps is None:
             self._encode_pushed()

@@ -1,10 +1,10 @@
 """Bodies of pages: their digests, pages to send, the server's output queue, and the client's receiver of bodies.
 
 The receiver, `Bodies`, receives replies into scratch memory that stays in the processor's cache, parses them there, and
-copies each body to the buffer that the caller gave for it. The rest of a long body is received directly into its
-buffer, together with no more bytes than the line before the next long body. So the kernel writes long bodies to their
-buffers, and they are not copied again. A body that is absent or has another length is reported as missing, and the
-bodies after it still arrive. Only a page's own body is written to its buffer.
+copies each body to the buffer that the caller has provided for it. The rest of a long body is received directly into
+its buffer; the same call receives at most the line before the next long body into the scratch memory. So the kernel
+writes long bodies to their buffers, and they are not copied again. A body that is absent, has another length or belongs
+to another page is reported as missing, and the receiver continues with the next one.
 """
 
 from __future__ import annotations
@@ -39,21 +39,17 @@ from kvpage_server.page import (
 
 
 class Memory:
-    """Buffers of the caller as bytes, without copies. Their memory stays valid while this object exists."""
+    """The caller's buffers as bytes, without copies. Their memory stays valid while this object exists."""
 
     def __init__(self, buffers: Sequence[Buffer], *, writable: bool = False) -> None:
-        """Raise Unusable for a buffer that cannot be sent from, or that cannot be received into if `writable` is
-        set.
-        """
+        """Raise Unusable for a buffer that cannot be sent from or, with `writable`, not be received into."""
         self._views = [as_bytes(buffer, i, writable=writable) for i, buffer in enumerate(buffers)]
 
     def __len__(self) -> int:
         return len(self._views)
 
     def __getitem__(self, part: slice) -> Memory:
-        """Return the buffers of a slice without gaps. In the compiled core, a slice keeps all buffers of the original
-        valid.
-        """
+        """Return consecutive buffers. In the compiled core, they keep all buffers of the original object valid."""
         some = Memory(())
         some._views = self._views[part]
         return some
@@ -74,7 +70,7 @@ CHECKSUM = slice(FIELD_AT["checksum"], FIELD_AT["checksum"] + 8)
 
 
 def digest(pieces: Sequence[Buffer]) -> int:
-    """Return the XXH3-64 of all pieces together."""
+    """Return the XXH3-64 of the pieces as if they were one piece."""
     found = xxhash.xxh3_64()
     for piece in pieces:
         found.update(piece)
@@ -109,7 +105,8 @@ MISFIT = "the pieces are not the pages of the headers"
 # -- The output queue of a session: bytes and borrowed memory, kept until the kernel has accepted it -------------------
 
 # Bytes in one system call. During a call the socket gets no new buffer space, however much the peer reads. The value
-# was measured: fewer bytes need more calls, and a megabyte takes a tenth to a third more time (docs/performance.md).
+# was measured: with fewer bytes there are more calls, and with a megabyte, sending takes a tenth to a third more time
+# (docs/performance.md).
 SEND_BYTES = 768 << 10
 SEND_TURN = 4 << 20  # bytes sent in one turn, because other clients wait meanwhile
 MOST_PIECES = 1024  # pieces in one system call: IOV_MAX
@@ -120,16 +117,16 @@ class BorrowedPiece(Protocol):
 
     @property
     def view(self) -> memoryview:
-        """The memory at its present address."""
+        """The memory at its current address."""
 
 
 class Outbox:
-    """Output queue of a session: bytes and borrowed memory, which is not copied. Each piece costs amortised O(1)."""
+    """Output queue of a session: bytes and borrowed memory, which is not copied. Amortised O(1) for each piece."""
 
     def __init__(self) -> None:
-        # The queue, in three lists of the same length. The first `_gone` pieces were sent; their items are empty until
-        # they are half of the lists, and are deleted then.
-        self._pieces: list[bytes | BorrowedPiece] = []  # owners of the memory, which keep it from being reused
+        # The queue, in three lists of the same length. The first `_gone` items are empty, because these pieces were
+        # sent; they are deleted when they are half of the lists.
+        self._pieces: list[bytes | BorrowedPiece] = []  # the pieces, which keep their memory from being reused
         self._buffers: list[bytes | memoryview] = []  # the memory
         self._ends: list[int] = []  # end of each piece, in bytes since the outbox was created
         self._sent = 0  # bytes that were sent since the outbox was created
@@ -153,10 +150,9 @@ class Outbox:
         self._pieces += pieces
 
     def send(self, descriptor: int) -> int:
-        """Send queued output until the socket's buffer is full or SEND_TURN bytes were sent. Return the number of
-        bytes.
+        """Send queued output until the socket's buffer is full or SEND_TURN bytes were sent. Return their number.
 
-        Raise OSError if nothing was sent. An error after some bytes is raised by the next call.
+        Raise OSError if nothing was sent; after some bytes, the next call raises it.
         """
         sent = 0
         while self.nbytes and sent < SEND_TURN:
@@ -197,7 +193,7 @@ class Outbox:
             raise ValueError(f"{self.nbytes} bytes wait to be sent, got {count}")
         self._sent += count
         before, gone = self._gone, bisect_right(self._ends, self._sent, self._gone)
-        if 2 * gone >= len(self._ends):  # not earlier, because the deletion moves all pieces behind
+        if 2 * gone >= len(self._ends):  # not earlier, because the deletion moves all later items
             del self._pieces[:gone], self._buffers[:gone], self._ends[:gone]
             self._gone = 0
         else:
@@ -206,7 +202,7 @@ class Outbox:
             self._gone = gone
 
     def renew(self) -> None:
-        """Read the memory address of each piece again. The owner calls this after borrowed memory has moved."""
+        """Read the address of each piece's memory again. The session calls this after borrowed memory has moved."""
         self._buffers = _views(self._pieces)
 
     def clear(self) -> None:
@@ -220,11 +216,11 @@ def _views(pieces: Sequence[bytes | BorrowedPiece]) -> list[bytes | memoryview]:
     ]
 
 
-# -- Pages to send: words and bodies by turns, encoded in chunks of some pages -----------------------------------------
+# -- Pages to send: words and bodies alternate, encoded in chunks of some pages ----------------------------------------
 
 
 def encode_words(*words: bytes | int) -> bytes:
-    """Return words of a command in wire format."""
+    """Return words of a command as bulk strings."""
     texts = [word if isinstance(word, bytes) else b"%d" % word for word in words]
     return b"".join([b"$%d\r\n%b\r\n" % (len(text), text) for text in texts])
 
@@ -243,16 +239,16 @@ class PageKeys:
         return PageKeys(self.names[part])
 
     def words(self) -> bytes:
-        """Return the five words of each key in wire format, in the order of `words_of`."""
+        """Return the five words of all keys as bulk strings, see `words_of`."""
         return b"".join(map(words_of, self.names))
 
     def keys(self) -> bytes:
-        """Return each key as one word in wire format."""
+        """Return each key as one bulk string, `kv:...`."""
         return encode_words(*map(bytes, self.names))
 
 
 def words_of(name: PageKey) -> bytes:
-    """Return the five words of a page's key in wire format (RESP bulk strings): req_id, layer, head, page, kv_type."""
+    """Return the five words of a page's key as bulk strings: req_id, layer, head, page, kv_type."""
     return encode_words(name.req_id, name.layer, name.head, name.page, name.kv_type)
 
 
@@ -262,17 +258,17 @@ _ITEMSIZES = {int(dtype): dtype.itemsize for dtype in DType}
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Encoded pages."""
+    """Encoded pages, ready to send."""
 
-    pieces: list[bytes | memoryview]  # text and bodies by turns; text is first and last
+    pieces: list[bytes | memoryview]  # texts and bodies alternate; a text is first and last
     stop: int  # index after the last of its pages
 
 
 class SentPages:
-    """Pages to write to a server. Each is (key, body, dtype, page_size, head_dim)."""
+    """Pages to write to a server, each as (key, body, dtype, page_size, head_dim)."""
 
     def __init__(self, pages: Sequence[tuple[PageKey, Buffer, int, int, int]]) -> None:
-        """Raise Unusable for a body that can't be sent."""
+        """Raise Unusable for a body that cannot be sent from."""
         self.names = PageKeys([page[0] for page in pages])
         self.bodies = Memory([page[1] for page in pages])
         self.shapes = [page[2:] for page in pages]
@@ -287,8 +283,9 @@ class SentPages:
         return some
 
     def misfit(self) -> int:
-        """Return the index of the first page with an invalid dtype or shape, or with a body of another size; -1 if all
-        are valid.
+        """Return the index of the first page with an invalid dtype or shape, or whose body does not have its size.
+
+        Return -1 if all pages are valid.
         """
         for i, ((dtype, page_size, head_dim), nbytes) in enumerate(zip(self.shapes, self.bodies.sizes(), strict=True)):
             if not (0 < page_size <= MAX_U32 and 0 < head_dim <= MAX_U32 and nbytes <= MAX_U32):
@@ -300,7 +297,7 @@ class SentPages:
     def as_words(self, start: int, ttl: int) -> Chunk:
         """Return a chunk of pages from index `start` on, each as the ten words of KVPAGEMSET. `ttl` is in seconds.
 
-        `Chunk.stop` is the index of the next page that is not in the chunk.
+        `Chunk.stop` is the index of the first page after the chunk.
         """
         pieces: list[bytes | memoryview] = []
         stop = self._stop(start)
@@ -337,7 +334,7 @@ class SentPages:
     def _stop(self, start: int) -> int:
         """Return the index after the last page of a chunk that begins at `start`.
 
-        A chunk has up to PAGES_PER_CHUNK pages, and ends after the page that makes SEND_BYTES bytes of bodies.
+        A chunk has up to PAGES_PER_CHUNK pages, and ends early after the page with which its bodies reach SEND_BYTES.
         """
         nbytes = 0
         for stop in range(start, min(start + PAGES_PER_CHUNK, len(self))):
@@ -350,18 +347,18 @@ class SentPages:
 # -- The receiver of bodies --------------------------------------------------------------------------------------------
 
 SCRATCH_BYTES = 256 * 1024  # bytes of the scratch memory
-# Missing bytes of a body from which on they are received in its place, because that justifies a system call. The
-# server's parser has a larger limit, because it cannot predict the next word.
+# If at least as many bytes of a body are missing, they are received in its buffer, because that is worth a system call.
+# The server's parser has a larger limit, because it cannot predict the next word.
 LONG_BYTES = 16 * 1024
-ITEMS_AHEAD = 64  # items in which the next long body is searched: 64 bodies of 4 KiB fill the scratch memory
+ITEMS_AHEAD = 64  # items that are searched for the next long body: 64 bodies of 4 KiB fill the scratch memory
 LARGEST_STEP_BYTES = 1024 * 1024  # bytes received in place in one call
 
 
 class Bodies:
     """Receiver of the reply to a read of pages: an array of bulk strings, or without `array` one bulk string.
 
-    Body `i` is written to buffer `i` of `places`. With `names` the bulk strings are blobs, whose headers must belong to
-    these keys. With `verify` the bodies must match the checksums of their headers.
+    The body of item `i` is written to buffer `i` of `places`. With `names`, the bulk strings are blobs, whose headers
+    must belong to these keys. With `verify`, the bodies must match the checksums of their headers.
     """
 
     def __init__(self, places: Memory, *, array: bool, names: PageKeys | None = None, verify: bool = False) -> None:
@@ -373,8 +370,8 @@ class Bodies:
         self._error: bytes | None = None  # the text of an error reply
         self._is_wrong = False  # whether WrongAnswer was raised
         self._opening = b"*%d\r\n" % len(places) if array else b""
-        # State of the parser: the function for the next bytes, the index of the current item, and the bytes that are
-        # missing of its present part: header, body or CRLF.
+        # State of the parser: the function that parses the next bytes, the index of the current item, and the number of
+        # missing bytes of its current part, which is a header, a body or a CRLF.
         self._next: Callable[[Bodies, memoryview], int] = Bodies._take_opening if array else Bodies._take_line
         self._item = 0
         self._left = 0
@@ -388,10 +385,9 @@ class Bodies:
         return self._next is Bodies._take_nothing and not self._is_wrong
 
     def result(self) -> dict[int, str]:
-        """Return the reason of each missing item, by index: "absent", "size", "header" or "checksum"; empty if none is
-        missing.
+        """Return the missing items: by index, the reason "absent", "size", "header" or "checksum".
 
-        Must be called after `done`. Raise ErrorAnswer if the reply is an error.
+        It may only be called after `done`. Raise ErrorAnswer if the reply is an error.
         """
         if self._error is not None:
             raise ErrorAnswer(self._error)
@@ -400,7 +396,7 @@ class Bodies:
     def receive(self, fd: int) -> int:
         """Receive available bytes with one system call, and parse them.
 
-        Return their number, 0 at the end of the stream, -1 if no bytes are available. Raise WrongAnswer for bytes that
+        Return their number; 0 at the end of the stream, -1 if no bytes are available. Raise WrongAnswer for bytes that
         are not the expected reply, or OSError.
         """
         direct = self._rest_of_long_body()
@@ -420,9 +416,7 @@ class Bodies:
         return count
 
     def feed(self, data: bytes) -> None:
-        """Parse bytes that another function has received. Raise WrongAnswer for bytes that are not the expected
-        reply.
-        """
+        """Parse bytes that another function has received. Raise WrongAnswer if they are not the expected reply."""
         rest = memoryview(data)
         while rest:
             self._make_room()
@@ -437,7 +431,7 @@ class Bodies:
     def _rest_of_long_body(self) -> memoryview:
         """Return the memory for the missing bytes of the current body, up to LARGEST_STEP_BYTES.
 
-        Return empty memory if fewer than LONG_BYTES are missing: they are received into the scratch memory.
+        Return empty memory if fewer than LONG_BYTES are missing, because these are received into the scratch memory.
         """
         if self._next is not Bodies._take_body or self._left < LONG_BYTES:
             return memoryview(b"")
@@ -467,7 +461,7 @@ class Bodies:
             wanted += len(place)
         return SCRATCH_BYTES
 
-    # -- parsers: each takes bytes from the start and returns their number, or -1 if it needs more ---------------------
+    # -- parsers: each parses bytes from the start, and returns their number, or -1 if it needs more -------------------
 
     def _take(self) -> None:
         """Parse the bytes in the scratch memory. An incomplete line at the end stays there."""
@@ -489,7 +483,7 @@ class Bodies:
         if len(some) < len(self._opening):
             return -1
         self._next = Bodies._take_line
-        self._skip_to_the_end()
+        self._end_if_complete()
         return len(self._opening)
 
     def _take_error(self, some: memoryview) -> int:
@@ -583,7 +577,7 @@ class Bodies:
         return wrong_answer(item, len(self._places), bytes(some[:40]))
 
     def _arrived(self) -> None:
-        """Check a complete blob. Its CRLF follows."""
+        """Check a complete blob, and expect its CRLF."""
         self._next, self._left = Bodies._take_crlf, 2
         if self._names is not None:
             reason = _mismatch(self._names[self._item], self._header, self._places[self._item], self._verify)
@@ -594,9 +588,9 @@ class Bodies:
         """Begin with the next item."""
         self._item += 1
         self._next = Bodies._take_line
-        self._skip_to_the_end()
+        self._end_if_complete()
 
-    def _skip_to_the_end(self) -> None:
+    def _end_if_complete(self) -> None:
         """Expect no more bytes if all items were received."""
         if self._item == len(self._places):
             self._next = Bodies._take_nothing

@@ -1,8 +1,8 @@
 """The fast path: calls of complete commands, one after another, until one needs a decision of the session.
 
-The owner of the table defines the function and the number of words of each command. For a row with `asks`, it decides
-before each call whether the core may make it. A command that the core does not call is returned to the session, and so
-is a reply that `_is_plain` excludes.
+A table has a row for each command that the core may call, with its function and the number of its words. Before the
+call of a row with `asks`, a callback decides whether the core may make it. The core returns a command that it does not
+call to the session, and also a reply that it cannot encode (`_is_plain`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from time import monotonic_ns
 from typing import Any, NamedTuple, Protocol
 
-from kvpage_server.core.pieces import Piece, lent
+from kvpage_server.core.pieces import Piece, borrowed_bytes
 from kvpage_server.core.python.bodies import SEND_BYTES
 from kvpage_server.core.python.frames import Command, Parser
 
@@ -21,8 +21,8 @@ PLAIN_REPLY_PIECES = 4  # pieces that a plain reply may have
 class Callee(NamedTuple):
     """Row of the fast path: the function for a command's name."""
 
-    what: Any  # the owner's object for the command
-    name: str  # for statistics
+    what: Any  # the caller's object for the command, its `Spec`; the core passes it to the callbacks
+    name: str  # key of the command's statistics
     function: Callable[[Any, Any], Any]  # called with the client and the words after the first
     fewest: int  # words that the command may have, its name included
     most: int
@@ -36,28 +36,29 @@ class Callee(NamedTuple):
         return self.place > 0 and isinstance(word, bytes) and word.endswith(self.ending)
 
 
-class CalledFor(Protocol):
-    """The client that has sent the commands."""
+class CallingClient(Protocol):
+    """The client that has sent the commands, as the core uses it."""
 
-    fast_path_ok: bool  # whether its commands need no decision; a command may change this
+    fast_path_ok: bool  # whether its commands need no decision of the session; a command may change this
     protocol: int  # RESP 2 or 3
     last_command: str
     finished: int  # end of its last call, in monotonic nanoseconds
 
 
 class Counts(Protocol):
-    """Statistics of one row's calls."""
+    """The statistics of one command's calls."""
 
     nanoseconds: int  # the duration of all calls
     histogram: list[int]  # number of calls by duration: at index i, from 2**(i-1) to below 2**i nanoseconds
 
 
 class Returned(NamedTuple):
-    """The reason why the core stopped making calls, one of four.
+    """The reason why the core stopped making calls, one of four:
 
-    1. The next command needs a decision: it is in `words`, without a `row`. 2. The session has to process the result of
-    a command: the command is in `words` and `row`, its result in `reply` or `error`. 3. No time is left: `left` is 0.
-    4. Otherwise the replies borrow so much memory that they should be sent.
+    1. `words` without `row`: this command needs a decision of the session before it runs.
+    2. `words` and `row`: this command has run, and the session has to process its result, `reply` or `error`.
+    3. `left` is 0: no time is left, or the most calls were made.
+    4. Otherwise: the replies borrow so much memory that they should be sent.
     """
 
     left: int  # calls that may still be made
@@ -68,7 +69,7 @@ class Returned(NamedTuple):
 
 
 class Caller:
-    """Maker of the fast path's calls for one client.
+    """The fast path of one client: it takes commands from `parser`, and calls the functions of `rows` by name.
 
     `may_run(client, what, words)` returns whether the core may make the call. `note_slow(client, what, words,
     nanoseconds)` is called after a slow call. `what` is the field of the command's row.
@@ -76,7 +77,7 @@ class Caller:
 
     def __init__(
         self,
-        client: CalledFor,
+        client: CallingClient,
         parser: Parser,
         rows: dict[Any, Callee],
         may_run: Callable[[Any, Any, Any], bool],
@@ -98,14 +99,14 @@ class Caller:
         left: int,
         deadline: int,
     ) -> Returned | None:
-        """Make up to `left` calls of complete commands, and append their replies to `pieces`. Return None if no command
-        is left.
+        """Make up to `left` calls of complete commands, and append their replies to `pieces`.
 
-        `first` is a command that the session has already taken from the parser, or None. `pushed` is the session's list
-        of push messages, which have to follow the reply of the call that added them; a call that adds one is the last.
-        `counts_of` has the statistics by name. With `ask`, `may_run` is called for all rows, otherwise for rows with
-        `asks`. Calls of at least `slow_from` ns are passed to `note_slow`. A call that ends after `deadline`, in
-        monotonic nanoseconds, is the last one.
+        Return None if no complete command is left, otherwise the reason why the calls have stopped. `first` is a
+        command that the session has already taken from the parser, or None. `pushed` is the session's list of push
+        messages; the call that adds one is the last, because the message has to follow its reply. `counts_of` has the
+        statistics by name. With `ask`, `may_run` is called for all rows, otherwise for rows with `asks`. `note_slow` is
+        called for calls of at least `slow_from` nanoseconds. A call that ends after `deadline`, in monotonic
+        nanoseconds, is the last one.
         """
         client, rows, words = self._client, self._rows, first
         if not pieces:
@@ -127,7 +128,7 @@ class Caller:
             started = monotonic_ns()
             try:
                 reply = row.function(client, words[1:])
-            except Exception as raised:  # noqa: BLE001 - the owner gets it
+            except Exception as raised:  # noqa: BLE001 - it is returned to the session
                 error = raised
             client.finished = ended = monotonic_ns()
             took = ended - started
@@ -141,14 +142,15 @@ class Caller:
                 return Returned(left, words, row, reply, error)
             encoded = _encode_reply(reply, client.protocol)
             pieces += encoded
-            self._lent += lent(encoded)
+            self._lent += borrowed_bytes(encoded)
             words = None
         return None if self._parser.is_idle else Returned(left)
 
 
 def _is_plain(reply: object) -> bool:
-    """Return whether the fast path can encode a reply: bytes, None, an int, or a tuple of up to PLAIN_REPLY_PIECES
-    pieces.
+    """Return whether the fast path can encode a reply.
+
+    It can encode bytes, None, an int, and a tuple of up to PLAIN_REPLY_PIECES pieces.
     """
     if type(reply) is tuple:
         return len(reply) <= PLAIN_REPLY_PIECES
@@ -156,7 +158,7 @@ def _is_plain(reply: object) -> bool:
 
 
 def _encode_reply(reply: bytes | int | tuple[Piece, ...] | None, protocol: int) -> tuple[Piece, ...]:
-    """Return a plain reply in wire format. A tuple and a subclass of bytes have that format already."""
+    """Return a plain reply in wire format. A tuple, or an instance of a subclass of bytes, has that format already."""
     if isinstance(reply, tuple):
         return reply
     if reply is None:

@@ -1,10 +1,12 @@
 """The parser of requests in RESP: bytes in, commands out.
 
-A command is a list of words, or a `Words` if it has more than MOST_LISTED. A word is `bytes`. A word of KEEP_FROM bytes
-or more is received into a `Slot` of its own, so that the body of a page is not copied when it is stored.
+A command is a list of words, or a `Words` if it has more than MOST_LISTED. A word is `bytes`, or a `Slot` if it has
+KEEP_FROM bytes or more. The parser receives a long word into its slot, so that the body of a page is not copied when it
+is stored.
 
-Every byte is parsed a bounded number of times, however the input is cut into packets: between two calls the parser
-keeps at most an incomplete line or a short word. All cuts of an input give the same commands, and the same error.
+**Cost.** Every byte is parsed a bounded number of times, however the input is cut into packets: between two calls, the
+parser keeps at most an incomplete line or an incomplete short word unparsed. The cuts change neither the commands nor
+an error.
 """
 
 from __future__ import annotations
@@ -40,15 +42,16 @@ from kvpage_server.core.protocol import (
 from kvpage_server.core.python.slots import Arena, Slot
 from kvpage_server.core.regions import IN_PLACE
 
-# -- The words of a long command: slices are views without a copy ------------------------------------------------------
+# -- The words of a long command ---------------------------------------------------------------------------------------
 
 Argument = bytes | Slot
 Command = list[Argument]
 
 
 class Words:
-    """Words of a long command, or a slice of them without a copy. Single words cannot be changed, but the last ones
-    dropped.
+    """The words of a long command, or a slice of them, which copies no words.
+
+    Words cannot be replaced. Only the last words of a command can be deleted.
     """
 
     __slots__ = ("_all", "_range")
@@ -107,11 +110,11 @@ _CRLF = b"\r\n"
 _NOWHERE = memoryview(b"")
 _LENGTHS = {b"$%d" % length: length for length in range(KEEP_FROM)}  # the lines before short words, and their lengths
 _LONGEST_LINE = len(b"$%d\r\n" % KEEP_FROM)  # bytes of such a line
-_BLANK = re.compile(rb"(?:[ \t\r\0\v\f]{0,%d}\n)+" % MAX_LINE)  # lines without a word
+_BLANK = re.compile(rb"(?:[ \t\r\0\v\f]{0,%d}\n)+" % MAX_LINE)  # consecutive lines without a word
 
 
 class Scratch:
-    """Receive buffer of SCRATCH_SIZE bytes that all parsers of a thread share. Unparsed bytes are copied from it."""
+    """Receive buffer of SCRATCH_SIZE bytes that all parsers of a thread share. Parsers copy unparsed bytes from it."""
 
     __slots__ = ("memory",)
 
@@ -122,8 +125,8 @@ class Scratch:
 class Parser:
     """The parser of one connection's requests.
 
-    `arena` allocates the slots of long words. `hashed` has the names of commands whose long words are hashed while they
-    are received. The *current* command is the one that is not complete yet.
+    `arena` allocates the slots of long words. `hashed` are the names of commands whose long words are hashed while they
+    are received. The *current* command is the incomplete one, and the *current* word its first incomplete word.
     """
 
     def __init__(
@@ -135,9 +138,9 @@ class Parser:
     ) -> None:
         self.limits = limits or Limits()
         self.trusted = True  # whether the client has authenticated
-        self.receiving = 0  # bytes of the arena that the current command has
-        self.received = 0  # bytes of the arena that the last returned command has
-        self.taken_bytes = 0  # bytes of memory that the last returned command has
+        self.receiving = 0  # bytes of slots of the current command
+        self.received = 0  # bytes of slots of the command that `next` returned last
+        self.taken_bytes = 0  # bytes of memory of the command that `next` returned last
         self._hashed = hashed
         self._arena = arena
         self._scratch = scratch or Scratch()
@@ -145,21 +148,21 @@ class Parser:
         # Received bytes: `_data` from `_pos` on is not parsed yet.
         self._data = b""
         self._pos = 0
-        self._scanned = 0  # bytes after `_pos` that were searched for the end of a line without success
+        self._scanned = 0  # bytes after `_pos` that have no end of a line
 
         # The current command.
         self._words: list[Argument] = []  # its complete words
         self._missing = 0  # number of its words that are not complete
-        self._size = 0  # bytes of its words, the one whose line was read last included
+        self._size = 0  # bytes of its words, including the one whose line was parsed last
 
         # The current word.
-        self._length = -1  # its bytes; -1 until its line was read
-        self._slot: Slot | None = None  # its memory, if it is long
-        self._place = _NOWHERE  # the body and CRLF of that slot
+        self._length = -1  # its bytes; -1 until its line was parsed
+        self._slot: Slot | None = None  # its slot, if it is long
+        self._place = _NOWHERE  # the memory of that slot for the word and its CRLF
         self._filled = 0  # bytes of `_place` that were received
-        self._digest: Any = None  # hash of these bytes, if the command is in `hashed`
+        self._digest: Any = None  # the hash of these bytes, if the command is in `hashed`
 
-        self._were_long = False  # whether the last words were long enough to be received into their slots
+        self._were_long = False  # whether the last long word had IN_PLACE bytes or more
         self._fault: ProtocolError | MemoryError | None = None  # the error that `next` has to raise
 
     def trust(self, trusted: bool) -> None:
@@ -168,17 +171,18 @@ class Parser:
 
     @property
     def held(self) -> int:
-        """Bytes of memory of received data that was not returned as a command."""
+        """Bytes of memory of received data that `next` did not return yet."""
         return len(self._data) - self._pos + self._size + WORD * len(self._words)
 
     @property
     def is_idle(self) -> bool:
-        """Whether all received bytes were returned as commands."""
+        """Whether `next` has returned all received bytes as commands."""
         return self._pos == len(self._data) and not self._missing and self._fault is None
 
     def give_up(self) -> Command:
-        """Return the complete words of the current command, and drop all other received bytes. Called before a
-        connection closes.
+        """Drop all received bytes, because the connection closes. Return the complete words of the current command.
+
+        The caller frees them in steps.
         """
         self._slot = self._fault = None
         self._place = _NOWHERE
@@ -190,9 +194,9 @@ class Parser:
     def receive(self, descriptor: int) -> int:
         """Receive until a command is complete, no bytes are available, or RECEIVE_TURN bytes were received.
 
-        Return the number of bytes, 0 at the end of the stream, -1 if no bytes are available. Must be called after
-        `next` has returned None. Raise OSError if nothing was received; an error after some bytes is raised by the next
-        call.
+        Return the number of bytes; 0 at the end of the stream, -1 if no bytes are available. It may only be called
+        after `next` has returned None. Raise OSError if nothing was received; after some bytes, the next call raises
+        it.
         """
         received = 0
         while received < RECEIVE_TURN:
@@ -212,11 +216,11 @@ class Parser:
         return received
 
     def _room(self) -> list[memoryview]:
-        """Return the buffers for the next bytes: the slot of the current long word, if many of its bytes are missing,
-        and a part of the scratch memory.
+        """Return the buffers for the next bytes.
 
-        Bytes in the scratch memory have to be copied. So only AHEAD bytes are received there after a long word, because
-        the next word is probably long, too.
+        If DIRECT bytes or more of a long word are missing, these are the rest of its slot and a part of the scratch
+        memory; otherwise only the scratch memory. Bytes in the scratch memory have to be copied. So after a long word,
+        only AHEAD bytes are received there, because the next word is probably long, too.
         """
         scratch, rest = self._scratch.memory, self._place[self._filled :]
         if len(rest) < DIRECT:
@@ -224,7 +228,7 @@ class Parser:
         return [rest[:RECEIVE_TURN], scratch[: AHEAD if len(rest) <= RECEIVE_TURN else 0]]
 
     def _put(self, room: list[memoryview], count: int) -> None:
-        """Process `count` bytes that were received into the buffers of `_room`."""
+        """Count and keep `count` bytes that were received into the buffers of `_room`."""
         *slot, scratch = room
         for rest in slot:
             self._arrived(rest[:count])
@@ -235,7 +239,7 @@ class Parser:
                 self._were_long = False
 
     def _completes(self) -> bool:
-        """Return whether `next` can return a complete command or raise an error. An error is kept for `next`."""
+        """Return whether `next` has a result: a complete command or an error, which is kept for it."""
         try:
             return self._is_whole()
         except (ProtocolError, MemoryError) as fault:
@@ -247,7 +251,7 @@ class Parser:
         self._keep(memoryview(data))
 
     def _keep(self, data: memoryview) -> None:
-        """Append bytes to the data that is not parsed yet, and drop parsed data."""
+        """Append bytes to the unparsed data, and drop the parsed data."""
         self._data = self._data[self._pos :] + bytes(data)
         self._pos = 0
 
@@ -263,7 +267,7 @@ class Parser:
         return self._taken() if self._is_whole() else None
 
     def _is_whole(self) -> bool:
-        """Parse the available bytes; return whether a command is complete."""
+        """Parse the available bytes. Return whether a command is complete."""
         while self._take_words():
             if self._words:
                 return True
@@ -272,7 +276,7 @@ class Parser:
         return False
 
     def _taken(self) -> Command:
-        """Return the words of the current command, and prepare for the next one."""
+        """Return the words of the current command, and begin with the next one."""
         words, self._words = self._words, []
         self.received, self.receiving = self.receiving, 0
         self.taken_bytes = self._size + WORD * len(words)
@@ -280,10 +284,13 @@ class Parser:
         return cast("Command", Words(words)) if len(words) > MOST_LISTED else words  # both are read in the same way
 
     def _begin_command(self) -> bool:
-        """Parse the first line of a command. Return False if it is incomplete. An empty line is no command."""
+        """Parse the first line of a command, or an inline command. Return False if it is incomplete.
+
+        After an empty line or a count of 0, there is no command yet.
+        """
         if self._data[self._pos] != ord("*"):
             if not self._scanned and (blank := _BLANK.match(self._data, self._pos)):
-                self._pos = blank.end()  # in one step, because a megabyte of such lines may arrive together
+                self._pos = blank.end()  # in one step, because a client may send a megabyte of such lines
                 return True
             line = self._line(b"\n", LONG_INLINE)
             if line is not None:
@@ -295,7 +302,7 @@ class Parser:
         return line is not None
 
     def _line(self, end: bytes, too_long: str) -> bytes | None:
-        """Return the line at `_pos` without its `end`, and move `_pos` after it; None if it is incomplete.
+        """Return the line at `_pos` without its `end`, and move `_pos` behind it; None if it is incomplete.
 
         Raise ProtocolError with the message `too_long` for more than MAX_LINE bytes.
         """
@@ -313,7 +320,7 @@ class Parser:
     # -- words -----------------------------------------------------------------------------------------------------
 
     def _take_words(self) -> bool:
-        """Parse the received words of the current command. Return False if one is incomplete."""
+        """Parse words until the current command is complete. Return False if the current word is incomplete."""
         while self._missing:
             if self._length < 0:
                 self._take_short_words()
@@ -364,10 +371,10 @@ class Parser:
         return word
 
     def _long_word(self) -> Slot | None:
-        """Copy received bytes of the current word to its slot, which is allocated first. Return the slot once it is
-        complete, else None.
+        """Copy received bytes of the current word, which is long, to its slot. Return the slot if it is complete.
 
-        The word has KEEP_FROM bytes or more. Raise ProtocolError if no CRLF follows, MemoryError if there is no slot.
+        Otherwise return None. Allocate the slot first if there is none. Raise ProtocolError if no CRLF follows the
+        word, MemoryError if there is no memory for the slot.
         """
         if self._slot is None:
             self._slot = self._arena.allocate(self._length)
@@ -390,9 +397,7 @@ class Parser:
         return slot
 
     def _arrived(self, part: memoryview) -> None:
-        """Count bytes of the current word that were written to its slot, and hash them if the command is in
-        `hashed`.
-        """
+        """Count bytes of the current word that were written to its slot. Hash them if the command is in `hashed`."""
         if self._digest is not None:
             self._digest.update(part[: max(self._length - self._filled, 0)])
         self._filled += len(part)

@@ -1,8 +1,8 @@
-"""LRU queues of evictable units (blocks and strings), in columns: a batch of units is inserted or touched in one call.
+"""Queues of evictable units (blocks and strings) in columns: one call inserts or touches a batch of units.
 
-A unit has a *place*, an index of the columns; each column has one field of every unit. A queue is a doubly linked ring
-of places, with a place of its own as head. Place 0 stands for no place. The owner defines the queues, and the queue of
-each unit: see `store/eviction/queues.py`.
+A unit has a *place*: an index into the columns, each of which has one field of every unit. A queue is a doubly linked
+ring of places, with a place of its own as head. Place 0 stands for no place, and is its own neighbour. The policy
+selects the queue of each unit: see `store/eviction/queues.py`. Costs: O(1) for each unit.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ SLOT_BITS = 7  # a slot of time is 2**7 inserted units
 
 
 class Columns(NamedTuple):
-    """The columns, each with one field of every place. Times are in seconds, or in the number of units inserted until
-    then.
+    """The columns, each with one field of every place.
+
+    There are two clocks: monotonic seconds, and the number of units that were inserted so far.
     """
 
     before: array[int]  # place before it in its queue; 0 if it is in no queue
@@ -33,12 +34,12 @@ class Columns(NamedTuple):
 def touch_many(
     places: dict[Any, int], columns: Columns, units: Sequence[Any], now: int, time: int, since: int
 ) -> tuple[list[Any], list[Any], list[tuple[int, int, int]]]:
-    """Move used units to the ends of their queues, except units that need a decision of the owner.
+    """Move used units to the ends of their queues, except units that need a decision of the policy.
 
-    `places` has the place of each unit. `now` is the time of this use in seconds, `time` the same in inserted units. A
-    unit whose last counted use was at `since` or before is not moved, because the owner has to count this use. Return
-    three lists: units without a place; units that were not moved; and the moves as (queue, slot of time of the use
-    before, number of consecutive units). A slot of time has 2**SLOT_BITS inserted units.
+    `places` has the place of each unit. The use is at `now`, in seconds, and at `time`, in inserted units. A unit whose
+    last counted use was at `since` seconds or before is not moved, because the policy has to count this use. Return
+    three lists: the units without a place; the units that were not moved; and the moves as (head of the queue, slot of
+    time of the use before, number of consecutive units). A slot of time has 2**SLOT_BITS inserted units.
     """
     new: list[Any] = []
     due: list[Any] = []
@@ -69,11 +70,11 @@ def enter(
     now: int,
     time: int,
 ) -> int:
-    """Insert new units at the end of the queue with head `queue`, each with one use. Units that have a place already
-    are skipped.
+    """Insert new units at the end of the queue with head `queue`, each with one use. Skip units that have a place.
 
-    `places` has the place of each unit, `units` the unit of each place, `free` the unused places, which must be enough.
-    `now` is in seconds. Each inserted unit increases `time` by one; the last time is returned.
+    `places` has the place of each unit, and `units` the unit of each place. The places are taken from the end of
+    `free`, which must have enough. `now` is in seconds. Each inserted unit increases `time` by one; return the last
+    time.
     """
     for unit in new:
         if unit in places:

@@ -1,8 +1,8 @@
 """Batches of pages: words of a command become stored pages, and names become found pages.
 
 A batch is processed in parts of a bounded number of pages. Each function does one step for all pages of a part: it
-parses and checks them, stores them, or finds them. The owner of the index processes pages that need a decision: those
-whose key has another kind of value, those whose block is an extent, and absent ones.
+parses and checks them, stores them, or finds them. The store processes the pages that need a decision: pages whose key
+has another kind of value, pages whose block is an extent, and absent pages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvpage_server.core.pieces import GROUPS, ROW_HEADS, TYPES, bit_of, row_of
 from kvpage_server.core.python.slots import Arena, Slot
 from kvpage_server.page import HEADER_SIZE, LAYOUT, MAGIC, VERSION, PageError, checksum
 
-MOST_HASHED = 4 * 1024 * 1024  # bytes that are hashed in one step, about 0.5 ms
+MOST_HASHED = 4 * 1024 * 1024  # bytes that are hashed in one step, in about 0.5 ms
 
 BlockName = tuple[bytes, int]  # request and page id
 
@@ -25,20 +25,21 @@ class Put(NamedTuple):
     """The result of `NewPages.put`."""
 
     stop: int  # index after the last stored page
-    blocks: list[Any]  # the blocks of the pages, once for consecutive pages of one block
+    blocks: list[Any]  # the blocks of the stored pages; consecutive pages of one block have one item
     made: int  # number of blocks that were created
-    beside: list[Any]  # those of `blocks` whose request has the block before or after them
+    beside: list[Any]  # the items of `blocks` whose request has the block before or after them
     grown: int  # growth of the memory of all pages, in bytes
     stored: int  # growth of headers and bodies of all pages, in bytes
     replaced: int  # number of replaced pages that had an expiry
-    key_bytes: int  # sum of the lengths of the keys without a value before
+    key_bytes: int  # sum of the lengths of the keys that had no value before
     name_bytes: int  # sum of the lengths of the request ids of created blocks
 
 
 class PageSet:
-    """The pages of one block, as a bitmap by row (see `core.pieces`), and fields that the index keeps for the block.
+    """The set of pages of one block, as bits in rows (see `core.pieces`), and fields that the index stores for the
+    block.
 
-    Costs: O(1) for `add`, `discard` and `has`, O(rows log rows) for everything else.
+    Costs: O(1) for `add`, `discard` and `has`; O(rows log rows) for the other methods.
     """
 
     __slots__ = (
@@ -60,14 +61,14 @@ class PageSet:
         self.pages = 0  # number of pages
         self.footprint = 0  # bytes of memory that the pages take
         self.soonest = 0  # no page expires before this time, in unix milliseconds; 0 if none has an expiry
-        self.extent: Any = None  # the extent, if the pages are not single ones
+        self.extent: Any = None  # the extent; None for single pages
         self.shape: Any = None  # the shape, if `shape_known` and the block is complete
         self.shape_known = False  # whether `shape` is up to date; False after each change of a page
-        self.version = 0  # number of changes of pages
+        self.version = 0  # number of changes of pages so far
         self._rows: dict[int, int] = {}  # bits by row; a row may be 0
 
     def add(self, layer: int, head: int, kv_type: int) -> None:
-        """Add a page, if the set does not have it."""
+        """Add a page if the set does not have it. Count a change in any case."""
         self.changed()
         row, bit = row_of(layer, head, kv_type), bit_of(head)
         heads = self._rows.get(row, 0)
@@ -76,7 +77,7 @@ class PageSet:
             self.pages += 1
 
     def discard(self, layer: int, head: int, kv_type: int) -> None:
-        """Remove a page, if the set has it."""
+        """Remove a page if the set has it. Count a change in any case."""
         self.changed()
         row, bit = row_of(layer, head, kv_type), bit_of(head)
         heads = self._rows.get(row, 0)
@@ -85,7 +86,7 @@ class PageSet:
             self.pages -= 1
 
     def changed(self) -> None:
-        """Note that a page was added, removed or replaced."""
+        """Count a change: a page was added, removed or replaced."""
         self.shape_known = False
         self.version += 1
 
@@ -94,8 +95,9 @@ class PageSet:
         return bool(self._rows.get(row_of(layer, head, kv_type), 0) & bit_of(head))
 
     def each_row(self) -> Iterator[tuple[int, int]]:
-        """Return (row, bits) of every row with pages, in the order of a block's body. Later changes of the set have no
-        effect.
+        """Return (row, bits) of every row with pages, in the order of a block's body.
+
+        Changes of the set after the call have no effect.
         """
         return iter([(row, heads) for row, heads in sorted(self._rows.items()) if heads])
 
@@ -123,7 +125,7 @@ class PageSet:
 
 
 class PageNames:
-    """The names of up to `most` pages, parsed from five words each, from word `first` on.
+    """The names of up to `most` pages of a batch, parsed from five words each, from word `first` on.
 
     The constructor raises BadPage for the first page with an invalid word.
     """
@@ -135,9 +137,7 @@ class PageNames:
         self._read(words, first, most, lambda words: self._names.append(page_name(words)))
 
     def _read(self, words: Sequence[Word], first: int, most: int, read: Callable[[Sequence[Word]], object]) -> None:
-        """Call `read` with the words of each page, until it returns False. Raise BadPage for a page whose words it
-        rejects.
-        """
+        """Call `read` with the words of each page, until it returns False. Raise BadPage if it raises PageError."""
         stop = min(first + most * self.width, len(words))
         for start in range(first, stop, self.width):
             try:
@@ -163,23 +163,22 @@ class PageNames:
         return self._names[i].req_id, self._names[i].page
 
     def blocks(self) -> list[BlockName]:
-        """Return the blocks of the pages as (req_id, page id), once for consecutive pages of one block."""
+        """Return the blocks of the pages as (req_id, page id); consecutive pages of one block have one item."""
         return [block for block, _ in self.runs(range(len(self)))]
 
     def runs(self, places: Sequence[int]) -> list[tuple[BlockName, list[int]]]:
-        """Group indexes of pages: return (block, indexes) for each run of consecutive indexes whose pages are in one
-        block.
-        """
+        """Group indexes of pages. Return (block, indexes) for each run of items of `places` with pages of one block."""
         return [(block, [*some]) for block, some in groupby(places, self.block)]
 
 
 class NewPages(PageNames):
-    """Up to `most` pages to store, parsed from ten words each, from word `first` on. Each body is in a slot, with its
-    header.
+    """Up to `most` pages to store, parsed from ten words each, from word `first` on, with their headers and bodies in
+    slots.
 
-    The batch ends early after MOST_HASHED bytes were hashed. `now` is in unix milliseconds. With `strict`, a body must
-    have exactly the bytes of its shape. With `hashes`, headers get checksums. The constructor raises BadPage for the
-    first page with an invalid word, MemoryError if there is no slot for a short body.
+    The batch ends early after MOST_HASHED bytes were hashed. `now` is the time of creation in unix milliseconds. With
+    `strict`, a body must have exactly the bytes of its shape. With `hashes`, headers get checksums. The constructor
+    raises BadPage for the first page with an invalid word, MemoryError if there is no memory for the slot of a short
+    body.
     """
 
     width = PAGE_WORDS  # words of a page
@@ -194,8 +193,9 @@ class NewPages(PageNames):
         self._read(words, first, most, lambda words: self._describe(words, arena, now, strict, hashes))
 
     def _describe(self, words: Sequence[Word], arena: Arena, now: int, strict: bool, hashes: bool) -> bool:
-        """Parse the words of a page, and write its header into its slot. Return False once MOST_HASHED bytes were
-        hashed.
+        """Parse the words of a page, and write its header into its slot.
+
+        Return False after MOST_HASHED bytes were hashed.
         """
         name, body = page_name(words), words[-1]
         size = body.size if type(body) is Slot else len(body)
@@ -217,9 +217,7 @@ class NewPages(PageNames):
 
     @classmethod
     def one(cls, name: PageName, slot: Slot, expires: int) -> NewPages:
-        """Return a batch of one page, whose slot has its header already. `expires` is in unix milliseconds, 0 for
-        never.
-        """
+        """Return a batch of one page. `slot` has its header; `expires` is in unix milliseconds, 0 for never."""
         pages = cls.__new__(cls)
         pages._names, pages.slots, pages._expires = [name], [slot], [expires]
         return pages
@@ -239,14 +237,14 @@ class NewPages(PageNames):
         one_block: bool,
     ) -> Put:
         """Store consecutive pages from index `at` on that have the same expiry, until one needs a decision of the
-        owner.
+        store.
 
-        `entries` is the index: values by key. `requests` has the blocks by request and page id; missing ones are
-        created with `make`. Keys that had no value are appended to `fresh`, unless that is None.
+        `entries` are the values by key. `requests` are the blocks by request and page id; missing ones are created with
+        `make`. Keys that had no value are appended to `fresh`, unless that is None.
 
-        A page needs a decision if its key has another value than a single page in memory, if its block is not of type
-        `make` or is an extent, and with `one_block` if it belongs to a second block. If that is page `at`, nothing is
-        stored. Return `Put`, whose `stop` is the index of the first page that was not stored.
+        A page needs a decision if its key has another value than a single page in memory, or if its block is not of
+        type `make` or is an extent. With `one_block`, the pages of a second block are not stored either. Return `Put`,
+        whose `stop` is the index of the first page that was not stored; that may be page `at`. O(1) for each page.
         """
         block, name, expires = PageSet(b"", 0), None, self._expires[at]
         blocks: list[PageSet] = []
@@ -298,10 +296,10 @@ def look_up(
 ) -> tuple[list[Slot | None], list[PageSet], list[int], list[int]]:
     """Find single pages in memory that have not expired at `now`, in unix milliseconds.
 
-    `entries` is the index: values by key. The keys are those from index `first` to before `stop`, but the search ends
-    after the page that makes `most` bytes. Return four lists: the slot of each key, or None; the blocks of these slots,
-    once for consecutive slots; the indexes of keys without a value; and the indexes of keys with another value, which
-    includes expired pages.
+    `entries` are the values by key. The search covers the keys from index `first` to before `stop`, but ends after the
+    page that reaches `most` bytes in total. Return four lists: the slot of each key, or None; the blocks of these
+    slots, where consecutive slots of one block have one item; the indexes of keys without a value; and the indexes of
+    keys with another value, including expired pages. O(1) for each key.
     """
     found: list[Slot | None] = []
     blocks: list[PageSet] = []

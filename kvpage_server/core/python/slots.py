@@ -1,12 +1,14 @@
 """The arena: memory for values, in slots of a few sizes.
 
-Slots are cut from chunks, and each size has its own chunks. So a freed slot fits the next value of its size, and memory
-does not become fragmented. A chunk without a slot in use is returned to its region by `Arena.trim`, or before a chunk
-for another size is allocated. `regions` describes how long the region keeps the memory.
+**Data structure.** Slots are cut from chunks, and each size class has its own chunks. So a freed slot fits the next
+value of its size, and memory does not become fragmented. A chunk without a slot in use is returned to its region by
+`Arena.trim`, or before a new chunk is allocated. `regions` describes how long the region keeps the memory.
 
-A slot is freed when the last reference to its `Slot` object, or to a view of its memory, is dropped. References are
-held by the index, by a parser that fills the slot, by a session that sends it, and by a thread that writes it to disk.
-So memory is not reused while it is sent or received, and an aborted upload leaks nothing.
+**Lifetime.** A slot is freed when the last reference to its `Slot` object, or to a view of its memory, is dropped. The
+index has such a reference, and so have a parser that fills the slot, a session that sends it, and a thread that writes
+it to disk. So memory is not reused while it is sent or received, and an aborted upload leaks nothing.
+
+**Cost.** O(1) to allocate and to free a slot.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ class SizeClass:
     def __init__(self, shape: SlotShape) -> None:
         self.shape = shape
         self.held = 0  # bytes of all chunks of this size
-        self.open: dict[SlotChunk, None] = {}  # chunks with a free slot; the next slot is taken from the last
+        self.open: dict[SlotChunk, None] = {}  # chunks with a free slot; the last one provides the next slot
 
 
 class SlotChunk:
-    """Memory for `slots` slots of one size. `free` has the starts of free slots in the region, the next one last."""
+    """Memory for `slots` slots of one size. `free` is a stack of the starts of free slots in the region."""
 
     __slots__ = ("arena", "free", "size_class", "slots", "stretch")
 
@@ -58,8 +60,9 @@ class SlotChunk:
 
 
 class _Memory(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Part of a slot's memory. Memoryviews refer to this object, and this object to the slot, so the slot stays
-    in use.
+    """A part of a slot's memory.
+
+    A memoryview refers to this object, and this object to the slot, which stays in use.
     """
 
     slot: Slot
@@ -69,7 +72,7 @@ class Slot:
     """The memory of one value: header, frame, body and CRLF, see `core.regions`.
 
     `expires` is in unix milliseconds, 0 for never. `unit` is the block of a page, None for a string. `digest` is the
-    XXH3-64 of a body that was hashed while it was received and is not stored yet, and 0 otherwise.
+    XXH3-64 of the body if it was hashed while it was received and is not stored yet, otherwise 0.
     """
 
     __slots__ = ("_chunk", "_start", "at", "digest", "expires", "size", "unit")
@@ -107,7 +110,7 @@ class Slot:
 
     @property
     def header(self) -> memoryview:
-        """The 64 bytes before the frame, writable."""
+        """The 64 bytes before the frame, writable: a page's header."""
         return self._memory(self._start, self._start + HEADER_SIZE)
 
     @property
@@ -117,7 +120,7 @@ class Slot:
 
     @property
     def borrowed(self) -> memoryview:
-        """The same bytes as `view`, without a reference to the slot. The caller has to keep the slot."""
+        """The same bytes as `view`, without a reference to the slot: valid as long as the caller refers to the slot."""
         return self._chunk.stretch.region.memory[self._start + HEADER_SIZE : self.at + self.size + SUFFIX]
 
     @property
@@ -131,7 +134,7 @@ class Slot:
 
     @property
     def footprint(self) -> int:
-        """Bytes of memory that the slot takes."""
+        """Bytes of memory that the slot takes, more than its body has."""
         return self._chunk.size_class.shape.pitch
 
 
@@ -158,7 +161,7 @@ class Arena:
 
     def __init__(self) -> None:
         self.returned: deque[tuple[SlotChunk, int]] = deque()  # freed slots that are not in their chunk's `free` yet
-        self._used = 0  # bytes of slots in use, those in `returned` included
+        self._used = 0  # bytes of slots in use, including those in `returned`
         self._in_chunks = 0  # bytes of all chunks
         self._empty: dict[SlotChunk, None] = {}  # chunks without a slot in use; they are also in `open` of their size
         self._classes: dict[int, SizeClass] = {}  # by capacity
@@ -167,13 +170,13 @@ class Arena:
     @property
     def used(self) -> int:
         """Bytes of slots in use."""
-        self._take_back()
+        self._collect_freed()
         return self._used
 
     @property
     def spare(self) -> int:
         """Bytes of empty chunks, and of spare memory of the regions."""
-        self._take_back()
+        self._collect_freed()
         return sum(chunk.stretch.size for chunk in self._empty) + self._regions.spare
 
     @property
@@ -182,10 +185,10 @@ class Arena:
         return self._in_chunks + self._regions.spare
 
     def allocate(self, size: int) -> Slot:
-        """Return a slot for a body of `size` bytes. Raise MemoryError if the system has no memory."""
+        """Allocate a slot for a body of `size` bytes. Raise MemoryError if the system has no memory."""
         if size < 0:
             raise ValueError(f"a slot has 0 bytes or more, got {size}")
-        self._take_back()
+        self._collect_freed()
         size_class = self._class_for(size)
         if not size_class.open:
             self._map_chunk(size_class)
@@ -198,14 +201,15 @@ class Arena:
         return Slot(chunk, start, size)
 
     def trim(self) -> None:
-        """Return empty chunks to their regions, and memory that was spare for SPARE_FOR to the system. The owner calls
-        this regularly.
+        """Return empty chunks to their regions, and memory that was spare for SPARE_FOR to the system.
+
+        The owner calls this regularly.
         """
         self._free_empty_chunks()
         self._regions.trim()
 
-    def _take_back(self) -> None:
-        """Return freed slots to their chunks, from which they can be allocated again."""
+    def _collect_freed(self) -> None:
+        """Move freed slots from `returned` to their chunks, from which they can be allocated again."""
         while self.returned:
             chunk, start = self.returned.popleft()
             size_class = chunk.size_class
@@ -236,10 +240,8 @@ class Arena:
         self._empty[chunk] = None
 
     def _free_empty_chunks(self) -> None:
-        """Return up to _CHUNKS_PER_STEP empty chunks to their regions, so that slots of other sizes can use the
-        memory.
-        """
-        self._take_back()
+        """Return up to _CHUNKS_PER_STEP empty chunks to their regions, for slots of any size."""
+        self._collect_freed()
         for chunk in [*islice(self._empty, _CHUNKS_PER_STEP)]:
             del self._empty[chunk], chunk.size_class.open[chunk]
             chunk.size_class.held -= chunk.stretch.size

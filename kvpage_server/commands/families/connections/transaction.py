@@ -14,7 +14,7 @@ from kvpage_server.commands.registry import command
 from kvpage_server.commands.steps import STEP, Steps, each, stepwise
 from kvpage_server.commands.table import WORDS_PER_STEP, Parts, Spec, nothing
 from kvpage_server.core import Argument
-from kvpage_server.core.pieces import Piece, lent
+from kvpage_server.core.pieces import Piece, borrowed_bytes
 from kvpage_server.page import unix_ms
 from kvpage_server.resp import NULL_ARRAY, OK, Reply, ReplyError
 
@@ -65,7 +65,7 @@ def exec_(client: Client, args: list[Argument]) -> Reply:
     most, held = client.server.config.client_memory, 0
     for spec, words in transaction.commands:
         reply = run_queued(client, spec, words)
-        size = lent(reply)
+        size = borrowed_bytes(reply)
         if held + size > most > 0 and not spec.writes:
             reply = [_too_long(spec, held + size, most).line]
         else:
