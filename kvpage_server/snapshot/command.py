@@ -1,6 +1,4 @@
-"""`kvpage dump`, `kvpage restore` and `kvpage inspect`: they call the functions of this package, and print the
-results.
-"""
+"""The commands `kvpage dump`, `kvpage restore` and `kvpage inspect`, and the inspection of a dump without a server."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ from kvpage_server.system.text import as_size, how_many
 
 @dataclass(slots=True)
 class Holding:
-    """Summary of the pages of one request in a dump, or of all plain strings."""
+    """Summary of the pages of one request in a dump, or of all strings."""
 
     blocks: set[int] = field(default_factory=set)
     count: int = 0  # pages or strings
@@ -86,8 +84,7 @@ Done = Callable[[int], None]  # called with the number of newly processed bytes
 def inspect(
     path: Path, requests: Collection[bytes] = (), *, verify: bool = False, done: Done = lambda count: None
 ) -> Inspected:
-    """Return the metadata of all files of a dump's directory, or of one file. With `verify`, hash the data and compare
-    checksums.
+    """Summarise all files in a dump's directory, or one file. With `verify`, hash the data and compare checksums.
 
     With `requests`, only pages of these request ids are summarised. Damage is listed in `corrupt`, and does not stop
     the inspection. `done` is called with the bytes of each processed file. Raises DumpError for a directory without a
@@ -160,19 +157,19 @@ def run_dump(server: redis.Redis, args: argparse.Namespace) -> bool:
         return not dumped.corrupt.count
     kept = f", {dumped.kept:,} of them as they were" if dumped.kept else ""
     files, took = how_many(dumped.files, "file"), time.monotonic() - started
-    out.print(f"{_counted(dumped.amount)} in {files}{kept}, {took:.1f} s")
-    return _none("are not what was stored, and were not dumped", dumped.corrupt)
+    out.print(f"{_amount_text(dumped.amount)} in {files}{kept}, {took:.1f} s")
+    return _print_failures("are not what was stored, and were not dumped", dumped.corrupt)
 
 
 def _keys(server: redis.Redis, selection: Selection) -> int | None:
-    """Return the number of keys to dump, for the progress bar; None if that needs a scan of all keys."""
+    """Return the number of keys to dump, for the progress bar; None if counting them needs a scan of all keys."""
     if selection.requests:
         return sum(server.scard(b"kv:%b:index" % req_id) for req_id in selection.requests)
     return server.dbsize() if selection.match == b"*" else None
 
 
 def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
-    """Run `kvpage restore`. Return whether the dump is finished and all of its keys were restored. Raises DumpError."""
+    """Run `kvpage restore`. Return whether the dump is finished and no key was refused or damaged. Raises DumpError."""
     before = _evictions(server)
     nbytes = size_of(args.directory)
     started = time.monotonic()
@@ -188,7 +185,7 @@ def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
             {"url": shown(args.url)} | _counts(restored.amount) | counts | names | {"finished": restored.finished}
         )
         return restored.finished and not any((restored.corrupt.count, restored.no_room.count, restored.refused.count))
-    out.print(f"{_counted(restored.amount)} restored, {time.monotonic() - started:.1f} s")
+    out.print(f"{_amount_text(restored.amount)} restored, {time.monotonic() - started:.1f} s")
     if restored.there:
         out.print(f"{how_many(restored.there, 'key')} there already, left unchanged")
     if restored.expired:
@@ -198,9 +195,14 @@ def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
         out.print(f"[red]{gone} evicted meanwhile: the dump may be larger than {' and than '.join(limits)}[/]")
     if not restored.finished:
         out.print("[red]the dump was never finished: this is what there was of it[/]")
-    fitted = _none("did not fit into the store, and were not restored", restored.no_room)
-    taken = _none("were refused by the server, and were not restored", restored.refused)
-    return _none("are corrupt, and were not restored", restored.corrupt) and fitted and taken and restored.finished
+    fitted = _print_failures("did not fit into the store, and were not restored", restored.no_room)
+    taken = _print_failures("were refused by the server, and were not restored", restored.refused)
+    return (
+        _print_failures("are corrupt, and were not restored", restored.corrupt)
+        and fitted
+        and taken
+        and restored.finished
+    )
 
 
 _LIMITS = {"memory": "maxmemory", "disk": "maxdisk", "quota": "a quota"}  # by the end of the names in INFO
@@ -214,7 +216,9 @@ def _evictions(server: redis.Redis) -> dict[str, int]:
 
 def _evicted_since(before: dict[str, int], now: dict[str, int]) -> tuple[int, list[str]]:
     """Return the number of keys that were evicted between two results of `_evictions`, and the limits that were
-    reached. Redis has only maxmemory.
+    reached.
+
+    A server without numbers by limit, such as Redis, has only the limit maxmemory.
     """
     grown = {name: number - before.get(name, 0) for name, number in now.items() if number > before.get(name, 0)}
     limits = {_LIMITS[name.rpartition("_")[2]] for name in grown if name != "evicted_keys"}
@@ -237,7 +241,7 @@ def run_inspect(args: argparse.Namespace) -> bool:
         _show_requests(found)
     if args.verify and not found.corrupt.count:
         out.print("all of it is intact")
-    return _none("are corrupt", found.corrupt)
+    return _print_failures("are corrupt", found.corrupt)
 
 
 def _counts(what: Amount) -> dict[str, Any]:
@@ -279,36 +283,36 @@ def _show_requests(found: Inspected) -> None:
 
 
 def _row(held: Holding, blocks: str) -> list[str]:
-    return [" ".join(sorted(held.kinds)), _lives(held.soonest_ms), blocks, f"{held.count:,}", as_size(held.nbytes)]
+    return [" ".join(sorted(held.kinds)), _ttl_text(held.soonest_ms), blocks, f"{held.count:,}", as_size(held.nbytes)]
 
 
 def _show_planes(planes: list[PageTensor]) -> None:
     shown = table_of("tensor", "plane", "holds", "lives", "shape", "size", numbers_from=4)
-    for pages in sorted(planes, key=lambda pages: _place(pages.first)):
+    for pages in sorted(planes, key=lambda pages: _sort_key(pages.first)):
         dtype, page_size, head_dim, _ = pages.geometry
         matrix = f"{how_many(page_size, 'token')} x {head_dim} {dtype.name.lower()}"
         left = min((ms for ms in pages.ttl_left_ms if ms != FOREVER), default=FOREVER)
         shape = " x ".join(map(str, pages.shape))
         size = as_size(pages.body_size * len(pages.checksums))
-        shown.add_row(readable(pages.name), KVType(pages.first.kv_type).name, matrix, _lives(left), shape, size)
+        shown.add_row(readable(pages.name), KVType(pages.first.kv_type).name, matrix, _ttl_text(left), shape, size)
     if shown.row_count:
         out.print(shown)
 
 
-def _place(key: PageKey) -> tuple[bytes, int, int, int, int]:
+def _sort_key(key: PageKey) -> tuple[bytes, int, int, int, int]:
     return key.req_id, key.page, key.layer, key.head, key.kv_type
 
 
-def _lives(left_ms: int) -> str:
+def _ttl_text(left_ms: int) -> str:
     return "for ever" if left_ms == FOREVER else for_people(left_ms / 1000)
 
 
-def _counted(what: Amount) -> str:
+def _amount_text(what: Amount) -> str:
     return f"{how_many(what.pages, 'page')} and {how_many(what.strings, 'string')}, {as_size(what.nbytes)}"
 
 
-def _none(fate: str, failures: Failures) -> bool:
-    """Print failures, one per line, after the headline "N `fate`:". Return whether there are no failures."""
+def _print_failures(fate: str, failures: Failures) -> bool:
+    """Print failures, one on each line, below the line "N `fate`:". Return whether there are no failures."""
     if failures.count:
         out.print(f"[red]{failures.count:,} {fate}:[/]")
         for text in failures.texts[:_MOST_LISTED]:
@@ -324,7 +328,7 @@ def _requests(args: argparse.Namespace) -> tuple[bytes, ...]:
 
 @contextmanager
 def _bar(title: str, total: int | None, *, in_bytes: bool = False) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on stderr if that is a terminal. Yield the function that advances it by a count."""
+    """Show a progress bar on stderr if that is a terminal. Yield a function that advances it by a count."""
     console = Console(stderr=True)
     counted = DownloadColumn() if in_bytes else MofNCompleteColumn()
     columns = (TextColumn("{task.description}"), BarColumn(), counted, TimeRemainingColumn())

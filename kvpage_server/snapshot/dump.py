@@ -1,11 +1,11 @@
 """The dump of a running server's keys into a directory.
 
-Strings are read before pages. Clients write a string that refers to pages (a seal, a manifest) after the pages. So a
-write during the dump may add a page without its seal, but no seal without its pages. The tensors of a file are
-collected in memory, and written while those of the next file are collected.
+Strings are read before pages, because clients write a string that refers to pages (a seal, a manifest) after the pages.
+So if clients write during the dump, it may have a page without its seal, but no seal without its pages. The tensors of
+a file are collected in memory, and written while the tensors of the next file are collected.
 
-An existing dump in the directory is updated. A file stays if the server still has all its values, unchanged. All other
-values are written to new files.
+An existing dump in the directory is updated: a file stays if the server still has all its values, unchanged, and all
+other values are written to new files.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ from kvpage_server.snapshot.format import (
     text_of,
     write_file,
 )
-from kvpage_server.snapshot.store import BATCH_BYTES, KEY_COSTS, Amount, Listed, RunningStore, Value, ahead
+from kvpage_server.snapshot.store import BATCH_BYTES, KEY_COSTS, Amount, Listed, RunningStore, Value, read_ahead
 from kvpage_server.system.batches import batches
 from kvpage_server.system.durable import private_directory, remove_unfinished
 
 # -- Comparison of a file with a server: pages by their headers, without their bodies; strings by their values ---------
 
 _PAGES_PER_QUERY = 1000  # pages that are compared in one round trip
-_SAME_MOMENT = 2000  # milliseconds: the TTL of a restored block is in whole seconds
+_TOLERANCE = 2000  # milliseconds by which equal expiries may differ: the TTL of a restored block is in whole seconds
 
 
 def is_unchanged(store: RunningStore, contents: FileContents) -> bool:
-    """Return whether the server has all values of a file, unchanged, with the same expiry. A page without a checksum
-    counts as changed.
+    """Return whether the server has all values of a file, unchanged, with the same expiry.
+
+    Pages are compared by their headers; a page without a checksum counts as changed.
     """
     entries = [span.entry for span in contents.spans]
     pages = [entry for entry in entries if isinstance(entry, PageTensor)]
@@ -65,30 +66,30 @@ def is_unchanged(store: RunningStore, contents: FileContents) -> bool:
         if len(found) != len(some):
             return False
         for (_, header, left), (_, head, expires) in zip(some, found, strict=True):
-            if not header.checksum or head != bytes(header) or not _same_moment(contents, left, expires):
+            if not header.checksum or head != bytes(header) or not _is_same_expiry(contents, left, expires):
                 return False
     for batch in batches(((entry, entry.size + KEY_COSTS) for entry in strings), BATCH_BYTES):
         found = store.values([entry.key for entry in batch])
         if len(found) != len(batch):
             return False
         for entry, (_, data, expires) in zip(batch, found, strict=True):
-            if checksum(data) != entry.checksum or not _same_moment(contents, entry.left_ms, expires):
+            if checksum(data) != entry.checksum or not _is_same_expiry(contents, entry.left_ms, expires):
                 return False
     return True
 
 
-def _same_moment(contents: FileContents, left_ms: int, expires_ms: int) -> bool:
-    """Return whether two expiries are equal: `expires_ms`, in unix milliseconds of the server, and `left_ms`
-    milliseconds after the start of the file's dump.
+def _is_same_expiry(contents: FileContents, left_ms: int, expires_ms: int) -> bool:
+    """Return whether an expiry in a file is that of the server's key, with a difference of at most _TOLERANCE.
 
-    Both may be FOREVER. A difference of up to _SAME_MOMENT milliseconds is accepted.
+    `left_ms` counts in milliseconds from the start of the file's dump, `expires_ms` is in unix milliseconds of the
+    server. Both are FOREVER without an expiry.
     """
     if FOREVER in (left_ms, expires_ms):
         return left_ms == expires_ms
-    return abs(contents.of.dumped_ms + left_ms - expires_ms) <= _SAME_MOMENT
+    return abs(contents.of.dumped_ms + left_ms - expires_ms) <= _TOLERANCE
 
 
-FILE_BYTES = 128 << 20  # of a file's tensors; two files are in memory
+FILE_BYTES = 128 << 20  # bytes of tensors in a file; the tensors of two files are in memory
 _MOST_OF_FILE = 20_000, 200_000, 8 << 20  # tensors, pages, bytes of names; a reader accepts five times as many
 
 Done = Callable[[int], None]  # called with the number of newly processed keys
@@ -134,8 +135,8 @@ def dump(
 ) -> Dumped:
     """Write the server's keys into a directory, which is created if necessary. Return the counts.
 
-    With `update`, update a finished dump in the directory; an unfinished one is continued in any case. A new file is
-    begun after about `file_bytes` bytes. `done` is called with numbers of processed keys. Raises DumpError for a
+    With `update`, a finished dump in the directory is updated; an unfinished one is continued in any case. A file has
+    about `file_bytes` bytes of tensors. `done` is called with numbers of processed keys. Raises DumpError for a
     directory with another dump, or with a finished one without `update`; OSError; and the errors of
     `kvpage_server.client.errors`.
     """
@@ -146,16 +147,14 @@ def dump(
 
 
 def _size(group: list[Tensor]) -> tuple[int, ...]:
-    """Return the size of a list of tensors: (bytes of data, tensors, pages, bytes of names)."""
+    """Return the size of a list of tensors: bytes of data, and the three numbers that _MOST_OF_FILE limits."""
     entries = [tensor.entry for tensor in group]
     pages, names = sum(len(entry.checksums) for entry in entries), sum(len(entry.name) for entry in entries)
     return sum(tensor.nbytes for tensor in group), len(group), pages, names
 
 
-def _divided(group: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the tensors of a block together in one list, or in lists of one tensor if they are too many for a file's
-    header.
-    """
+def _split_if_large(group: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the tensors of a block in one list, or each in a list of its own if they exceed _MOST_OF_FILE."""
     if any(map(gt, _size(group)[1:], _MOST_OF_FILE)):
         return ([tensor] for tensor in group)
     return iter([group])
@@ -189,7 +188,9 @@ class _Dump:
         finished = summary.files if summary is not None else {}
         format.remove(file for file in stale if file.name not in finished)
         numbers = format.new_numbers(self._path)
-        for kind, tensors in ahead(chain(self._full("strings", self._strings()), self._full("pages", self._pages()))):
+        for kind, tensors in read_ahead(
+            chain(self._files("strings", self._strings()), self._files("pages", self._pages()))
+        ):
             file = self._path / f"{kind}-{next(numbers):06}.safetensors"
             contents = write_file(file, tensors, DumpOf(self._began_ms, str(self._selection)))
             self._dumped.count(contents)
@@ -205,8 +206,9 @@ class _Dump:
     # -- existing files ------------------------------------------------------------------------------------------------
 
     def _unchanged(self, files: list[Path]) -> Iterator[tuple[str, str]]:
-        """Yield name and digest of the files whose values the server still has, unchanged. Note the tensors in them as
-        kept.
+        """Yield the name and digest of each file whose values the server still has, unchanged.
+
+        Note the tensors of these files in `_kept`.
         """
         for file, contents in format.read_all(files, None):
             if isinstance(contents, BadFile) or contents.bad:
@@ -230,14 +232,14 @@ class _Dump:
 
     # -- new files -----------------------------------------------------------------------------------------------------
 
-    def _full(self, kind: str, groups: Iterator[list[Tensor]]) -> Iterator[tuple[str, list[Tensor]]]:
-        """Yield (kind, tensors) for each new file. `groups` has the tensors of each block or string.
+    def _files(self, kind: str, groups: Iterator[list[Tensor]]) -> Iterator[tuple[str, list[Tensor]]]:
+        """Yield (kind, tensors) for each new file. `groups` yields the tensors of each block or string.
 
-        The tensors of a block stay in one file, unless they are too many for a header.
+        The tensors of a block are in one file, unless they exceed _MOST_OF_FILE.
         """
         tensors: dict[str, Tensor] = {}  # by name, because a scan may return a key twice
         used, most = _size([]), (self._file_bytes, *_MOST_OF_FILE)
-        for group in chain.from_iterable(map(_divided, groups)):
+        for group in chain.from_iterable(map(_split_if_large, groups)):
             more = _size(group)
             if tensors and any(map(gt, map(add, used, more), most)):
                 yield kind, list(tensors.values())
@@ -248,7 +250,7 @@ class _Dump:
             yield kind, list(tensors.values())
 
     def _strings(self) -> Iterator[list[Tensor]]:
-        """Yield the tensor of each selected plain string that no kept file has. Nothing if requests are selected."""
+        """Yield the tensor of each selected string that no kept file has; none if requests are selected."""
         if self._selection.requests:
             return
         for found in self._store.strings(self._selection.match):
@@ -265,9 +267,9 @@ class _Dump:
                 self._done(len(keys))
 
     def _pages(self) -> Iterator[list[Tensor]]:
-        """Yield the tensors of each selected block, without pages that a kept file has."""
+        """Yield the tensors of each selected block, except pages that a kept file has."""
         requests: Iterable[bytes] = self._selection.requests or chain.from_iterable(self._store.requests())
-        for blocks in batches(self._wanted(self._store.blocks(requests, self._selection.match)), BATCH_BYTES):
+        for blocks in batches(self._without_kept(self._store.blocks(requests, self._selection.match)), BATCH_BYTES):
             keys = list(chain.from_iterable(blocks))
             values = {value.key: value for value in self._store.values([bytes(key) for key in keys])}
             for block in blocks:
@@ -275,10 +277,8 @@ class _Dump:
                 yield self._tensors(found)
             self._done(len(keys))
 
-    def _wanted(self, blocks: Iterable[Listed]) -> Iterator[tuple[list[PageKey], int]]:
-        """Yield the page keys of each block that no kept file has, and the approximate cost of their transfer in
-        bytes.
-        """
+    def _without_kept(self, blocks: Iterable[Listed]) -> Iterator[tuple[list[PageKey], int]]:
+        """Yield for each block its page keys that no kept file has, and the cost of their transfer in bytes."""
         for keys, nbytes in blocks:
             wanted = [key for key in keys if not self._is_kept(key)] if self._kept else keys
             self._done(len(keys) - len(wanted))
@@ -286,9 +286,7 @@ class _Dump:
                 yield wanted, nbytes + len(wanted) * KEY_COSTS
 
     def _tensors(self, block: list[tuple[PageKey, Value]]) -> list[Tensor]:
-        """Return the tensors of a block's undamaged pages, and of strings that have replaced pages since they were
-        listed.
-        """
+        """Return the tensors of a block's undamaged pages, and of strings that have replaced listed pages."""
         pages, strings = [], []
         for key, value in block:
             try:
@@ -317,6 +315,6 @@ class _Dump:
     def _left(self, expires_ms: int) -> int:
         """Return the TTL in milliseconds that a key had when the dump began, from its expiry in unix milliseconds.
 
-        The TTL is 0 if the key had expired. A key without an expiry has FOREVER (-1) for both.
+        Return 0 if the key had expired, and FOREVER for FOREVER.
         """
         return expires_ms if expires_ms == FOREVER else max(expires_ms - self._began_ms, 0)

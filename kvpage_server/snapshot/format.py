@@ -29,7 +29,7 @@ from kvpage_server.system.durable import flush_directory, replacing
 
 # -- Errors of a dump --------------------------------------------------------------------------------------------------
 
-_MOST_TEXTS = 10_000  # failures whose texts are kept
+_MOST_TEXTS = 10_000  # failures of which the texts are kept
 NOT_WRITTEN = "its bytes are not those that were written"
 
 
@@ -50,7 +50,7 @@ class OtherVersion(BadFile):
 
 @dataclass(slots=True)
 class Failures:
-    """Omitted files, pages or strings: their number, and a text with name and reason for each of the first ones."""
+    """Omitted files, pages or strings: their number, and a text with name and reason for the first _MOST_TEXTS."""
 
     count: int = 0
     texts: list[str] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Failures:
 #
 # ``kv:{req_id}:{layer}:{head}:{page}:{kv_type}``  a page: its key
 # ``kv:{req_id}:*:*:{page}:{kv_type}``             a plane of a block: the pattern that its keys match
-# ``string:{key}``                                 a plain string
+# ``string:{key}``                                 a string
 #
 # Keys are bytes and names are text: a byte that is not part of UTF-8, and ``%`` itself, is encoded as ``%XX``.
 
@@ -89,23 +89,28 @@ def plane_name(req_id: bytes, page: int, kv_type: int) -> str:
 
 
 def string_name(key: bytes) -> str:
-    """Return the name of a plain string's tensor."""
+    """Return the name of a string's tensor."""
     return f"string:{text_of(key)}"
 
 
 # -- Entries: the tensors of a dump, and their notes in the file's metadata --------------------------------------------
 #
-# A note is a JSON object under the tensor's name. That of a page or plane has request, page, kv_type, dtype, page_size,
-# head_dim; layer and head of a page, or the numbers of layers and heads of a plane; and created_ms, ttl (seconds given
-# at the write), ttl_left_ms (-1: no expiry) and checksum (XXH3-64 of the body, hexadecimal). `unchecked` is true
-# for a page that was stored without a checksum; its checksum in the note was computed by the dump. Each of the last
-# five is one value or, if the pages of a plane differ, a list by layer and head. The note of a string has ttl_left_ms
-# and checksum.
+# A note is a JSON object under the tensor's name, with these fields for a page or a plane:
+#
+#     request, page, kv_type, dtype, page_size, head_dim
+#     layer, head           of a page; or layers, heads, the numbers of a plane's layers and heads
+#     created_ms, ttl       unix milliseconds of the write, and the seconds that were given with it
+#     ttl_left_ms           TTL at the start of the dump; -1 for no expiry
+#     checksum              XXH3-64 of the body, hexadecimal
+#     unchecked             true for a page that was stored without a checksum: the dump has computed `checksum`
+#
+# Each field of the last four lines is one value or, if the pages of a plane differ, a list by layer and head. The note
+# of a string has ttl_left_ms and checksum.
 
 T = TypeVar("T")
 
 FOREVER = -1  # the PTTL of a key without an expiry
-_MEMBERS = 32  # most lists and objects in a note; it has fewer
+_MEMBERS = 32  # most lists and objects in a note that is read; a valid one has fewer
 _DIGEST = re.compile("[0-9a-f]{16}")
 
 
@@ -119,7 +124,10 @@ class Geometry(NamedTuple):
 
 
 class WrittenPages(NamedTuple):
-    """Header fields of pages that are set when a page is stored. Each list is by layer and head."""
+    """Header fields of pages that are set by the write of a page.
+
+    Each list has an item for each page, by layer and head.
+    """
 
     created_ms: list[int]
     ttl: list[int]  # seconds given at the write
@@ -128,8 +136,9 @@ class WrittenPages(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PageTensor:
-    """Description of one tensor: a single page, or a plane of a block (all its pages of one kv_type). Lists are by
-    layer and head.
+    """Description of one tensor: a single page, or a plane of a block, that is, all its pages of one kv_type.
+
+    Each list has an item for each page, by layer and head.
     """
 
     first: PageKey  # key of the first page
@@ -219,11 +228,11 @@ class PageTensor:
 
 @dataclass(frozen=True, slots=True)
 class String:
-    """A plain string without its bytes."""
+    """Description of a string's tensor."""
 
     key: bytes
     size: int
-    left_ms: int  # TTL left, -1 for no expiry
+    left_ms: int  # TTL at the start of the dump in milliseconds, -1 for no expiry
     checksum: int
 
     @property
@@ -260,7 +269,7 @@ Entry = PageTensor | String
 
 
 def _folded(values: list[Any]) -> Any:
-    """Return the only value if all values are equal, otherwise the list. This shortens the notes."""
+    """Return the value if all values are equal, otherwise the list. So most notes are short."""
     return values[0] if len(set(values)) == 1 else values
 
 
@@ -354,7 +363,7 @@ class FoundPage(NamedTuple):
 
 
 def tensors_of(block: Iterable[FoundPage]) -> Iterator[Tensor]:
-    """Yield the tensors of a block's pages: one for a complete plane, otherwise one for each page."""
+    """Yield the tensors of a block's pages: one for each complete plane, and one for each page of another plane."""
     pages = sorted(block, key=lambda page: (page.key.kv_type, page.key.layer, page.key.head))
     for _, plane in groupby(pages, lambda page: page.key.kv_type):
         some = list(plane)
@@ -390,8 +399,8 @@ def _entry(pages: list[FoundPage]) -> PageTensor:
 
 # -- Files in the format of safetensors --------------------------------------------------------------------------------
 #
-# A file has 8 bytes with the little-endian length of the header; the header, JSON that is padded with spaces so that
-# the data is aligned to 64 bytes; and the data of its tensors without gaps
+# A file consists of 8 bytes with the little-endian length of the header; the header, which is JSON, padded with spaces
+# so that the data is aligned to 64 bytes; and the data of its tensors without gaps
 # (https://github.com/huggingface/safetensors#format). Tensors of wider elements are first, because readers that map a
 # file need each tensor aligned to its elements.
 #
@@ -401,8 +410,8 @@ def _entry(pages: list[FoundPage]) -> PageTensor:
 FORMAT = "kvpage-dump"
 VERSION = "1"
 MAX_HEADER = 64 << 20  # bytes
-MAX_TENSORS = 100_000  # of a file that is read; a dump writes fewer
-MAX_PAGES = 1_000_000  # of a file that is read; a dump writes fewer
+MAX_TENSORS = 100_000  # tensors in a file that is read; a dump writes fewer
+MAX_PAGES = 1_000_000  # pages in a file that is read; a dump writes fewer
 LAST_MOMENT = 253_370_764_800_000  # unix milliseconds: the year 9999, the last one of Python's datetime
 _ALIGNMENT = 64
 _NO_DIGEST = "0" * 16
@@ -444,7 +453,7 @@ class DumpOf(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileContents:
-    """The contents of a file's header."""
+    """The contents of a file's header, which describe the file."""
 
     path: Path
     size: int  # bytes of the whole file
@@ -459,7 +468,7 @@ class FileContents:
 
 
 def write_file(path: Path, tensors: list[Tensor], of: DumpOf) -> FileContents:
-    """Write a file of a dump from tensors. It appears complete or not at all. Return its contents. Raises OSError."""
+    """Write a file of a dump atomically: it is complete or does not exist. Return its contents. Raises OSError."""
     tensors = sorted(tensors, key=lambda tensor: -_ITEMSIZE[tensor.entry.element])
     facts = {"format": FORMAT, "version": VERSION, "dumped_ms": str(of.dumped_ms), "selection": of.selection}
     metadata = {"digest": _NO_DIGEST, **facts}
@@ -641,8 +650,9 @@ def read_data(file: BufferedReader, contents: FileContents, start: int, stop: in
 
 
 def intact(file: BufferedReader, contents: FileContents, span: EntrySpan) -> Iterator[bool]:
-    """Yield for each page of a tensor, or for the string, whether it matches its checksum. Some megabytes are read at a
-    time.
+    """Yield for each page of a tensor, or for the string, whether its bytes match its checksum.
+
+    At most _READ_BYTES are in memory.
     """
     size = span.entry.body_size
     for number, digest in enumerate(span.entry.checksums):
@@ -661,7 +671,7 @@ SUMMARY = "dump.json"
 _FILE = re.compile(r"(?:pages|strings)-([0-9]{6,})\.safetensors\Z")
 _MAX_SUMMARY = 64 << 20  # bytes
 _MAX_FILES = 400_000
-_DIRECTORY_MEMBERS = 8  # most lists and objects in dump.json; it has fewer
+_DIRECTORY_MEMBERS = 8  # most lists and objects in a dump.json that is read; a valid one has fewer
 
 
 @dataclass(frozen=True, slots=True)
@@ -691,8 +701,9 @@ def locked(path: Path, *, to_write: bool) -> Iterator[None]:
 
 
 def read_summary(path: Path) -> Summary | None:
-    """Return the contents of dump.json, or None if the file does not exist. Raises BadFile, which names dump.json;
-    DumpError for another version of the format.
+    """Return the contents of dump.json, or None if the file does not exist.
+
+    Raises BadFile if it is damaged, DumpError if it has another version of the format.
     """
     try:
         raw = read_regular(path / SUMMARY, _MAX_SUMMARY)
@@ -739,7 +750,7 @@ def size_of(path: Path) -> int:
 
 
 def new_numbers(path: Path) -> Iterator[int]:
-    """Return an iterator of numbers for new files, in order, which begins after the numbers of existing files."""
+    """Yield consecutive numbers for new files, from the first one above all existing files."""
     return count(1 + max((int(found[1]) for file in path.iterdir() if (found := _FILE.match(file.name))), default=0))
 
 

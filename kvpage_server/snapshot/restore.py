@@ -1,9 +1,9 @@
 """The restore of a dump into a running server.
 
-A part of a file is read, hashed and planned while the previous part is sent. Values that do not match their checksum
-are not sent. Damaged files, damaged values and refused values are omitted and reported; all others are restored.
-Complete blocks are sent with KVBLOCKSET, other values with SET. Strings are last, so that the pages exist when a string
-refers to them (a seal, a manifest).
+A file is restored in parts. A thread reads and hashes a part and plans its writes, while the part before is sent. A
+value that does not match its checksum is not sent. Damaged files, damaged values and refused values are omitted and
+reported; all others are restored. Complete blocks are sent with KVBLOCKSET, other values with SET. Strings are last, so
+that the pages exist when a string that refers to them (a seal, a manifest) is written.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from kvpage_server.snapshot.format import (
     read_data,
     text_of,
 )
-from kvpage_server.snapshot.store import BATCH_BYTES, Amount, RunningStore, Writes, Written, ahead
+from kvpage_server.snapshot.store import BATCH_BYTES, Amount, RunningStore, Writes, Written, read_ahead
 
 # -- Parts of a file, which fit into memory: the planes of a block together, unless they are too large -----------------
 
-PART_BYTES = 32 << 20
-PART_PAGES = 20_000
+PART_BYTES = 32 << 20  # most bytes of a part, unless it is a single block or body
+PART_PAGES = 20_000  # most pages of a part, unless it is a single block
 
 
 class Slice(NamedTuple):
-    """Pages `first` to before `stop` of a tensor. For a string, 0 and 1."""
+    """Consecutive pages of a tensor, from number `first` to before `stop`; a whole string is 0 to 1."""
 
     span: EntrySpan
     first: int
@@ -88,8 +88,9 @@ def parts(spans: Iterable[EntrySpan], most_bytes: int) -> Iterator[list[Slice]]:
 
 
 def _together(spans: Iterable[EntrySpan], most_bytes: int) -> Iterator[list[Slice]]:
-    """Yield lists of slices that must be in the same part: the planes of a block, or a single slice. Strings are
-    last.
+    """Yield lists of slices that must be in the same part: the planes of a block, or a single slice.
+
+    Strings are last.
     """
     blocks: dict[tuple[bytes, int], list[Slice]] = defaultdict(list)
     strings: list[Slice] = []
@@ -135,7 +136,7 @@ MAX_LEFT_MS = MAX_TTL * 1000  # four million years: a server may refuse a longer
 
 
 class Item(NamedTuple):
-    """A page or string that is sent with SET. The pieces of a page's value are header and body."""
+    """A page or string to send with SET. The pieces of a page's value are its header and its body."""
 
     key: bytes
     value: list[Piece]
@@ -144,7 +145,7 @@ class Item(NamedTuple):
 
 
 class PlannedBlock(NamedTuple):
-    """A complete block that is sent whole with KVBLOCKSET, or, if that is not possible, its `pages` with SET."""
+    """A complete block to send with KVBLOCKSET. If that is not possible, its `pages` are sent with SET."""
 
     req_id: bytes
     page: int
@@ -154,13 +155,13 @@ class PlannedBlock(NamedTuple):
 
     @property
     def ttl_left_ms(self) -> int:
-        """TTL left of each page."""
+        """The TTL of each page."""
         return self.pages[0].ttl_left_ms
 
 
 @dataclass(slots=True)
 class Plan:
-    """The values of a part to send, and counts of the values to omit."""
+    """The values of a part that are sent, and the values that are omitted."""
 
     blocks: list[PlannedBlock] = field(default_factory=list)
     items: list[Item] = field(default_factory=list)
@@ -169,16 +170,16 @@ class Plan:
 
 
 def plan(part: Sequence[Slice], bodies: Sequence[memoryview], age_ms: int) -> Plan:
-    """Return the plan for the slices of a part and their bytes.
+    """Return the plan for the slices of a part. `bodies` are their bytes.
 
-    `age_ms` is the time in milliseconds by which TTLs are reduced, because they count from the start of the file's
-    dump.
+    All TTLs are reduced by `age_ms` milliseconds: they count from the start of the file's dump, which may be an earlier
+    dump than the last update of the directory.
     """
     made = Plan()
     blocks: dict[tuple[bytes, int], list[tuple[PageTensor, memoryview, list[Item]]]] = defaultdict(list)
     for piece, body in zip(part, bodies, strict=True):
         entry = piece.span.entry
-        items = list(_alive(made, _sound(made, piece, body), age_ms))
+        items = list(_unexpired(made, _intact_items(made, piece, body), age_ms))
         if isinstance(entry, PageTensor) and piece.is_whole:
             blocks[entry.first.req_id, entry.first.page].append((entry, body, items))
         else:
@@ -189,15 +190,18 @@ def plan(part: Sequence[Slice], bodies: Sequence[memoryview], age_ms: int) -> Pl
         shape = _shape([entry for entry, _, _ in planes])
         if shape is not None and len(pages) == shape.pages and len({page.ttl_left_ms for page in pages}) == 1:
             first = planes[0][0].first
-            pieces = list(_by_layer([body for _, body, _ in planes], shape.layers))
+            pieces = list(_pieces_in_body_order([body for _, body, _ in planes], shape.layers))
             made.blocks.append(PlannedBlock(first.req_id, first.page, shape, pieces, pages))
         else:
             made.items += pages
     return made
 
 
-def _sound(made: Plan, piece: Slice, body: memoryview) -> Iterator[Item]:
-    """Yield the pages of a slice, or the string, that match their checksums. Add the others to `made.corrupt`."""
+def _intact_items(made: Plan, piece: Slice, body: memoryview) -> Iterator[Item]:
+    """Yield the pages of a slice, or the string, whose bytes match their checksums.
+
+    Add the others to `made.corrupt`.
+    """
     entry, size = piece.span.entry, piece.span.entry.body_size
     for number in range(piece.first, piece.stop):
         start = (number - piece.first) * size
@@ -216,7 +220,7 @@ def _item(entry: Entry, number: int, body: memoryview) -> Item:
     return Item(entry.key, [body], left, False)
 
 
-def _alive(made: Plan, items: Iterable[Item], age_ms: int) -> Iterator[Item]:
+def _unexpired(made: Plan, items: Iterable[Item], age_ms: int) -> Iterator[Item]:
     """Yield the items that have not expired, with their TTL reduced by `age_ms`. Count the others in `made.expired`."""
     for item in items:
         left = item.ttl_left_ms
@@ -241,7 +245,7 @@ def _shape(planes: list[PageTensor]) -> BlockShape | None:
         return None
 
 
-def _by_layer(planes: list[memoryview], layers: int) -> Iterator[memoryview]:
+def _pieces_in_body_order(planes: list[memoryview], layers: int) -> Iterator[memoryview]:
     """Yield the pieces of a block's body in its order (layer, then plane). `planes` has the bytes of each plane."""
     for layer in range(layers):
         for plane in planes:
@@ -249,7 +253,7 @@ def _by_layer(planes: list[memoryview], layers: int) -> Iterator[memoryview]:
             yield plane[layer * nbytes : (layer + 1) * nbytes]
 
 
-_SHARE = 2  # a block larger than 1/2 of the largest command is sent page by page
+_SHARE = 2  # a block of more than 1/2 of the largest command is sent page by page
 _AROUND_BYTES = 1 << 10  # bytes of a SET in addition to its value
 _KEYS_PER_QUERY = 1000  # keys that are written or queried in one round trip
 _BLOCKS_PER_QUERY = 100  # blocks that are queried in one round trip
@@ -262,7 +266,7 @@ class Restored:
     """Result of a restore."""
 
     amount: Amount = field(default_factory=Amount)
-    there: int = 0  # keys that exist, and were not replaced
+    there: int = 0  # keys that existed on the server, and were not replaced
     expired: int = 0  # keys that had expired at the end of the dump
     corrupt: Failures = field(default_factory=Failures)  # damaged files, pages and strings
     no_room: Failures = field(default_factory=Failures)  # pages and strings for which the server has no space
@@ -288,7 +292,7 @@ def restore(
 
 
 class _Write(NamedTuple):
-    """Keys and size of a queued write whose reply has not arrived yet: a block, a page or a string."""
+    """A queued write of a block, a page or a string, whose reply has not been received yet."""
 
     keys: list[bytes]
     are_pages: bool
@@ -307,7 +311,7 @@ class _Restore:
         self._waiting: list[_Write] = []
 
     def run(self, done: Done) -> Restored:
-        for nbytes, part in ahead(self._plans()):
+        for nbytes, part in read_ahead(self._plans()):
             for start in range(0, len(part.blocks), _BLOCKS_PER_QUERY):
                 self._send_blocks(part.blocks[start : start + _BLOCKS_PER_QUERY])
             self._send_items(part.items)
@@ -338,7 +342,10 @@ class _Restore:
                 corrupt.add(f"{file.name}: {error}")
 
     def _read_summary(self) -> Summary | None:
-        """Return the contents of dump.json, or None. An unusable one is reported, and the dump counts as unfinished."""
+        """Return the contents of dump.json.
+
+        If it is missing or unusable, return None: the dump counts as unfinished.
+        """
         try:
             summary = format.read_summary(self._path)
         except BadFile as error:
@@ -351,7 +358,10 @@ class _Restore:
         return not self._requests or (isinstance(span.entry, PageTensor) and span.entry.first.req_id in self._requests)
 
     def _fits(self, span: EntrySpan) -> bool:
-        """Return whether the server accepts each page of a tensor, or the string, in one command. Report it if not."""
+        """Return whether the server accepts each page of a tensor, or the string, in one command.
+
+        Otherwise report it.
+        """
         entry = span.entry
         nbytes = entry.body_size + (HEADER_SIZE if isinstance(entry, PageTensor) else len(entry.key))
         if nbytes <= self._largest - _AROUND_BYTES:
@@ -373,18 +383,18 @@ class _Restore:
         pages: list[Item] = []
         for block, had, has_string in zip(blocks, there, has_strings, strict=True):
             if isinstance(had, Refused) or isinstance(has_string, Refused):
-                self._send_items(block.pages)  # the user may be allowed to write some of them
+                self._send_items(block.pages)  # the user may have access to some of them
                 continue
-            if had:  # pages on the server that are not in the dump stay
+            if had:  # KVBLOCKSET would delete pages on the server that are not in the dump
                 pages += [page for page in block.pages if page.key not in had]
                 self._restored.there += sum(page.key in had for page in block.pages)
                 continue
-            if has_string or block.shape.nbytes > self._largest // _SHARE:  # a block would replace strings, too
+            if has_string or block.shape.nbytes > self._largest // _SHARE:  # KVBLOCKSET would replace strings
                 pages += block.pages
                 continue
             ttl = 0 if block.ttl_left_ms == FOREVER else -(-block.ttl_left_ms // 1000)
             self._writes.set_block(block.req_id, block.page, block.shape, ttl, block.body)
-            self._wrote(_Write([page.key for page in block.pages], True, block.shape.nbytes))
+            self._note_write(_Write([page.key for page in block.pages], True, block.shape.nbytes))
         self._set(pages)
 
     def _send_items(self, items: list[Item]) -> None:
@@ -395,21 +405,21 @@ class _Restore:
                 self._restored.there += there.count(True)
                 for item, is_there in zip(some, there, strict=True):
                     if isinstance(is_there, Refused):
-                        self._refused([item.key], is_there)
+                        self._report_refused([item.key], is_there)
                 some = [item for item, is_there in zip(some, there, strict=True) if is_there is False]
             self._set(some)
 
     def _set(self, items: list[Item]) -> None:
         for key, value, left, is_page in items:
             self._writes.set(key, value, left, only_new=not self._replace)
-            self._wrote(_Write([key], is_page, sum(map(len, value))))
+            self._note_write(_Write([key], is_page, sum(map(len, value))))
 
-    def _refused(self, keys: Iterable[bytes], error: Refused) -> None:
+    def _report_refused(self, keys: Iterable[bytes], error: Refused) -> None:
         failures = self._restored.no_room if error.code == "OOM" else self._restored.refused
         for key in keys:
             failures.add(f"{text_of(key)}: {error}")
 
-    def _wrote(self, write: _Write) -> None:
+    def _note_write(self, write: _Write) -> None:
         self._waiting.append(write)
         if self._writes.nbytes >= BATCH_BYTES or self._writes.count >= _KEYS_PER_QUERY:
             self._flush()
@@ -419,7 +429,7 @@ class _Restore:
             if written is Written.THERE:
                 self._restored.there += 1
             elif isinstance(written, Refused):
-                self._refused(write.keys, written)
+                self._report_refused(write.keys, written)
             else:
                 self._restored.amount.add(write.nbytes, len(write.keys), are_pages=write.are_pages)
         self._writes, self._waiting = Writes(), []

@@ -1,6 +1,4 @@
-"""Requests of a dump and a restore to a running server: many commands per round trip, with values as borrowed
-memory.
-"""
+"""Requests of dumps and restores to a running server: many commands in a round trip, and values without copies."""
 
 from __future__ import annotations
 
@@ -22,19 +20,20 @@ from kvpage_server.client.wire.reply import Values
 from kvpage_server.page import HEADER_SIZE, BlockShape, PageError, PageKey, index_key
 from kvpage_server.snapshot.format import FOREVER
 
-# -- Read-ahead: a thread computes the next item while the caller uses the current one ---------------------------------
+# -- Read-ahead --------------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
 
-def ahead(items: Iterator[T]) -> Iterator[T]:
-    """Yield the items of an iterator, which a thread computes one item ahead. So two items are in memory. No item may
-    be None.
+def read_ahead(items: Iterator[T]) -> Iterator[T]:
+    """Yield the items of an iterator. A thread computes the next item while the caller uses the current one.
+
+    So two items are in memory. No item may be None.
     """
-    with ThreadPoolExecutor(1, "kvpage-ahead") as thread:
-        coming = thread.submit(next, items, None)
-        while (item := coming.result()) is not None:
-            coming = thread.submit(next, items, None)
+    with ThreadPoolExecutor(1, "kvpage-read_ahead") as thread:
+        following = thread.submit(next, items, None)
+        while (item := following.result()) is not None:
+            following = thread.submit(next, items, None)
             yield item
 
 
@@ -43,7 +42,7 @@ def ahead(items: Iterator[T]) -> Iterator[T]:
 
 @dataclass(slots=True)
 class Amount:
-    """Numbers of dumped or restored pages and plain strings, and their bytes."""
+    """Numbers of dumped or restored pages and strings, and their bytes."""
 
     pages: int = 0
     strings: int = 0
@@ -58,15 +57,15 @@ class Amount:
             self.strings += count
 
 
-_WITHIN = 60.0  # seconds for a batch
+_WITHIN = 60.0  # seconds until a batch of commands fails
 _KEYS_PER_QUERY = 1000  # keys that are queried in one round trip
-_KEYS_PER_MGET = 50  # keys of one MGET, which a server runs without a pause
+_KEYS_PER_MGET = 50  # keys of one MGET, during which the server may run no other command
 _REQUESTS = 100  # requests that are queried in one round trip
 
 KEY_COSTS = 8 << 10  # bytes whose transfer takes as long as a key
-BATCH_BYTES = 16 << 20
+BATCH_BYTES = 16 << 20  # bytes of values that are read or written in one round trip
 
-_USUAL_LARGEST = 64 << 20  # bytes of a command, for a server that does not report its limit
+_USUAL_LARGEST = 64 << 20  # bytes of the largest command of a server that does not report its limit
 
 
 class Value(NamedTuple):
@@ -78,17 +77,17 @@ class Value(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """Keys of a block's pages, by layer, plane and head, and the bytes of all its pages."""
+    """Some page keys of a block, in the order layer, plane, head, and the bytes of all its pages."""
 
     keys: list[PageKey]
     nbytes: int
 
 
 class Written(Enum):
-    """Outcome of a write."""
+    """The outcome of a write that was not refused."""
 
     DONE = auto()
-    THERE = auto()  # the key exists, and was not to be replaced
+    THERE = auto()  # the key exists, and was not replaced because of `only_new`
 
 
 class Writes:
@@ -100,8 +99,9 @@ class Writes:
         self.nbytes = 0
 
     def set(self, key: bytes, value: Sequence[Piece], ttl_left_ms: int, *, only_new: bool) -> None:
-        """Queue a SET of a value in pieces, with a TTL in milliseconds or FOREVER. With `only_new`, existing keys are
-        kept.
+        """Queue a SET of a value in pieces, with a TTL in milliseconds or FOREVER.
+
+        With `only_new`, the SET does not replace a value.
         """
         options: list[bytes | int] = [b"PX", ttl_left_ms] if ttl_left_ms != FOREVER else []
         options += [b"NX"] if only_new else []
@@ -125,7 +125,7 @@ class Writes:
 
 
 class RunningStore:
-    """Connection to a running server. Its reads do not count as uses of keys for the eviction policy.
+    """A connection to a running server. Its reads do not count as uses for the eviction policy.
 
     Methods raise the errors of `kvpage_server.client.errors`, the constructor also ValueError for an invalid URL.
     """
@@ -191,11 +191,9 @@ class RunningStore:
                 ((cursor, keys),) = self.ask([_sscan(req_id, int(cursor), match)])
 
     def keys_of_blocks(self, blocks: Sequence[tuple[bytes, int]]) -> list[set[bytes] | Refused]:
-        """Return the keys of the pages that each block ``(req_id, page_id)`` has, or Refused if the user may not list
-        them.
-        """
-        # SSCAN of an index key proceeds block by block, starting with this cursor's page id
-        replies = self._look([command(b"SSCAN", index_key(req_id), page + 1, b"COUNT", 1) for req_id, page in blocks])
+        """Return for each block ``(req_id, page_id)`` its page keys, or Refused if the user may not list them."""
+        # SSCAN of an index key returns whole blocks; the cursor is the page id of the first one plus 1.
+        replies = self._query([command(b"SSCAN", index_key(req_id), page + 1, b"COUNT", 1) for req_id, page in blocks])
         suffixes = [b":%d" % page for _, page in blocks]
         return [
             reply
@@ -228,8 +226,8 @@ class RunningStore:
     # -- reading and writing -------------------------------------------------------------------------------------------
 
     def values(self, keys: Sequence[bytes]) -> list[Value]:
-        """Return the values of those keys that exist. A value and its expiry are read atomically."""
-        # in parts, because a block may have more pages than a client can watch
+        """Return the values of the keys that exist. A value and its expiry are read atomically."""
+        # In parts, because a block may have more pages than a client can watch.
         return list(chain.from_iterable(map(self._values, _parts_of(keys, _KEYS_PER_QUERY))))
 
     def _values(self, keys: Sequence[bytes]) -> list[Value]:
@@ -237,51 +235,53 @@ class RunningStore:
         asked = [command(b"MGET", *part) for part in some] + [command(b"PEXPIRETIME", key) for key in keys]
         _, *replies, _, unchanged = self.ask([command(b"WATCH", *keys), *asked, command(b"MULTI"), command(b"EXEC")])
         if unchanged is not None:
-            return _living(keys, list(chain.from_iterable(replies[: len(some)])), replies[len(some) :])
+            return _existing(keys, list(chain.from_iterable(replies[: len(some)])), replies[len(some) :])
         if len(keys) > 1:  # a value or expiry has changed meanwhile
             middle = len(keys) // 2
             return self._values(keys[:middle]) + self._values(keys[middle:])
-        data, expires = self._at_one_moment(keys[0])
-        return _living(keys, [data], [expires])
+        data, expires = self._read_atomically(keys[0])
+        return _existing(keys, [data], [expires])
 
     def look(self, key: PageKey) -> tuple[bool, Value | None]:
-        """Return whether the value of a page's key is a page, and the value or None if it was removed. Both are read
-        atomically.
+        """Return whether the value of a page's key is a page, and the value, or None if there is none.
+
+        Both are read atomically.
         """
         name = bytes(key)
-        data, expires, is_page = self._at_one_moment(name, command(b"SISMEMBER", index_key(key.req_id), name))
-        found = _living([name], [data], [expires])
+        data, expires, is_page = self._read_atomically(name, command(b"SISMEMBER", index_key(key.req_id), name))
+        found = _existing([name], [data], [expires])
         return bool(is_page), found[0] if found else None
 
-    def _at_one_moment(self, key: bytes, *others: bytes) -> list[Any]:
-        """Return a key's value, its expiry, and the replies to other commands, all from one transaction."""
+    def _read_atomically(self, key: bytes, *others: bytes) -> list[Any]:
+        """Return a key's value, its expiry, and the replies to other commands, read atomically in one transaction."""
         asked = [command(b"MULTI"), command(b"GET", key), command(b"PEXPIRETIME", key), *others, command(b"EXEC")]
         replies: list[Any] = self.ask(asked)[-1]
         return replies
 
     def headers(self, keys: Sequence[bytes]) -> list[Value]:
-        """Return the headers of those pages that exist, as values of 64 bytes."""
+        """Return the headers of the pages that exist, as values of 64 bytes."""
         asked = [command(b"GETRANGE", key, 0, HEADER_SIZE - 1) + command(b"PEXPIRETIME", key) for key in keys]
         replies = self._ask([b"".join(asked)], 2 * len(keys))
-        return _living(keys, replies[::2], replies[1::2])
+        return _existing(keys, replies[::2], replies[1::2])
 
     def are_there(self, keys: Sequence[bytes]) -> list[bool | Refused]:
         """Return for each key whether it exists, or Refused if the user may not read it."""
-        replies = self._look([command(b"TYPE", key) for key in keys])
+        replies = self._query([command(b"TYPE", key) for key in keys])
         return [reply if isinstance(reply, Refused) else reply != b"none" for reply in replies]
 
     def are_any_there(self, groups: Sequence[Sequence[bytes]]) -> list[bool | Refused]:
         """Return for each group of keys whether one of them exists, or Refused if the user may not read them."""
         parts = [(i, part) for i, keys in enumerate(groups) for part in _parts_of(keys, _KEYS_PER_QUERY)]
         found: list[bool | Refused] = [False] * len(groups)
-        for (i, _), reply in zip(parts, self._look([command(b"EXISTS", *keys) for _, keys in parts]), strict=True):
+        for (i, _), reply in zip(parts, self._query([command(b"EXISTS", *keys) for _, keys in parts]), strict=True):
             if not isinstance(found[i], Refused):
                 found[i] = reply if isinstance(reply, Refused) else found[i] or reply > 0
         return found
 
-    def _look(self, commands: Sequence[bytes]) -> list[Any]:
-        """Send commands together, and return their replies. A reply may be a Refused with NOPERM; other errors are
-        raised.
+    def _query(self, commands: Sequence[bytes]) -> list[Any]:
+        """Send commands together, and return their replies. A reply may be a Refused with NOPERM.
+
+        Raises other errors.
         """
         replies = self._ask(list(commands), len(commands), with_errors=True)
         for reply in replies:
@@ -290,10 +290,10 @@ class RunningStore:
         return replies
 
     def write(self, writes: Writes) -> list[Written | Refused]:
-        """Send queued writes. Return the outcome of each: a Written, or Refused if the server refuses this value or has
-        no space for it.
+        """Send queued writes, and return the outcome of each.
 
-        Raises Refused if the server refuses all writes at present, for example with MISCONF.
+        It is Refused if the server refuses this value or has no space for it. Raises Refused if the server refuses all
+        writes now, for example with MISCONF.
         """
         replies = self._ask(writes.pieces, writes.count, with_errors=True)
         return [_written(reply) for reply in replies]
@@ -319,7 +319,7 @@ def _parts_of(keys: Sequence[bytes], most: int) -> list[Sequence[bytes]]:
     return [keys[start : start + most] for start in range(0, len(keys), most)]
 
 
-def _living(keys: Sequence[bytes], values: Sequence[Any], expires_ms: Sequence[int]) -> list[Value]:
+def _existing(keys: Sequence[bytes], values: Sequence[Any], expires_ms: Sequence[int]) -> list[Value]:
     """Return the values of existing keys. `expires_ms` are the replies to PEXPIRETIME."""
     return [
         Value(key, memoryview(value), expires)
