@@ -349,7 +349,7 @@ MISTAKES = [
     Mistake(
         "dump-loses-what-fills-a-file",
         "kvpage_server.snapshot.dump",
-        "_Dump._full",
+        "_Dump._files",
         "                tensors, used = {}, _size([])\n            tensors |=",
         "                tensors, used = {}, _size([])\n                continue\n            tensors |=",
         "what is one too many for a file of a dump is in none",
