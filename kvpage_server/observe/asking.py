@@ -1,9 +1,9 @@
-"""Queries of a store, written once for both of redis-py's clients, the synchronous and the asynchronous one.
+"""Readings: queries of a store, written once for both of redis-py's clients, the synchronous and the asynchronous one.
 
-A `Reading` is a generator that does no I/O. It yields lists of commands, and is sent the list of their replies: bytes,
-integers, lists and maps as RESP3 has them, or the `ResponseError` of a refused command. Its return value is the result
-of the query. Under an event loop, its steps run in a thread, so they may take long, unless a single call in them holds
-the interpreter's lock for long.
+A `Reading` is a generator that does no I/O. It yields a list of commands, and `ask` or `ask_async` sends it the list of
+their replies: bytes, integers, lists and maps as RESP3 has them, or the `ResponseError` of a refused command. Its
+return value is the result of the query. `ask_async` runs its steps in a thread, so a step may take long, unless a
+single call in it holds the interpreter's lock for long.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import redis
 import redis.asyncio
 
 T = TypeVar("T")
-Command: TypeAlias = Sequence[bytes | int]  # redis-py does not parse the answers to commands whose name is bytes
+Command: TypeAlias = Sequence[bytes | int]  # its name is bytes, so that redis-py does not convert the reply
 Reading: TypeAlias = Generator[list[Command], list[Any], T]
 
-COMMANDS_PER_PIPELINE = 256  # which the server runs before other clients have their turn
-COMMANDS_PER_ASYNC_PIPELINE = 32  # in an event loop, which other tasks share
+COMMANDS_PER_PIPELINE = 256  # commands that the server runs before other clients have their turn
+COMMANDS_PER_ASYNC_PIPELINE = 32  # fewer, because other tasks share the event loop
 
 
 class QueriedStore(Protocol):
-    """Interface of a redis-py client of one server, or of several servers together."""
+    """The interface of redis-py's synchronous client, for one server or for several servers together."""
 
     def execute_command(self, *words: Any) -> Any:
         """Return the reply to a command. Raises RedisError."""
@@ -50,7 +50,10 @@ def ask(store: QueriedStore, reading: Reading[T]) -> T:
 
 
 async def ask_async(store: redis.asyncio.Redis, reading: Reading[T]) -> T:
-    """Execute a reading in an event loop with an asynchronous client, and return its result. Raises as `ask`."""
+    """Execute a reading in an event loop with an asynchronous client, and return its result.
+
+    Raises the errors of `ask`.
+    """
     answers: list[Any] | None = None
     while True:
         commands, ended, result = await asyncio.to_thread(_step, reading, answers)
@@ -62,7 +65,7 @@ async def ask_async(store: redis.asyncio.Redis, reading: Reading[T]) -> T:
 
 
 def _step(reading: Reading[Any], answers: list[Any] | None) -> tuple[list[Command], bool, Any]:
-    """Send `answers` to a reading, None at its start. Return (next commands, whether it has ended, its result).
+    """Send `answers` to a reading; None starts it. Return (next commands, whether it has ended, its result).
 
     The end is a value, because a future cannot raise StopIteration.
     """
@@ -72,10 +75,10 @@ def _step(reading: Reading[Any], answers: list[Any] | None) -> tuple[list[Comman
         return [], True, end.value
 
 
-def _pipelines(store: Any, commands: list[Command], at_once: int) -> Iterator[Any]:
-    for start in range(0, len(commands), at_once):
+def _pipelines(store: Any, commands: list[Command], size: int) -> Iterator[Any]:
+    for start in range(0, len(commands), size):
         pipeline = store.pipeline(transaction=False)
-        for command in commands[start : start + at_once]:
+        for command in commands[start : start + size]:
             pipeline.execute_command(*command)
         yield pipeline
 

@@ -13,30 +13,30 @@ from kvpage_server.observe.asking import Command, Reading, named, parts_of, refu
 from kvpage_server.observe.memory_by_agent import Agent, ContextBlock, Holdings
 from kvpage_server.page import DType
 
-MOST_BLOCKS = 2000
-MOST_BYTES = 64 << 20  # of a request; the norms of a larger one are not computed
-MOST_PAGES = 20_000  # of a block; the norms of more pages are not computed
-PIECE_BYTES = 1 << 20  # of pages that are read at a time
+MOST_BLOCKS = 2000  # blocks of a context that are returned
+MOST_BYTES = 64 << 20  # bytes of a request's pages; the norms of more bytes are not computed
+MOST_PAGES = 20_000  # pages of a block; the norms of more pages are not computed
+PIECE_BYTES = 1 << 20  # bytes of pages that are read with one command
 _MOST_PARTS = 64  # blocks of a request; the norms of more blocks are not computed
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPlace:
-    """State of a block of a context: where it is stored, or why it is missing."""
+    """The state of a block of a context: where it is stored, or why it is missing."""
 
     block: ContextBlock
     agents: tuple[str, ...]  # all agents that have it
     tier: str  # memory or disk; empty if it is missing
     pinned: bool | None  # None if the store does not report leases and pins
-    lease: int | None  # milliseconds left
-    why: str  # why it is missing; empty if it is there
-    why_at: int  # when it was removed, in unix milliseconds; 0 if unknown
+    lease: int | None  # milliseconds until its lease ends
+    why: str  # the reason why it is missing; empty if it is stored
+    why_at: int  # time of its removal, in unix milliseconds; 0 if unknown
     by: str  # the policy or quota that removed it, and the exceeded limit
 
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """The pages of a block. `norms` is an array of [layers, planes, heads]."""
+    """The pages of a block. `norms` has the shape ``[layers, planes, heads]``."""
 
     name: bytes
     tokens: int  # rows of a page
@@ -45,8 +45,9 @@ class Pages:
     sizes: tuple[int, ...]  # bytes of a page of each plane
     layers: int
     heads: int
-    norms: np.ndarray[Any, np.dtype[np.float32]]  # root of the mean square; NaN for planes of other types than
-    # `_NUMPY` has, and for pages of more than PIECE_BYTES
+    # Root of the mean square of each page's values; NaN for pages of types that `_NUMPY` lacks, and for pages of more
+    # than PIECE_BYTES.
+    norms: np.ndarray[Any, np.dtype[np.float32]]
 
 
 def context_of(agent: Agent, holdings: Holdings) -> Reading[list[BlockPlace]]:
@@ -59,20 +60,18 @@ def context_of(agent: Agent, holdings: Holdings) -> Reading[list[BlockPlace]]:
     indexes = yield [[b"KVPAGEINDEX", block.name, b"TOTAL"] for block in blocks]
     stats = yield [_stat(block.name, index) for block, index in zip(blocks, indexes, strict=True)]
     return [
-        _place(block, holdings.owners.get(block.name, ()), reason, stat)
+        _state_of(block, holdings.owners.get(block.name, ()), reason, stat)
         for block, reason, stat in zip(blocks, reasons, stats, strict=True)
     ]
 
 
 def _stat(name: bytes, index: Any) -> Command:
-    """Return the KVPAGESTAT command for the first page of a block. `index` is the reply to KVPAGEINDEX for the
-    block.
-    """
+    """Return the KVPAGESTAT command for the first page of a block. `index` is the reply to its KVPAGEINDEX."""
     first: dict[str, Any] = next(iter(parts_of(index)), {"page": 0, "planes": [0]})
     return [b"KVPAGESTAT", name, 0, 0, first["page"], int(first["planes"][0])]
 
 
-def _place(block: ContextBlock, agents: tuple[str, ...], reason: Any, stat: Any) -> BlockPlace:
+def _state_of(block: ContextBlock, agents: tuple[str, ...], reason: Any, stat: Any) -> BlockPlace:
     why = {} if refused(reason) else named(reason)
     received = {} if refused(stat) or stat is None else named(stat)
     pinned = received.get("pinned", 0)
@@ -90,10 +89,10 @@ def _place(block: ContextBlock, agents: tuple[str, ...], reason: Any, stat: Any)
 
 
 def pages_of(name: bytes) -> Reading[Pages | None]:
-    """Return the pages of a block with their norms, by the block's request id.
+    """Return the pages of the block with request id `name`, with their norms.
 
-    Return None if the block is not complete, or exceeds MOST_BYTES or MOST_PAGES. The pages are read in pieces of
-    PIECE_BYTES, so a large block does not delay other clients.
+    Return None if the block is not complete, or if it exceeds one of the limits above. Each command reads at most
+    PIECE_BYTES, so that a large block does not delay other clients.
     """
     (index,) = yield [[b"KVPAGEINDEX", name, b"TOTAL"]]
     if not all(total["blocks"] <= _MOST_PARTS and total["bytes"] <= MOST_BYTES for total in parts_of(index)):
@@ -113,15 +112,15 @@ def pages_of(name: bytes) -> Reading[Pages | None]:
     for at, dtype, size in zip(range(len(planes)), dtypes, sizes, strict=True):
         if dtype not in _NUMPY or size > PIECE_BYTES:
             continue
-        places, some = [*product(range(layers), range(heads))], max(PIECE_BYTES // size, 1)
-        for start in range(0, len(places), some):
-            asked: list[bytes | int] = [b"KVPAGEMGET", len(places[start : start + some])]
-            for layer, head in places[start : start + some]:
+        places, step = [*product(range(layers), range(heads))], max(PIECE_BYTES // size, 1)
+        for start in range(0, len(places), step):
+            asked: list[bytes | int] = [b"KVPAGEMGET", len(places[start : start + step])]
+            for layer, head in places[start : start + step]:
                 asked += [name, layer, head, 0, planes[at]]
             (bodies,) = yield [asked]
             if refused(bodies) or any(body is None or len(body) != size for body in bodies):
                 return None
-            for (layer, head), body in zip(places[start : start + some], bodies, strict=True):
+            for (layer, head), body in zip(places[start : start + step], bodies, strict=True):
                 norms[layer, at, head] = _norm(body, dtype)
     names = tuple(dtype.name.lower() for dtype in dtypes)
     return Pages(name, received[0]["page_size"], tuple(planes), names, tuple(sizes), layers, heads, norms)

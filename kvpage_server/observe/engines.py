@@ -1,8 +1,7 @@
 """Statistics that engines publish: their names, and the prompt tokens that each of their tiers supplied.
 
-Every few seconds, each engine publishes a JSON object on the channel of the user as which it has logged in. Any client
-that may publish there can send anything, so invalid messages are ignored, names are cut, and the number of engines is
-limited.
+Every few seconds, each engine publishes a JSON object on the channel of its user. Any client that may publish there can
+send other messages, too. So invalid messages are ignored, names are cut, and the number of engines is limited.
 """
 
 from __future__ import annotations
@@ -13,25 +12,25 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-CHANNEL = b"kvpage:engines"  # of engines that may use no other; with ":" and a user's name, the channel of that user
+CHANNEL = b"kvpage:engines"  # with ":" and a user's name, the channel of that user; by itself for engines without one
 ALL_CHANNELS = CHANNEL + b"*"
-TIERS = ("hot", "prefix", "page", "cold")  # where contexts are found
+TIERS = ("hot", "prefix", "page", "cold")  # the tiers that supply contexts
 COMPUTED = "none"  # the source of tokens that no tier had
-MOST_BYTES = 4096  # of a message
+MOST_BYTES = 4096  # bytes of a message
 MOST_ENGINES = 100
-MOST_USERS = 100
-MOST_LETTERS = 100  # of a name
-MOST_COUNT = 1 << 62
-SILENT_SECONDS = 16.0  # after which an engine counts as disconnected: three missing messages
+MOST_USERS = 100  # users with sums of their own
+MOST_LETTERS = 100  # characters of a name
+MOST_COUNT = 1 << 62  # every count is less
+SILENT_SECONDS = 16.0  # seconds without a message after which an engine counts as disconnected: three messages
 
 
 @dataclass(frozen=True, slots=True)
 class TierFigures:
-    """Use of one tier of an engine since the engine's start."""
+    """The use of one tier of an engine since the engine's start."""
 
     hits: int = 0
-    tokens: int = 0  # of prompts, that were not computed
-    bytes: int = 0  # loaded
+    tokens: int = 0  # prompt tokens that the tier supplied
+    bytes: int = 0  # bytes that were loaded from it
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +40,14 @@ class EngineFigures:
     name: str  # machine:process
     model: str
     answers: int
-    computed: int  # tokens of prompts
+    computed: int  # prompt tokens that no tier supplied
     used: int  # bytes of contexts in its memory
-    room: int  # the limit of these bytes; 0: none
+    room: int  # limit of these bytes; 0 for no limit
     tiers: Mapping[str, TierFigures]
 
     @property
     def tokens(self) -> dict[str, int]:
-        """Prompt tokens by source; computed tokens are under COMPUTED."""
+        """Prompt tokens by source: a tier, or COMPUTED."""
         return {COMPUTED: self.computed} | {name: tier.tokens for name, tier in self.tiers.items()}
 
 
@@ -56,8 +55,8 @@ class EngineFigures:
 class EnginesSeen:
     """Figures of all engines, or of the engines of one user."""
 
-    connected: list[EngineFigures]  # with recent messages, by name
-    tokens: Mapping[str, int]  # of prompts by source, since the first message of each engine
+    connected: list[EngineFigures]  # engines with recent messages, sorted by name
+    tokens: Mapping[str, int]  # prompt tokens by source, since the first message of each engine
 
 
 class Engines:
@@ -65,11 +64,12 @@ class Engines:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._tokens: dict[str, Counter[str]] = {"": Counter()}  # by user; "" for CHANNEL and for further users
+        # By user; "" for CHANNEL and for users above MOST_USERS.
+        self._tokens: dict[str, Counter[str]] = {"": Counter()}
         self._last: OrderedDict[tuple[str, str], tuple[float, EngineFigures]] = OrderedDict()  # by user and name
 
     def receive(self, channel: bytes, raw: bytes) -> None:
-        """Process the message `raw` that an engine has published on a channel. An invalid message is ignored."""
+        """Process a message `raw` that was published on a channel. Ignore an invalid one."""
         now = parse(raw)
         if now is None:
             return

@@ -1,7 +1,7 @@
 """Memory by agent, from the manifests that engines store (docs/architecture.md, "How a context travels").
 
-A manifest is a digest and a JSON object. Earlier versions of it have no model and no times, and put all tokens before
-the names of the blocks.
+A manifest is a digest and a JSON object, whose last field is the list of tokens. Earlier versions have no model and no
+times, and their list of tokens is before the names of the blocks.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from kvpage_server.observe.asking import Command, Reading, parts_of, refused
 from kvpage_server.page import tag_of
 
 PREFIX = b"manifest:"
-HEAD_BYTES = 1 << 16  # enough for everything but the tokens, in a context of 450,000 tokens
-MOST_BYTES = 1 << 19  # that are read of a manifest; enough in a context of 3.6 million tokens
-MOST_KEY = 512  # bytes of a manifest's key; those of engines are shorter, because names of agents have 128 letters
-MOST_LETTERS = 128  # of a model's name, and of the process that saved the agent
+HEAD_BYTES = 1 << 16  # first bytes of a manifest that are read: all but the tokens, for a context of 450,000 tokens
+MOST_BYTES = 1 << 19  # most bytes of a manifest that are read: enough for a context of 3.6 million tokens
+MOST_KEY = 512  # bytes of a manifest's key; keys of engines are shorter, because names of agents have 128 letters
+MOST_LETTERS = 128  # characters of a model's name, and of the name of the process that has saved the agent
 _MOST_NAME = 256  # bytes of a block's name
 DIGEST_BYTES = 16
-_TOKENS = b', "tokens": ['  # the last field
-_USUAL_BLOCK = 256  # tokens
-_MOST = 1 << 53  # limit of counts: JSON readers that use doubles are exact below it
+_TOKENS = b', "tokens": ['  # the beginning of the last field
+_USUAL_BLOCK = 256  # tokens of a block
+_MOST = 1 << 53  # every count is less, because JSON readers that use doubles are exact below it
 _LAST_MOMENT = 253_370_764_800_000  # unix milliseconds: the start of the year 9999, the last one of Python's datetime
 
 
@@ -35,25 +35,26 @@ _LAST_MOMENT = 253_370_764_800_000  # unix milliseconds: the start of the year 9
 class Manifest:
     """An agent's context for one model."""
 
-    key: bytes  # of the manifest itself
+    key: bytes  # the key of the manifest
     agent_id: str
-    fingerprint: str  # of the model; empty in manifests of the earliest versions
-    model: str  # its name; empty if unknown
-    tokens: int
-    block_tokens: int  # of every block but the last
-    blocks: tuple[bytes, ...]  # their request ids, in order
-    created_ms: int  # when the agent was first saved, in unix milliseconds; 0 if unknown
-    saved_ms: int  # when it was last saved
-    by: str  # the machine and process that saved it last; empty if unknown
+    fingerprint: str  # the model's fingerprint; empty in manifests of the earliest versions
+    model: str  # the model's name; empty if unknown
+    tokens: int  # length of the context
+    block_tokens: int  # tokens of each block but the last
+    blocks: tuple[bytes, ...]  # the blocks' request ids, in order
+    created_ms: int  # time of the first save, in unix milliseconds; 0 if unknown
+    saved_ms: int  # time of the last save
+    by: str  # the machine and process that has saved it last; empty if unknown
 
     def tokens_in(self, index: int) -> int:
+        """Return the number of tokens of the block with this index."""
         return min(self.block_tokens, self.tokens - index * self.block_tokens)
 
 
 def parse(key: bytes, raw: bytes) -> Manifest | None:
-    """Return the manifest at a key. `raw` is its whole value, or the first HEAD_BYTES or MOST_BYTES bytes of it.
+    """Parse the manifest at a key. `raw` is own_blocks whole value, or the first HEAD_BYTES or MOST_BYTES bytes of it.
 
-    Return None if it is damaged, or if more bytes of it are needed. Long names of the model and of the process that
+    Return None if it is damaged, or if these bytes are not enough. The names of the model and of the process that has
     saved it are cut to MOST_LETTERS.
     """
     agent, _, fingerprint = key.removeprefix(PREFIX).decode("utf-8", "backslashreplace").partition(":")
@@ -115,8 +116,9 @@ def _parsed(raw: bytes) -> Any:
 
 
 def _block_tokens(tokens: int, blocks: int) -> int:
-    """Return the tokens per block of a manifest that does not have this number: the usual number if it fits the
-    counts.
+    """Return the tokens per block of a manifest that does not contain this number.
+
+    It is the usual number if that fits the numbers of tokens and blocks, otherwise the smallest one that fits.
     """
     usual = _USUAL_BLOCK
     return usual if (blocks - 1) * usual < tokens <= blocks * usual else -(-tokens // max(blocks, 1))
@@ -128,17 +130,17 @@ def _block_tokens(tokens: int, blocks: int) -> int:
 # >>> for agent in holdings.agents:
 # ...     print(agent.agent_id, agent.model, agent.tokens, agent.bytes)
 #
-# A chain hash names a block by its tokens and all tokens before them. So agents whose contexts begin with the same
-# tokens have the same first blocks. The work is bounded: LookLimits bounds the number of keys, and `cut` names the
-# kinds that exceed it.
+# A chain hash names a block by own_blocks tokens and all tokens before them. So agents whose contexts begin with the
+# same tokens have the same first blocks. The work is bounded: LookLimits limits the number of keys, and `Holdings.cut`
+# names the kinds that exceed it.
 
 SCAN_COUNT = 250  # the COUNT of a SCAN, during which no other client has a turn
-MOST_SCANS = 8000
-TURNS = 8  # SCANs for the newest keys, and as many for the next ones, in each read of the store after the first
+MOST_SCANS = 8000  # SCANs of the first read of the store
+TURNS = 8  # SCANs for the newest keys, and as many for the next ones, in each later read of the store
 REFRESHED = 100  # known requests that each read of the store queries again
-MOST_READ = 16 << 20  # bytes, in each read of the store, of manifests for which HEAD_BYTES are too few
-MOST_NAMED = 500_000  # blocks that manifests name, in total
-_MANIFESTS_PER_STEP = 64  # manifests that are read at a time, HEAD_BYTES of each
+MOST_READ = 16 << 20  # bytes that a read of the store gets of manifests for which HEAD_BYTES are too few
+MOST_NAMED = 500_000  # blocks that all manifests together name
+_MANIFESTS_PER_STEP = 64  # manifests of which HEAD_BYTES each are read together
 MOST_PREFIXES = 100
 LABEL = b"label:"
 MOST_LABEL = 240  # bytes of a label
@@ -148,7 +150,7 @@ MOST_UNREADABLE = 10_000  # unreadable manifests that are read, in addition to t
 
 @dataclass(frozen=True, slots=True)
 class LookLimits:
-    """Largest numbers of agents, blocks and other requests that one read of the store returns."""
+    """The most agents, blocks and other requests that one read of the store returns."""
 
     agents: int = 2000
     blocks: int = 10_000
@@ -159,10 +161,10 @@ class LookLimits:
 class ContextBlock:
     """A block of one or more contexts: all pages of the same tokens."""
 
-    name: bytes  # its request id
+    name: bytes  # own_blocks request id
     tokens: int
-    bytes: int = 0  # of its pages; 0 if it is missing
-    memory: int = 0  # bytes it occupies in memory; 0 if it is on disk only
+    bytes: int = 0  # bytes of own_blocks pages; 0 if it is missing
+    memory: int = 0  # bytes that it takes in memory; 0 if it is on disk only
     pages: int = 0
     complete: bool = False  # a load finds only complete blocks
 
@@ -173,14 +175,14 @@ class Agent:
 
     manifest: Manifest
     blocks: tuple[ContextBlock, ...]
-    bytes: int  # of its stored blocks
-    own_bytes: int  # of the blocks that no other agent has
-    memory: int  # bytes that its blocks occupy in memory
-    idle: int | None  # seconds since its manifest was used; None if unknown
+    bytes: int  # bytes of own_blocks stored blocks
+    own_bytes: int  # bytes of the blocks that no other agent has
+    memory: int  # bytes that own_blocks blocks take in memory
+    idle: int | None  # seconds since own_blocks manifest was used; None if unknown
 
     @property
     def agent_id(self) -> str:
-        """NAME, or NAME@TENANT."""
+        """The name of the agent: NAME, or NAME@TENANT."""
         return self.manifest.agent_id
 
     @property
@@ -190,12 +192,12 @@ class Agent:
 
     @property
     def model(self) -> str:
-        """The name of its model, or the fingerprint if the name is unknown."""
+        """The name of own_blocks model, or the fingerprint if the name is unknown."""
         return self.manifest.model or self.manifest.fingerprint
 
     @property
     def tokens(self) -> int:
-        """The length of the context."""
+        """The length of the context in tokens."""
         return self.manifest.tokens
 
     @property
@@ -205,7 +207,7 @@ class Agent:
 
     @property
     def missing(self) -> int:
-        """Blocks that are missing or incomplete."""
+        """Number of blocks that are missing or incomplete."""
         return sum(not block.complete for block in self.blocks)
 
 
@@ -213,7 +215,7 @@ class Agent:
 class SharedPrefix:
     """A prefix of contexts that several agents have in common. More agents may share a shorter prefix of it."""
 
-    name: bytes  # of its last block, which identifies it
+    name: bytes  # request id of own_blocks last block, which identifies the prefix
     tokens: int
     blocks: int
     bytes: int
@@ -227,10 +229,10 @@ class SharedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class OtherRequest:
-    """A request id that no manifest names: pages of another client, or blocks that remain of a context.
+    """A request id that no manifest names: pages of another client, or blocks of a deleted or unnamed context.
 
-    Blocks of contexts without a name are one request for each label, with the request id of one of them. All sizes are
-    in bytes.
+    Blocks of contexts without a name that have the same label are merged into one object, with the request id of one of
+    them. `bytes` are those of pages, `memory` are bytes in memory.
     """
 
     req_id: bytes
@@ -238,7 +240,7 @@ class OtherRequest:
     pages: int
     bytes: int
     memory: int
-    label: str = ""  # of a context without a name: its first words, or a hash, as its engine has stored them
+    label: str = ""  # label that the engine has stored for a context without a name: own_blocks first words, or a hash
 
 
 class KnownManifest(NamedTuple):
@@ -246,10 +248,10 @@ class KnownManifest(NamedTuple):
 
     digest: bytes
     manifest: Manifest | None  # None if it is damaged
-    at: float  # before it was read, in monotonic seconds
+    at: float  # time just before it was read, in monotonic seconds
 
     def is_unchanged(self, idle: Any) -> bool:
-        """Return whether the manifest cannot have been written since it was read.
+        """Return whether the manifest was certainly not written since it was read.
 
         `idle` is the reply to OBJECT IDLETIME, in whole seconds.
         """
@@ -267,14 +269,15 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """Result of a read of a store. The largest agents and requests, in bytes, are first."""
+    """The result of a read of a store. Agents and requests are sorted by their bytes, the largest first."""
 
     agents: tuple[Agent, ...] = ()
     prefixes: tuple[SharedPrefix, ...] = ()
     requests: tuple[OtherRequest, ...] = ()
-    unreadable: tuple[bytes, ...] = ()  # manifests' keys
+    unreadable: tuple[bytes, ...] = ()  # keys of manifests that could not be parsed
     cut: tuple[str, ...] = ()  # the kinds of which not all were read: "agents", "blocks", "requests"
-    owners: Mapping[bytes, tuple[str, ...]] = field(default_factory=dict)  # the agents that have a block, by its name
+    # The agents that have a block, by own_blocks name.
+    owners: Mapping[bytes, tuple[str, ...]] = field(default_factory=dict)
     refused: str = ""  # the error if the user may not list keys
 
     @property
@@ -293,9 +296,9 @@ class _ReadState:
 def holdings_of_store(limits: LookLimits = LookLimits(), known: Known | None = None) -> Reading[Holdings]:
     """Return the agents, shared prefixes and other requests of a store, within `limits`.
 
-    `known` has the results of earlier reads, and is updated. With it, only the newest keys and some of the others are
-    scanned for manifests, manifests without a use since then are not read again, and some of the known requests are
-    queried in turn.
+    `known` has the results of earlier reads, and is updated. With it, the scan for manifests covers only the newest
+    keys and some of the others, unused manifests are not read again, and only REFRESHED of the known requests are
+    queried again.
     """
     state, known = _ReadState(), Known() if known is None else known
     keys = yield from _manifest_keys(limits.agents + MOST_UNREADABLE, known, state)
@@ -303,14 +306,12 @@ def holdings_of_store(limits: LookLimits = LookLimits(), known: Known | None = N
 
 
 def _manifest_keys(most: int, known: Known, state: _ReadState) -> Reading[list[bytes]]:
-    """Return the keys of at most `most` manifests. Some of the manifests may have been deleted since an earlier
-    read.
-    """
+    """Return the keys of at most `most` manifests, some of which may have been deleted since an earlier read."""
     if not known.cursor:
         keys = yield from _keys(b"manifest:*", b"string", most, "agents", state)
         known.cursor = b"" if state.cut else b"0"
         return keys
-    # a scan returns the newest keys first
+    # A scan returns the newest keys first.
     _, newest = yield from _scan(b"manifest:*", b"string", b"0", TURNS, most, state)
     cursor, others = yield from _scan(b"manifest:*", b"string", known.cursor, TURNS, most, state)
     known.cursor = cursor
@@ -321,7 +322,7 @@ def _manifest_keys(most: int, known: Known, state: _ReadState) -> Reading[list[b
 
 
 def holdings_of_agent(agent_id: bytes) -> Reading[Holdings]:
-    """Return the contexts of one agent, one for each model. Other agents that share its blocks are not read."""
+    """Return the contexts of one agent, one for each model, without other agents that share own_blocks blocks."""
     state, key, limits = _ReadState(), PREFIX + agent_id, LookLimits(requests=0)
     pattern = exact_pattern(key) + b":*"
     found = yield from _keys(pattern, b"string", limits.agents + MOST_UNREADABLE, "agents", state)
@@ -464,7 +465,7 @@ def _blocks(found: Iterable[Manifest], most: int, state: _ReadState) -> Reading[
 
 
 def _block(name: bytes, tokens: int, answer: Any) -> ContextBlock:
-    """Return a block from the reply to KVPAGEINDEX with TOTAL. All its figures are 0 if the block is missing."""
+    """Return a block from the reply to KVPAGEINDEX with TOTAL. All own_blocks figures are 0 if the block is missing."""
     for total in parts_of(answer):
         return ContextBlock(name, tokens, total["bytes"], total["memory"], total["pages"], bool(total["complete"]))
     return ContextBlock(name, tokens)
@@ -507,7 +508,7 @@ def _labels(names: Iterable[bytes], most: int, state: _ReadState) -> Reading[dic
 
 
 def _by_label(requests: Iterable[OtherRequest]) -> list[OtherRequest]:
-    """Return the requests. Requests with the same label are merged into one, whose sizes are the sums."""
+    """Return the requests, with those of each label merged into one, whose sizes are the sums."""
     found: dict[str | bytes, OtherRequest] = {}
     for one in requests:
         key = one.label or one.req_id
@@ -530,13 +531,15 @@ def _owners(found: Iterable[Manifest]) -> dict[bytes, tuple[str, ...]]:
 def _agent(
     manifest: Manifest, blocks: Mapping[bytes, ContextBlock], owners: Mapping[bytes, Sequence[str]], idle: int | None
 ) -> Agent:
-    its = tuple(blocks.get(name, ContextBlock(name, manifest.tokens_in(i))) for i, name in enumerate(manifest.blocks))
+    own_blocks = tuple(
+        blocks.get(name, ContextBlock(name, manifest.tokens_in(i))) for i, name in enumerate(manifest.blocks)
+    )
     return Agent(
         manifest,
-        its,
-        sum(block.bytes for block in its),
-        sum(block.bytes for block in its if len(owners[block.name]) == 1),
-        sum(block.memory for block in its),
+        own_blocks,
+        sum(block.bytes for block in own_blocks),
+        sum(block.bytes for block in own_blocks if len(owners[block.name]) == 1),
+        sum(block.memory for block in own_blocks),
         idle,
     )
 
@@ -548,26 +551,26 @@ def _prefixes(
 
     A prefix ends at a block that more agents have than any block after it.
     """
-    longest: Counter[bytes] = Counter()  # by block: the most agents that any next block has
+    next_agents: Counter[bytes] = Counter()  # by block: the most agents that any block after it has
     for manifest in found:
         for name, after in zip(manifest.blocks, manifest.blocks[1:], strict=False):
-            longest[name] = max(longest[name], len(owners[after]))
+            next_agents[name] = max(next_agents[name], len(owners[after]))
     shared: dict[bytes, SharedPrefix] = {}
     for manifest in found:
-        for prefix in _ends(manifest, blocks, owners, longest):
+        for prefix in _prefix_ends(manifest, blocks, owners, next_agents):
             shared[prefix.name] = prefix
     return sorted(shared.values(), key=lambda prefix: (-prefix.saved, -prefix.tokens))[:MOST_PREFIXES]
 
 
-def _ends(
+def _prefix_ends(
     manifest: Manifest,
     blocks: Mapping[bytes, ContextBlock],
     owners: Mapping[bytes, tuple[str, ...]],
-    longest: Mapping[bytes, int],
+    next_agents: Mapping[bytes, int],
 ) -> Iterator[SharedPrefix]:
     tokens = size = 0
     for i, name in enumerate(manifest.blocks):
         tokens += manifest.tokens_in(i)
         size += blocks[name].bytes if name in blocks else 0
-        if len(owners[name]) > max(longest[name], 1):
+        if len(owners[name]) > max(next_agents[name], 1):
             yield SharedPrefix(name, tokens, i + 1, size, owners[name])

@@ -1,4 +1,4 @@
-"""The observer: it reads a store for all viewers of one user, at most once a second for all of them together."""
+"""The observer: it reads a store for the viewers of one user, at most once a second for all of them together."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ MINUTES = 10
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Rates per second in the time between two overviews, and the state at the end of it."""
+    """The rates per second between two overviews, and the state at the second one."""
 
     at: float  # unix seconds of the first overview, plus the monotonic seconds since then
-    seconds: float  # between the two
+    seconds: float  # seconds between the overviews
     commands: float
     bytes_in: float
     bytes_out: float
@@ -36,7 +36,7 @@ class Moment:
     evicted: float  # keys
     expired: float  # keys
     page_misses: Mapping[str, float]  # by reason, without zeros
-    p99: Mapping[str, float]  # seconds that 99 of 100 calls took at most, by family of commands, without idle families
+    p99: Mapping[str, float]  # 99th percentile of the calls' seconds, by family of commands, without idle families
     used: int  # bytes of memory
     disk: int  # bytes on disk
     waiting: int  # bytes that wait to be written to disk
@@ -49,12 +49,12 @@ class Moment:
 
 
 class History:
-    """Moments of the last ten minutes at one a second, the oldest first."""
+    """The moments of the last MINUTES at one a second, the oldest first."""
 
     def __init__(self) -> None:
         self.moments: deque[Moment] = deque(maxlen=60 * MINUTES)
         self._last: Overview | None = None
-        self._at = 0.0  # of the last overview, as `Moment.at` counts
+        self._at = 0.0  # time of the last overview, see `Moment.at`
 
     def add(self, now: Overview) -> Moment | None:
         """Add an overview. Return the moment between the last overview and this one.
@@ -114,19 +114,17 @@ def _slowest(before: Overview, now: Overview) -> dict[str, float]:
     return found
 
 
-OVERVIEW_SECONDS = 1.0  # for which an overview is used again
-HOLDINGS_SECONDS = 5.0
+OVERVIEW_SECONDS = 1.0  # seconds for which an overview is used again
+HOLDINGS_SECONDS = 5.0  # least seconds for which holdings are used again
 HOLDINGS_SHARE = 0.005  # share of the time in which the holdings may be read
-LOGIN_SECONDS = 5.0  # after which the observer logs in again, because a user may have been disabled
+LOGIN_SECONDS = 5.0  # seconds after which the observer logs in again, because the user may have been disabled
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class _Last(Generic[T]):
-    """The last value that was read. It is used again until `until`, in monotonic seconds. The lock is held during a
-    read.
-    """
+    """The last value that was read, which is used until `until`, in monotonic seconds. A read holds the lock."""
 
     value: T | None = None
     until: float = 0.0
@@ -134,7 +132,7 @@ class _Last(Generic[T]):
 
 
 class Observer:
-    """Reader of the parts of a store that the user of its connection may see. Viewers of the same user share it.
+    """Reader of the parts of a store that its user may see. All viewers of one user share it.
 
     Its methods raise RedisError if the store does not answer.
     """
@@ -155,7 +153,7 @@ class Observer:
         self._next_login = time.monotonic() + LOGIN_SECONDS
 
     async def overview(self) -> Overview:
-        """Return the store's state in numbers, at most OVERVIEW_SECONDS old. Each new overview is added to `history`.
+        """Return the overview of the store, at most OVERVIEW_SECONDS old. Add each new one to `history`.
 
         Raises AuthenticationError at most LOGIN_SECONDS after the store has disabled the user or changed its password:
         connections that have logged in before stay open, as in Redis.
@@ -180,8 +178,8 @@ class Observer:
     async def holdings(self) -> Holdings:
         """Return the memory by agent.
 
-        The result is at most HOLDINGS_SECONDS old, or two hundred times the duration of the last read if that is
-        longer. It is read again when more than half of the keys have been removed.
+        The result is at most HOLDINGS_SECONDS old, or as old as the last read took divided by HOLDINGS_SHARE, if that
+        is longer. It is read again early if more than half of the keys were removed.
         """
         last = self._holdings
         async with last.lock:

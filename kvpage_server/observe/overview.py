@@ -1,10 +1,10 @@
-"""The store's state in numbers, from INFO.
+"""The overview of a store: its state in numbers, from INFO.
 
 >>> overview = ask(store, overview_of_store())
 >>> overview.memory.used, overview.traffic.hit_ratio, overview.misses["evicted"]
 
 Counts begin at the start of the server, or at CONFIG RESETSTAT. INFO returns few fields to a user without access to
-every key. Then `everything` is false, and omitted fields are 0 or empty.
+every key. Then `everything` is False, and the other fields are 0 or empty.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class NotAStore(Exception):
     """Error: the server is no kvpage-server but another Redis. The message has its mode and version."""
 
 
-_FULL = 0.95  # share of the space for values on disk
+_FULL = 0.95  # share of the space for values from which on the disk counts as full
 
 
 def _of(name: str, default: Any = 0) -> Any:
@@ -50,7 +50,7 @@ def hit_ratio(hits: float, misses: float) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class CallFigures:
-    """Durations of the calls of a command or of a family of commands, or of commits and fetches of the disk tier.
+    """The calls of a command or of a family of commands, or the commits or fetches of the disk tier.
 
     `within[i]` of them took at most BOUNDS[i] seconds. It is empty if INFO has no histogram.
     """
@@ -58,7 +58,7 @@ class CallFigures:
     count: int = 0
     seconds: float = 0.0
     failed: int = 0
-    rejected: int = 0  # before they ran: not counted in `count`
+    rejected: int = 0  # calls that were rejected before they ran; they are not in `count`
     within: tuple[int, ...] = ()
 
     def since(self, before: CallFigures) -> CallFigures:
@@ -72,8 +72,9 @@ class CallFigures:
         )
 
     def percentile(self, share: float) -> float:
-        """Return the seconds within which a share (0 to 1) of the calls ended, rounded up to one of BOUNDS; 0 without
-        calls.
+        """Return the seconds within which a share of the calls ended, rounded up to one of BOUNDS.
+
+        `share` is from 0 to 1. Return 0 if there were no calls.
         """
         wanted = share * self.count
         found = next((bound for bound, calls in zip(BOUNDS, self.within, strict=False) if calls >= wanted), BOUNDS[-1])
@@ -82,9 +83,11 @@ class CallFigures:
 
 @dataclass(frozen=True, slots=True)
 class ServerFigures:
+    """The server process."""
+
     version: str = _of("kvpage_version", "")
     core: str = _of("page_core", "")  # native or python
-    uptime: int = _of("uptime_in_seconds")  # seconds
+    uptime: int = _of("uptime_in_seconds")  # seconds since its start
     port: int = _of("tcp_port")
     pid: int = _of("process_id")
     store: str = _of("page_store", "")  # memory, tiered, or cluster for a gateway
@@ -92,10 +95,10 @@ class ServerFigures:
 
 @dataclass(frozen=True, slots=True)
 class MemoryFigures:
-    """Memory of the store in bytes. `used` counts against `limit` (0: none).
+    """The memory of the store in bytes. `used` counts against `limit`, 0 for no limit.
 
-    `live`, `spare` and `fragmentation` together are the arena: slots in use, chunks kept for the next values, and free
-    slots between slots in use.
+    The arena is the sum of `live`, `spare` and `fragmentation`: slots in use, empty chunks for the next values, and
+    free slots in chunks that are in use.
     """
 
     used: int = _of("used_memory")
@@ -105,12 +108,14 @@ class MemoryFigures:
     live: int = _of("arena_used")
     spare: int = _of("arena_spare")
     fragmentation: int = 0
-    in_flight: int = _of("mem_clients_normal")  # held by connections: incomplete commands, unread replies
-    resident: int = _of("used_memory_rss")  # of the process
+    in_flight: int = _of("mem_clients_normal")  # memory of connections: incomplete commands, unread replies
+    resident: int = _of("used_memory_rss")  # resident memory of the process
 
 
 @dataclass(frozen=True, slots=True)
 class ContentFigures:
+    """The number of values in the store, and the protected ones."""
+
     requests: int = _of("requests")
     blocks: int = _of("blocks")
     keys: int = 0
@@ -121,7 +126,7 @@ class ContentFigures:
 
 @dataclass(frozen=True, slots=True)
 class TrafficFigures:
-    """Commands, bytes and reads so far."""
+    """Commands, bytes and reads since the start of the server."""
 
     commands: int = _of("total_commands_processed")
     errors: int = _of("total_error_replies")
@@ -141,13 +146,15 @@ class TrafficFigures:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionFigures:
+    """Connections now and since the start of the server."""
+
     now: int = _of("connected_clients")
     limit: int = _of("maxclients")
     so_far: int = _of("total_connections_received")
     rejected: int = _of("rejected_connections")
     blocked: int = _of("blocked_clients")
-    closed: Mapping[str, int] = field(default_factory=dict)  # by the server, by reason
-    denied: Mapping[str, int] = field(default_factory=dict)  # by the ACL, by kind: auth, cmd, key, channel
+    closed: Mapping[str, int] = field(default_factory=dict)  # connections that the server has closed, by reason
+    denied: Mapping[str, int] = field(default_factory=dict)  # denials by the ACL, by kind: auth, cmd, key, channel
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +167,11 @@ class DiskFigures:
     limit: int = _of("maxdisk")
     for_values: int = _of("maxdisk_for_values", 0)  # bytes of the limit that values may take; 0 is no limit
     waiting_bytes: int = _of("disk_waiting_bytes")
-    unsaved: int = _of("rdb_changes_since_last_save")  # changes that a crash would cost
+    unsaved: int = _of("rdb_changes_since_last_save")  # changes that a crash now would lose
     write_errors: int = _of("disk_write_errors")
-    failing: str = _of("disk_failing", "")  # why writes fail now
+    failing: str = _of("disk_failing", "")  # the error, if writes fail now
     fetched: int = _of("disk_fetched")
-    dropped: int = _of("disk_dropped_from_memory")  # values that left memory and stay on disk
+    dropped: int = _of("disk_dropped_from_memory")  # values that were demoted
     evicted: int = _of("disk_evicted")
     corrupt: int = _of("disk_corrupt")
     repaired: int = _of("disk_repaired")
@@ -185,7 +192,7 @@ class QuotaFigures:
     """A quota and its use."""
 
     pattern: str
-    limit: int  # 0: none
+    limit: int  # bytes; 0 for no limit
     bytes: int
     evicted: int  # keys
 
@@ -201,6 +208,8 @@ class EvictionFigures:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
+    """The state of a store at one time."""
+
     at: float  # unix seconds, by the server's clock
     everything: bool  # whether the user may read every key
     server: ServerFigures
@@ -214,13 +223,14 @@ class Overview:
     commands: Mapping[str, CallFigures]  # by command, without histograms
     errors: Mapping[str, int]  # error replies by code
     quotas: tuple[QuotaFigures, ...]
-    disk: DiskFigures | None  # None for a store in memory alone
-    read: float = field(default_factory=time.monotonic, compare=False)  # when the reply was read, in monotonic seconds
+    disk: DiskFigures | None  # None for a store in memory only
+    read: float = field(default_factory=time.monotonic, compare=False)  # time of the reply, in monotonic seconds
 
 
 def overview_of_store() -> Reading[Overview]:
-    """Return the overview from INFO. Raises NotAStore if the server is no kvpage-server, ResponseError if the user may
-    not call INFO.
+    """Return the overview from INFO.
+
+    Raises NotAStore if the server is no kvpage-server, ResponseError if the user may not call INFO.
     """
     (answer,) = yield [[b"INFO", b"EVERYTHING"]]
     if refused(answer):
