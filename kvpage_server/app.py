@@ -11,6 +11,7 @@ import secrets
 import signal
 import sys
 import time
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,7 +47,7 @@ from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.system import signals
 from kvpage_server.system.descriptors import room_for
 from kvpage_server.system.durable import private, tighten
-from kvpage_server.system.program import fit_streams
+from kvpage_server.system.program import ends_quietly
 
 if TYPE_CHECKING:  # only a gateway needs the client and redis-py, which take as long to load as everything else
     from kvpage_server.gateway.upstream import Upstream
@@ -71,8 +72,11 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the server until it is stopped. Exit with status 1 if the configuration is invalid, or if an address or a
     file cannot be used.
     """
-    words = sys.argv[1:] if arguments is None else arguments
-    fit_streams()
+    with ends_quietly("kvpage-server"):
+        _main(sys.argv[1:] if arguments is None else arguments)
+
+
+def _main(words: list[str]) -> None:
     if words[:1] in (["--help"], ["-h"]):
         print(_usage(), end="")
         return
@@ -92,24 +96,9 @@ def main(arguments: list[str] | None = None) -> None:
         _check(config)
         if check_only:
             _check_addresses(config)
-            print("the configuration is valid")
-            return
-        log.start(config)
-        enter_data_directory(config)
-        here = config.dir
-        server = Server(config, _open_store(config))
-        upstream = _upstream(config)
-        _load_users(server)
-        server.users.warn_of_absent()
-        server.tls = certificates.load(config)
-        apply(server, (name for name in config.parameters() if name != "requirepass"))
-        while server.keyspace.quotas.go_on():
-            pass  # count the use of each quota before the first write
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            try:
-                runner.run(serve(server, upstream))
-            finally:
-                signals.finish(runner.get_loop())
+        else:
+            here = config.dir
+            _run(config)
     except (
         ConfigError,
         UserFileError,
@@ -122,6 +111,27 @@ def main(arguments: list[str] | None = None) -> None:
     except OSError as error:
         where = os.path.join(here, error.filename or "")  # `here` may not exist any more
         sys.exit(f"kvpage-server: {where}: {error.strerror or error}")
+    if check_only:
+        print("the configuration is valid")
+
+
+def _run(config: Config) -> None:
+    """Run a server with a checked configuration until it is stopped. Raises the errors of a start."""
+    log.start(config)
+    enter_data_directory(config)
+    server = Server(config, _open_store(config))
+    upstream = _upstream(config)
+    _load_users(server)
+    server.users.warn_of_absent()
+    server.tls = certificates.load(config)
+    apply(server, (name for name in config.parameters() if name != "requirepass"))
+    while server.keyspace.quotas.go_on():
+        pass  # count the use of each quota before the first write
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            runner.run(serve(server, upstream))
+        finally:
+            signals.finish(runner.get_loop())
 
 
 def _usage() -> str:
@@ -145,13 +155,24 @@ def _check(config: Config) -> None:
 def _check_addresses(config: Config) -> None:
     """Raise ListenError if this machine does not have a configured address.
 
-    Ports are not tried, because the server whose configuration is checked may be running.
+    Ports are not tried, because the server whose configuration is checked may be running. But equal ones are: all
+    sockets of a port get the same free port instead.
     """
-    some_port = 0
-    for used, addresses in ((config.port or config.tls_port, config.bind), (config.metrics_port, config.metrics_bind)):
-        if used:
-            for sock in open_all(addresses, some_port, config.tcp_backlog):
-                sock.close()
+    free: dict[int, int] = {}
+    with ExitStack() as opened:
+        for name in ("port", "tls-port", "metrics-port"):
+            port = config.value(name)
+            if port:
+                addresses = config.metrics_bind if name == "metrics-port" else config.bind
+                try:
+                    socks = open_all(addresses, free.get(port, 0), config.tcp_backlog)
+                except ListenError as error:
+                    if port in free:
+                        raise ConfigError(f"{name}: {port} is another port of this server, too") from error
+                    raise
+                for sock in socks:
+                    opened.enter_context(sock)
+                free[port] = socks[0].getsockname()[1]
 
 
 def _upstream(config: Config) -> Upstream | None:
@@ -308,9 +329,13 @@ def _stop(stopping: asyncio.Event, number: int) -> None:
 
 
 def _write_pid(path: Path) -> None:
-    with open(path, "w", opener=private, encoding="utf-8") as file:
-        tighten(file.fileno())
-        file.write(f"{os.getpid()}\n")
+    """Write the pidfile. Raises ConfigError."""
+    try:
+        with open(path, "w", opener=private, encoding="utf-8") as file:
+            tighten(file.fileno())
+            file.write(f"{os.getpid()}\n")
+    except OSError as error:
+        raise ConfigError(f"pidfile: {path} cannot be written: {error.strerror}") from None
 
 
 def _renew(server: Server) -> None:

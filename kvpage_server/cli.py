@@ -331,25 +331,32 @@ def _add_replay(add: Callable[..., argparse.ArgumentParser]) -> None:
     _add_figures(replay_)
 
 
+def _path(text: str) -> Path:
+    """Return a path. Raises ArgumentTypeError for an empty one, such as that of an unset variable."""
+    if not text:
+        raise argparse.ArgumentTypeError("a path has at least one character")
+    return Path(text)
+
+
 def _add_snapshots(shows: Callable[..., argparse.ArgumentParser]) -> None:
     def of_requests(command: Any) -> None:
         help = "only the pages of this request; can be given several times; %%XX stands for a byte"
         command.add_argument("--request", metavar="REQ", action="append", default=[], help=help)
 
     dump_ = shows("dump", dump, "write the store's content to safetensors files; continues an interrupted dump")
-    dump_.add_argument("directory", metavar="DIRECTORY", type=Path)
+    dump_.add_argument("directory", metavar="DIRECTORY", type=_path)
     which = dump_.add_mutually_exclusive_group()
     of_requests(which)
     which.add_argument("--match", metavar="GLOB", default="*", help="only pages and strings whose keys match")
     dump_.add_argument("--update", action="store_true", help="bring a finished dump up to date")
     restore_ = shows("restore", restore, "load a dump into a store, without its corrupt entries")
-    restore_.add_argument("directory", metavar="DIRECTORY", type=Path)
+    restore_.add_argument("directory", metavar="DIRECTORY", type=_path)
     of_requests(restore_)
     how = restore_.add_mutually_exclusive_group()
     how.add_argument("--keep", action="store_true", help="leave existing keys as they are (default)")
     how.add_argument("--replace", action="store_true", help="replace existing keys")
     inspect_ = shows("inspect", inspect, "show what a dump, or one file of it, contains", asks=False)
-    inspect_.add_argument("path", metavar="DIRECTORY|FILE", type=Path)
+    inspect_.add_argument("path", metavar="DIRECTORY|FILE", type=_path)
     of_requests(inspect_)
     inspect_.add_argument("--verify", action="store_true", help="check every hash")
 

@@ -6,6 +6,7 @@ whether it may change while the server runs. An invalid line is an error with it
 
 from __future__ import annotations
 
+import codecs
 import errno
 import logging
 import os
@@ -45,7 +46,7 @@ from kvpage_server.configuration.kinds import (
     yes_no,
 )
 from kvpage_server.core.protocol import split_words
-from kvpage_server.store.disk.database import FILE
+from kvpage_server.store.disk.database import FILE, STORE_FILES
 from kvpage_server.store.eviction.policies import POLICIES
 from kvpage_server.system.durable import private_directory
 
@@ -59,10 +60,12 @@ _LONGEST_SOCKET = 107 if sys.platform == "linux" else 103  # bytes of a unix soc
 
 
 def check_paths(config: Config) -> None:
-    """Check that the configured files and directories can be written, without changing them.
+    """Check that the configured files and directories can be written, without changing them, and that the server
+    would not write over another file.
 
     Raises ConfigError, which names the parameter, the path and the reason.
     """
+    _check_separate(config)
     for name, value in (("pidfile", config.pidfile), ("logfile", config.logfile)):
         if value:
             _check_file(name, Path(value).absolute())
@@ -70,6 +73,35 @@ def check_paths(config: Config) -> None:
         _check_socket(Path(config.unixsocket))
     if config.store == "tiered" and "dir" not in config.chosen:
         _check_directory("dir", Path.cwd())
+
+
+def _check_separate(config: Config) -> None:
+    """Check that no file that the server writes is another file of the configuration or of the store."""
+    names = [name for name in config.paths() if name != "dir" and getattr(config, name)]
+    places = {name.replace("_", "-"): Path(getattr(config, name)).resolve() for name in names}
+    if config.file:
+        places["the configuration file"] = config.file.resolve()
+    store = Path(config.dir).resolve()
+    for name in ("pidfile", "logfile", "unixsocket"):
+        place = places.get(name)
+        if place is None or place.is_char_device():
+            continue
+        if place.parent == store and place.name.startswith(STORE_FILES):
+            raise ConfigError(f"{name}: {place} is a file of the store")
+        for other, its_place in places.items():
+            if its_place == place and other != name:
+                raise ConfigError(f"{name}: {place} is also {other}")
+    if config.pidfile and places["pidfile"].is_file() and not _is_pidfile(places["pidfile"]):
+        raise ConfigError(f"pidfile: {config.pidfile} exists and contains no process id")
+
+
+def _is_pidfile(path: Path) -> bool:
+    """Return whether a file is empty, or has only a number. Raises ConfigError if it cannot be read."""
+    try:
+        content = read_regular(path, _MOST_BYTES).strip()
+    except OSError as error:
+        raise ConfigError(f"pidfile: {path} cannot be read: {error.strerror}") from None
+    return not content or content.isdigit()
 
 
 def _check_file(name: str, path: Path) -> None:
@@ -357,7 +389,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, str, list[str]]]:
 
     Raises OSError, or ConfigError for a line with unbalanced quotes.
     """
-    for number, line in enumerate(read_regular(path, _MOST_BYTES).splitlines(), start=1):
+    content = read_regular(path, _MOST_BYTES).removeprefix(codecs.BOM_UTF8)  # some editors write it
+    for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith(b"#"):
             continue
         found = split_words(line)

@@ -15,8 +15,8 @@ _OPENING = """\
 
 The syntax is that of redis.conf. A line has a parameter's name and its values. `#` begins a comment line. A value with
 spaces is written `"..."` or `'...'`. Sizes can have the units `kb`, `mb` and `gb` (1024) or `k`, `m` and `g` (1000). If
-a line is wrong, the server does not start, and the error has the line's number and says what is allowed. This checks a
-file without starting the server:
+a parameter is unknown or its value is not of the kind below, the server does not start, and the error has the line's
+number and says what is allowed. Other errors name the parameter. This checks a file without starting the server:
 
 ```console
 $ kvpage-server --check-config conf/kvpage.conf

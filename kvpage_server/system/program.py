@@ -59,8 +59,8 @@ PIPE_CLOSED = 141  # 128 + SIGPIPE
 
 @contextmanager
 def ends_quietly(program: str) -> Iterator[None]:
-    """Run the caller's ``with`` block. Exit with a line on stderr on Ctrl-C, and without one when the pipe on standard
-    output is closed.
+    """Run the caller's ``with`` block. Exit with a line on stderr on Ctrl-C, or if standard output cannot be written,
+    and without one when the pipe on standard output is closed.
 
     Characters that the encoding of the output lacks are replaced.
     """
@@ -75,6 +75,9 @@ def ends_quietly(program: str) -> Iterator[None]:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's last flush
         sys.exit(PIPE_CLOSED)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(say(program, reason_of(error), 1))
 
 
 def say(program: str, message: str, code: int) -> int:

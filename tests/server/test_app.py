@@ -53,6 +53,19 @@ class TestWords:
         for name in ("port", "bind", "maxmemory", "requirepass", "tls-port", "page-checksums", "loglevel"):
             assert re.search(rf"^ +--{name} ", received, re.MULTILINE), name
 
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is of Linux")
+    @pytest.mark.parametrize("word", ["--version", "--help", "--check-config"])
+    def test_a_full_or_closed_output_is_an_error_in_one_line(self, word: str) -> None:
+        command = [sys.executable, "-m", "kvpage_server.app", word]
+        with open("/dev/full", "w", encoding="utf-8") as full:
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, encoding="utf-8", timeout=100)
+        assert (done.returncode, done.stderr) == (1, "kvpage-server: No space left on device\n")
+        reader, writer = os.pipe()
+        os.close(reader)
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, encoding="utf-8", timeout=100)
+        os.close(writer)
+        assert (done.returncode, done.stderr) == (141, "")
+
     def test_it_is_installed_as_a_command(self) -> None:
         command = Path(sysconfig.get_path("scripts"), "kvpage-server")
         result = subprocess.run([command, "--version"], capture_output=True, encoding="utf-8", timeout=100)
@@ -285,6 +298,48 @@ class TestLog:
         assert refused("--check-config", "--store", "tiered", "--dir", "/proc") == f"dir: {expected}"
         for name in ("logfile", "pidfile", "unixsocket"):
             assert refused(*first, f"--{name}", "/proc/x") == f"{name}: {expected}"
+
+    @pytest.mark.parametrize("checks", [True, False])
+    def test_no_file_of_others_is_written_over(self, tmp_path: Path, checks: bool) -> None:
+        first = ["--check-config"] if checks else []
+        conf, other, users = tmp_path / "kvpage.conf", tmp_path / "notes", tmp_path / "users"
+        conf.write_text(f"port {free_port()}\ndir {tmp_path}\n", encoding="utf-8")
+        other.write_text("notes", encoding="utf-8")
+        users.write_text("", encoding="utf-8")
+        with start_server("--store", "tiered", directory=tmp_path) as server, server.client() as client:
+            client.set("key", "value")
+        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        expected = {
+            ("--pidfile", "kvpage.lmdb"): f"pidfile: {tmp_path}/kvpage.lmdb is a file of the store",
+            ("--logfile", "kvpage.lock"): f"logfile: {tmp_path}/kvpage.lock is a file of the store",
+            ("--pidfile", "kvpage.conf"): f"pidfile: {conf} is also the configuration file",
+            ("--logfile", "./kvpage.conf"): f"logfile: {conf} is also the configuration file",
+            ("--logfile", "x", "--pidfile", "x"): f"pidfile: {tmp_path}/x is also logfile",
+            ("--aclfile", "users", "--pidfile", "users"): f"pidfile: {users} is also aclfile",
+            ("--pidfile", "notes"): "pidfile: notes exists and contains no process id",
+        }
+        for options, message in expected.items():
+            assert refused(*first, str(conf), *options) == message
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+        other.write_text(" 4711\n", encoding="utf-8")
+        assert run("--check-config", str(conf), "--pidfile", "notes").returncode == 0
+
+    def test_check_config_finds_a_port_that_is_used_twice(self) -> None:
+        for names in (["--port", "--metrics-port"], ["--metrics-port", "--port"]):
+            words = [word for name in names for word in (name, "9399")]
+            assert refused("--check-config", *words) == "metrics-port: 9399 is another port of this server, too"
+        elsewhere = ["--bind", "127.0.0.1", "--metrics-bind", "127.0.0.2"]
+        assert run("--check-config", "--port", "9399", "--metrics-port", "9399", *elsewhere).returncode == 0
+
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is of Linux")
+    def test_a_pidfile_on_a_full_disk_is_named(self) -> None:
+        message = "pidfile: /dev/full cannot be written: No space left on device"
+        assert refused("--port", str(free_port()), "--store", "memory", "--pidfile", "/dev/full").endswith(message)
+
+    def test_a_byte_order_mark_is_ignored(self, tmp_path: Path) -> None:
+        conf = tmp_path / "kvpage.conf"
+        conf.write_text("\ufeffport 9300\n", encoding="utf-8")
+        assert run("--check-config", str(conf)).returncode == 0
 
     def test_check_config_leaves_directories_empty(self, tmp_path: Path) -> None:
         for name in ("logfile", "pidfile", "unixsocket"):

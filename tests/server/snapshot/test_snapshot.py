@@ -409,6 +409,14 @@ def test_the_commands_report_their_results(server: RunningServer, client: redis.
     assert kvpage("restore", str(tmp_path / "empty"), *url)[2] == f"kvpage: {tmp_path / 'empty'} holds no dump\n"
 
 
+@pytest.mark.parametrize("command", ["dump", "restore", "inspect"])
+def test_an_empty_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, errors = kvpage(command, "")
+    assert (code, list(tmp_path.iterdir())) == (2, [])
+    assert "a path has at least one character" in errors
+
+
 def test_only_a_kvpage_server_can_be_dumped(redis_server: RunningServer, tmp_path: Path) -> None:
     code, _, errors = kvpage("dump", str(tmp_path), "--url", redis_server.url)
     assert (code, errors) == (1, "kvpage: only a kvpage-server can be dumped, this is another Redis\n")
