@@ -1,8 +1,7 @@
-"""Persistent memory: variables of a graph that keep their values from step to step. They are declared, sliced, grown,
-and stored as pages.
+"""Persistent memory: variables of a graph that keep their values from step to step.
 
-Contains: the modules for programs, and the errors and dtypes that all parts share. Excludes: agents, and language
-models.
+A graph declares variables, and its statements read, slice, write and grow them. `Simulator` runs it, and
+`PersistentStore` stores the variables as pages. It is independent of agents and language models.
 """
 
 from .builder import GraphBuilder

@@ -14,8 +14,8 @@
         b.stop()
     graph = g.graph()
 
-Sizes, bounds and indices are integers, variables, or expressions in the syntax of the text. A slice is a slice of
-Python, or a string in the syntax of the text.
+Sizes, bounds and indices are integers, variables, or strings with an expression in the graph language. A slice is a
+Python slice, or a string in the graph language.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .parser import parse_expression
 
 @dataclass(frozen=True, slots=True)
 class VariableRef:
-    """A reference to a declared variable. Brackets select a part of it."""
+    """A reference to a declared variable. Brackets make an access to a part of it."""
 
     name: str
 
@@ -52,7 +52,7 @@ class GraphBuilder:
         self._blocks: list[nodes.Block] = []
 
     def dynamic(self, name: str, dtype: str, dims: Sequence[int | str] = ()) -> VariableRef:
-        """Declare a variable with a value that is inserted before each step."""
+        """Declare a variable whose value the caller inserts before each step."""
         return self._declare(nodes.Declaration("dynamic", name, dtype, _dims(dims)))
 
     def volatile(
@@ -65,10 +65,10 @@ class GraphBuilder:
         indices: Sequence[str] = (),
         reference: str | None = None,
     ) -> VariableRef:
-        """Declare a variable that is initialised at the begin of each step: with the model's tensor, `init` or zeros.
+        """Declare a variable that each step begins with its initial value: the model's tensor, `init` or zeros.
 
-        `reference` is the name of the model's tensor, as in @ref and @pattern. With `indices` it is a family of
-        tensors.
+        `reference` is the name of the model's tensor, as in @ref, or with `indices`, which declare a family of tensors,
+        its pattern, as in @pattern.
         """
         return self._declare(
             nodes.Declaration("volatile", name, dtype, _dims(dims), tuple(indices), init=init, reference=reference)
@@ -83,9 +83,7 @@ class GraphBuilder:
         indices: Sequence[str] = (),
         reference: str | None = None,
     ) -> VariableRef:
-        """Declare a tensor of the model or, with `indices`, a family of tensors. `reference` is the tensor's name in
-        the model.
-        """
+        """Declare a tensor of the model, or with `indices` a family of tensors. `reference` is as for `volatile`."""
         return self._declare(
             nodes.Declaration("constant", name, dtype, _dims(dims), tuple(indices), reference=reference)
         )
@@ -104,8 +102,8 @@ class GraphBuilder:
     ) -> VariableRef:
         """Declare a variable that keeps its value from step to step.
 
-        With `table`, it has a tensor for each value of its `indices`. `auto_dim` names the indices that grow its
-        dimensions. `fixed` has the limits of indices.
+        With `table`, it has a tensor for each value of its `indices`. Indices in `auto_dim` grow the tensor's
+        dimensions instead. `fixed` has the limits of indices. Without `init`, its first value is zeros.
         """
         limits = tuple((fixed or {}).items())
         return self._declare(
@@ -116,12 +114,13 @@ class GraphBuilder:
 
     @contextmanager
     def block(self, name: str) -> Iterator[Body]:
-        """Define a block. The caller's ``with`` block adds statements to the yielded body."""
+        """Define a block of the graph. The yielded body takes its statements within the caller's ``with``."""
         body = Body()
         yield body
         self._blocks.append(nodes.Block(name, body.statements()))
 
     def graph(self) -> nodes.Graph:
+        """Return the graph with the declarations and blocks so far."""
         return nodes.Graph(tuple(self._declarations), tuple(self._blocks))
 
     def _declare(self, declaration: nodes.Declaration) -> VariableRef:
@@ -155,8 +154,8 @@ class Body:
     def loop(
         self, name: str, variable: str, start: int | str | VariableRef, stop: int | str | VariableRef
     ) -> Iterator[Body]:
-        """Define a loop over `variable` from `start` to before `stop`. The caller's ``with`` block adds statements to
-        the yielded body.
+        """Define a loop over `variable` from `start` up to, but not including, `stop`. The yielded body takes its
+        statements.
         """
         body = Body()
         yield body

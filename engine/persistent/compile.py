@@ -1,6 +1,6 @@
 """The compiler: it converts the statements of a graph to Python functions, once before the first step.
 
-Contains: operations, their calls, and the actions of a step. Excludes: declarations, and a store.
+In order: the operations, their calls, the integers of a step, variables that may change in size, and the statements.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .variables import Action, Frame, Tensors, Variable, arithmetic, constant
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An operation that graphs can call with ``op``. ``result`` selects the dtype of the result:
+    """An operation that a graph calls with ``op``. ``result`` states the dtype of the result:
 
     * ``same``: the dtype of the arguments, which must be the same for all;
     * ``float``: as ``same``, and it must be a float type;
@@ -47,7 +47,7 @@ class Op:
     * ``target``: the dtype of the target variable;
     * otherwise the dtype with this name.
 
-    ``compute`` is the function. ``arity`` are the allowed numbers of arguments. ``parameters`` are the types of named
+    ``compute`` is the function. ``arity`` has the permitted numbers of arguments, ``parameters`` the types of named
     parameters. Parameters in ``required`` have no default.
     """
 
@@ -59,7 +59,7 @@ class Op:
 
 
 def relu(x: mx.array, *, alpha: float = 0.0, clamp_max: float = math.inf) -> mx.array:
-    """Return `x` where it is above 0, and ``alpha * x`` elsewhere, but at most `clamp_max`."""
+    """Return `x` where it is above 0, otherwise ``alpha * x``, and at most `clamp_max`; element by element."""
     zero = mx.array(0, dtype=x.dtype)
     rectified = mx.maximum(x, zero) if alpha == 0 else mx.where(x > zero, x, x * mx.array(alpha, dtype=x.dtype))
     return rectified if clamp_max == math.inf else mx.minimum(rectified, mx.array(clamp_max, dtype=x.dtype))
@@ -103,14 +103,15 @@ def reshape(x: mx.array, *, shape: tuple[int, ...]) -> mx.array:
 
 
 def take(table: mx.array, indices: mx.array) -> mx.array:
-    """Return the rows of `table` at `indices`, as in the lookup of an embedding. The shape is that of `indices`, then
-    of a row.
+    """Return the rows of `table` at `indices`, as in the lookup of an embedding.
+
+    The shape of the result is the shape of `indices`, followed by the shape of a row.
     """
     return mx.take(table, indices, axis=0)
 
 
 def argmax(x: mx.array, *, axis: int = -1) -> mx.array:
-    """Return the index of the largest element along an axis, of equal elements the first one."""
+    """Return the index of the largest element along an axis; of equal elements, the first one."""
     return mx.argmax(x, axis=axis)
 
 
@@ -121,13 +122,12 @@ def is_finite(x: mx.array) -> mx.array:
 def attn(
     q: mx.array, k: mx.array, v: mx.array, wq: mx.array | None = None, *, scale: float = 0.0, causal: bool = False
 ) -> mx.array:
-    """Compute the attention of queries to keys and values. `k` and `v` are ``[tokens, kv heads, dim]``, or ``[kv heads,
-    dim]`` for one token.
+    """Return the attention of queries `q` to keys `k` and values `v`, with the shape and dtype of `q`.
 
-    `q` is ``[heads, dim]`` for one query, or ``[n, heads, dim]``. With `wq`, it is ``[n, heads * dim]``, and is first
-    multiplied by `wq`. The result has the shape and dtype of `q`. Several query heads share a key head, as in
-    grouped-query attention. A `scale` of 0 stands for ``1 / sqrt(dim)``. With `causal`, the last query has the position
-    of the last key.
+    `q` is ``[heads, dim]`` for one query, or ``[n, heads, dim]``; with `wq`, it is ``[n, heads * dim]`` and is
+    multiplied by `wq` first. `k` and `v` are ``[tokens, kv heads, dim]``, or ``[kv heads, dim]`` for one token. ``heads
+    / kv heads`` query heads share a key head, as in grouped-query attention. A `scale` of 0 stands for ``1 /
+    sqrt(dim)``. With `causal`, the last query has the position of the last key, and no query sees later keys.
     """
     if k.ndim == 2:
         k, v = mx.expand_dims(k, 0), mx.expand_dims(v, 0)
@@ -179,8 +179,7 @@ OPS: dict[str, Op] = {
 
 
 def result_dtype(statement: Operation, op: Op, dtypes: list[DType], target: DType) -> DType:
-    """Return the dtype of an operation's result. `dtypes` are those of the arguments, `target` that of the target
-    variable.
+    """Return the dtype of an operation's result, from the dtypes of its arguments and of its `target` variable.
 
     Raises DTypeError for arguments that the operation does not accept.
     """
@@ -200,8 +199,8 @@ def result_dtype(statement: Operation, op: Op, dtypes: list[DType], target: DTyp
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Named parameters of one call of an operation: `fixed` ones are known to the compiler, `counted` ones are
-    functions that return the value in a step.
+    """Named parameters of one call of an operation: values that are the same in every step are in `fixed`, functions
+    that return a step's value in `counted`.
     """
 
     fixed: dict[str, Any]
@@ -230,9 +229,9 @@ def parameters_of(statement: Operation, op: Op, scope: Scope, counting: Counting
 def call(
     compute: Callable[..., mx.array], gets: Sequence[Callable[[Frame], mx.array]], parameters: Parameters
 ) -> Callable[[Frame], mx.array]:
-    """Return a function that computes an operation in a step. `gets` return the arguments.
+    """Return a function that computes an operation in a step. The functions `gets` return its arguments.
 
-    The usual cases, without computed parameters, have shorter functions.
+    With fixed parameters only, and up to two arguments, the function has no loops, so that a step is faster.
     """
     counted = parameters.counted
     computed = partial(compute, **parameters.fixed) if parameters.fixed else compute
@@ -286,10 +285,9 @@ Scope = frozenset[str]  # the variables of the enclosing loops
 
 @dataclass(frozen=True, slots=True)
 class Counting:
-    """Compiler of expressions for integers, such as indices and bounds, to functions that return their values in a
-    step.
+    """Compiler of integer expressions, such as indices and bounds, to functions that return their values in a step.
 
-    A name is a loop variable, otherwise an integer scalar, otherwise a size of the model.
+    A name in an expression is a loop variable; if there is none, an integer scalar; otherwise a size of the model.
     """
 
     variables: Mapping[str, Variable]
@@ -374,12 +372,15 @@ class Counting:
 
 # -- Elastic variables: their values may differ in size ----------------------------------------------------------------
 #
-# The size of a slice with variable ends, of an auto_dim tensor or of a table that grows is unknown before a step. A
-# variable that gets such a value, or a value computed from one, is *elastic*: its declaration gives its rank, its dtype
-# and its initial sizes. All other variables always have their declared sizes.
+# Some sizes are unknown before a step: of a slice with variable ends, of an auto_dim tensor, and of a growing table. A
+# variable that is assigned such a value, or a value computed from one, is *elastic*: only its rank and dtype are those
+# of the declaration, and its sizes may change. All other variables always have their declared sizes.
 
 
 def elastic_variables(graph: Graph, variables: Mapping[str, Variable]) -> frozenset[str]:
+    """Return the names of the elastic variables: targets of reads with unknown sizes, and transitively their
+    targets.
+    """
     flows: list[tuple[set[str], str]] = []  # sources, and target
     elastic: set[str] = set()
     for block in graph.blocks:
@@ -402,10 +403,10 @@ def elastic_variables(graph: Graph, variables: Mapping[str, Variable]) -> frozen
 
 
 def selected_rank(access: Access, layout: Layout) -> int:
-    """Return the number of dimensions of a read of persistent memory.
+    """Return the number of dimensions of the result of a read of persistent memory.
 
-    Each scalar index removes an axis. But if all auto_dim indices are scalars, they select the whole tensor, and remove
-    none.
+    Each scalar index removes an axis. The exception: if all auto_dim indices are scalars, they select the whole tensor,
+    and remove no axis.
     """
     given = access.indices or ()
     table, auto = given[: len(layout.indices)], given[len(layout.indices) :]
@@ -442,8 +443,7 @@ def compile_graph(
 ) -> list[Action]:
     """Compile a graph. Return the actions of the block ``entry``, which a step runs in order.
 
-    `sizes` are those of the model, `tensors` its tensors. Raises a GraphError with the position of the error in the
-    text.
+    `sizes` and `tensors` are from the model. Raises a GraphError with the position of the error in the text.
     """
     check_cycles(graph)
     return _Compiler(graph, variables, sizes, tensors).block("entry")
@@ -486,7 +486,7 @@ class _Compiler:
         self._counting = Counting(self.variables, self.sizes, self.tensors)
 
     def block(self, name: str) -> list[Action]:
-        """Return the actions of a block. Blocks to which it branches are compiled first."""
+        """Return the actions of a block, compiled at the first call. The blocks of its branches are compiled before."""
         if name not in self._blocks:
             (block,) = [block for block in self.graph.blocks if block.name == name]
             self._blocks[name] = self._body(block.body, frozenset())
@@ -669,7 +669,7 @@ class _Compiler:
         return variable
 
     def _target(self, name: str, at: Place | None) -> Variable:
-        """Return a variable that an operation may assign a value to.
+        """Return the variable `name`, to which a statement assigns a value.
 
         Raises UnknownNameError if it does not exist, AccessError if it is persistent or from the model.
         """
@@ -681,8 +681,8 @@ class _Compiler:
         return variable
 
     def _persistent(self, access: nodes.Access, *, bare: bool = False) -> Layout:
-        """Return the layout of the persistent variable that a cache statement accesses. `bare` permits a table's name
-        without brackets.
+        """Return the layout of the persistent variable that a cache statement accesses. With `bare`, the name of a
+        table may have no brackets.
 
         Raises UnknownNameError, AccessError or RankError.
         """
@@ -699,7 +699,7 @@ class _Compiler:
         return layout
 
     def _getter(self, access: nodes.Access, scope: Scope) -> tuple[Get, DType]:
-        """Return a function that returns the accessed value in a step, and the dtype of the value.
+        """Return a function that returns the value of an access in a step, and the dtype of this value.
 
         Raises UnknownNameError, AccessError or RankError.
         """
@@ -722,9 +722,7 @@ class _Compiler:
         return self.tensors.entry_getter(variable, counts), variable.dtype
 
     def _putter(self, target: Variable) -> Callable[[Frame, mx.array], None]:
-        """Return a function that assigns a value to a variable in a step, after it has checked the value's dtype and
-        shape.
-        """
+        """Return a function that checks the dtype and shape of a value, and assigns it to a variable, in a step."""
         name, dtype, shape, rank = target.name, target.dtype.mlx, target.shape, len(target.shape)
         elastic = name in self._elastic
 

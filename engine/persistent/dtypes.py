@@ -36,10 +36,10 @@ class DType:
         return (value - low) % (high - low + 1) + low
 
     def literal(self, value: bool | int | float) -> bool | int | float | None:
-        """Convert a literal of the graph's text to this type. Return None if its kind does not fit or it is out of
-        range.
+        """Convert a literal of the graph's text to this type. Return None if the type does not permit it, or it is out
+        of range.
 
-        Only a literal with a point or an exponent, inf and nan are floats. 0 and 1 are also bools.
+        A literal with a point or an exponent, inf and nan are floats, other numbers integers. 0 and 1 are also bools.
         """
         if self.name == "bool":
             return bool(value) if value in (0, 1) and not isinstance(value, float) else None

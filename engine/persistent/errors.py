@@ -67,7 +67,7 @@ class UnknownNameError(GraphError):
 
 
 class DTypeError(GraphError):
-    """Error: a value does not have the required dtype, or the literal of @init does not fit the variable's dtype."""
+    """Error: a value has the wrong dtype, or the literal of @init is not a value of the variable's dtype."""
 
 
 class RankError(GraphError):

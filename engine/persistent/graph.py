@@ -1,6 +1,6 @@
-"""A graph as data: declarations, blocks and their statements. The parser and the builder create graphs.
+"""The syntax tree of a graph: declarations, blocks and their statements. The parser and the builder create it.
 
-The comparison of two graphs ignores the positions in their texts.
+Two graphs are equal if they differ only in the positions of their nodes in the text.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ Value: TypeAlias = "Expression | float | str | tuple[Value, ...]"
 class Declaration(_Placed):
     """Declaration of a variable in a section, or by `assign`, which declares a volatile variable.
 
-    ``indices`` are the names in parentheses. Indices in ``auto_dim`` enlarge the tensor's own dimensions, all others
-    select a tensor of a table. ``fixed`` has the limits of indices. ``reference`` is the name of the model's tensor,
+    ``indices`` are the names in parentheses. Indices in ``auto_dim`` grow the tensor's dimensions, all others select a
+    tensor of a table. ``fixed`` has pairs of an index and its limit. ``reference`` is the name of the model's tensor,
     with ``{index}`` in place of each index.
     """
 
@@ -123,7 +123,7 @@ class Loop(_Placed):
 class Branch(_Placed):
     """The statement ``branch condition then otherwise``, or ``branch then`` without a condition.
 
-    When the block that it runs has returned, the step continues after the branch.
+    It calls a block: when the block has returned, the step continues after the branch.
     """
 
     condition: str | None
@@ -178,7 +178,7 @@ class Block(_Placed):
     body: tuple[Statement, ...]
 
     def statements(self) -> Iterator[Statement]:
-        """Yield all statements of the block, also those within loops."""
+        """Yield all statements of the block, including the statements of its loops."""
         yield from _flat(self.body)
 
 

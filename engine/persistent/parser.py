@@ -1,4 +1,4 @@
-"""The parser of a graph's text."""
+"""The parser of the graph language: it converts a text to the syntax tree of `graph.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from . import graph as nodes
 from .dtypes import WORDS
 from .errors import DeclarationError, GraphError, ParseError, Place, Source, UnknownNameError
 
-MAX_DIGITS = 20  # as many digits as 2^64 has
+MAX_DIGITS = 20  # of an integer; 2^64 has 20 digits
 MAX_DEPTH = 100  # nesting depth, for example of sums: far below Python's recursion limit
 ATTRIBUTES = ("init", "table", "fixed", "auto_dim", "pattern", "ref")
 
@@ -65,6 +65,7 @@ def _parse(text: str, name: str, start: str) -> Any:
 
 
 def _check_depth(tree: Tree[Token], source: Source) -> None:
+    """Raise ParseError for a nesting deeper than MAX_DEPTH."""
     level = [tree]
     for _ in range(MAX_DEPTH):
         level = [child for node in level for child in node.children if isinstance(child, Tree)]
@@ -75,6 +76,7 @@ def _check_depth(tree: Tree[Token], source: Source) -> None:
 
 
 def _refuse(error: UnexpectedInput, source: Source) -> NoReturn:
+    """Raise the ParseError for an error of lark, with the position and the expected symbols."""
     if isinstance(error, UnexpectedToken) and error.token.type != "$END":
         found, expected = f'"{error.token}"', error.accepts or error.expected
         at = Place(source, error.line, error.column)
@@ -251,7 +253,7 @@ class _ToGraph(Transformer[Token, Any]):
 
 
 def _attribute(name: str, values: list[tuple[str | None, Any]] | None, at: Place) -> tuple[str, Any]:
-    """Return the name of the Declaration's field that an attribute sets, and the field's value.
+    """Return the field of `Declaration` that an attribute sets, and its value.
 
     Raises UnknownNameError for an unknown attribute, DeclarationError for wrong arguments.
     """

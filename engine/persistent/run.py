@@ -1,4 +1,4 @@
-"""`kvpage-engine run`: it runs steps of a graph, from the saved state of its instance on."""
+"""`kvpage-engine run`: it runs steps of a graph, and continues from the saved state of the instance."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .storage import PersistentStore
 
 
 def run(args: argparse.Namespace) -> int:
-    """Resume or create the instance, run the steps, save it, and print its persistent memory. Return 1 after an error,
-    else 0.
+    """Resume or create the instance, run the steps, save it, and print its persistent memory. Return the exit code: 0,
+    or 1 after an error.
     """
     try:
         store = PersistentStore(args.url)

@@ -58,8 +58,8 @@ class Model:
     def load(cls, path: Path, sizes: Mapping[str, int] | None = None) -> Self:
         """Load a model from a safetensors file.
 
-        Entries of the file's metadata with 1 to 18 digits are sizes: dimensions by name, as `layers`. An entry of
-        `sizes` replaces one of the same name. Raises ModelError for a file that is not safetensors, a size above
+        Metadata of the file whose value is 1 to 18 digits are sizes of dimensions, by name, such as `layers`. An entry
+        of `sizes` replaces a size of the same name. Raises ModelError for a file that is not safetensors, a size above
         MAX_SIZE, and a tensor of a dtype that MLX cannot load, such as f64.
         """
         try:
@@ -81,7 +81,7 @@ class Model:
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1  # version of the fingerprinted data
+FORMAT = 1  # version of the data from which the fingerprint is computed
 
 
 class Device(Enum):
@@ -125,8 +125,8 @@ class Simulator:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A 64-bit hash of everything that makes two instances interchangeable: the graph without its layout and
-        comments, the sizes, and the tensors of the model.
+        """A 64-bit hash of the program: the graph (without white space and comments of its text), the sizes, and the
+        tensors of the model. An instance can be resumed only by a program with the same fingerprint.
         """
         identity = [FORMAT, repr(self.graph), sorted(self.model.sizes.items()), self.model.digest()]
         return int.from_bytes(hashlib.blake2b(json.dumps(identity).encode(), digest_size=8).digest(), "little")
@@ -134,9 +134,9 @@ class Simulator:
     def make_executor(self, instance: str | None = None, *, autosave: int = 0, trace: bool = False) -> Executor:
         """Return an executor with new persistent memory.
 
-        With `instance`, a name, the executor can be saved, and it saves itself after every `autosave` steps; 0 stands
-        for never. With `trace`, it records the events of each step. Raises StoreError if there is no store, and for a
-        name that is not 1 to 128 of ``A-Z a-z 0-9 . _ -``.
+        With `instance`, a name of 1 to 128 of ``A-Z a-z 0-9 . _ -``, the executor can be saved, and saves itself after
+        every `autosave` steps; never if that is 0. With `trace`, it records the events of each step. Raises StoreError
+        for any other name, and if there is no store.
         """
         return Executor(self, self._stored(instance) if instance is not None else None, autosave, trace)
 
@@ -144,8 +144,8 @@ class Simulator:
         """Return an executor that continues from the last save of an instance. The arguments are as for
         `make_executor`.
 
-        Raises NoInstanceError if none is saved, WrongProgramError, DamagedError, ConflictError if another process saves
-        the instance all the time, and redis.RedisError if the server does not answer.
+        Raises NoInstanceError if there is no save, WrongProgramError, DamagedError, ConflictError if another process
+        saves the instance in every attempt to read it, and redis.RedisError if the server does not answer.
         """
         executor = Executor(self, self._stored(instance), autosave, trace)
         executor._load()
@@ -172,7 +172,7 @@ class Executor:
             raise ValueError(f"autosave is 0 or more, and needs an instance to save, got {autosave}")
         self.simulator = simulator
         self.steps = 0  # completed steps, including the steps before a resume
-        # number of failed autosaves since the last successful save; the next save includes their changes
+        # failed autosaves since the last successful save, which will include their changes
         self.unsaved = 0
         self._stored = stored
         self._autosave = autosave
@@ -193,7 +193,7 @@ class Executor:
         self._inserted.update(checked)
 
     def step(self) -> None:
-        """Run the block ``entry`` of the graph once. The inserted values are removed afterwards.
+        """Run the block ``entry`` of the graph once, with the inserted values, which are removed afterwards.
 
         Raises InputError for a missing input, a GraphError with the position of the failed statement,
         BrokenExecutorError if MLX failed. An autosave, after the step, raises ConflictError if another process has
@@ -208,7 +208,9 @@ class Executor:
         ]
         if missing:
             raise InputError(f"{', '.join(missing)} must be inserted before each step")
-        self._frame = None  # its views would prevent changes of tables in place
+        self._frame = (
+            None  # drop the views of the last step, because MLX copies an array that has views before a change
+        )
         journal = self.memory.journal
         journal.begin()
         frame = Frame(self.steps, self.memory, self._inserted, trace=[] if self._trace else None)
@@ -222,7 +224,7 @@ class Executor:
                 raise
             self._inserted = {}
             for name in self.simulator.temporary:
-                frame.values.pop(name, None)  # MLX updates an array without other references in place
+                frame.values.pop(name, None)  # MLX changes an array in place only if it has no other reference
             self._evaluate(lambda: mx.eval(journal.arrays(), list(frame.values.values())))
         journal.begin()  # the changes of this step are final
         self._frame = frame
@@ -231,10 +233,11 @@ class Executor:
             self._save_if_possible()
 
     def fetch(self, name: str) -> mx.array:
-        """Return the value of a variable. Persistent and constant variables always have one, others only after a
-        successful step.
+        """Return the value of a variable: of a persistent or constant one at any time, of others after a successful
+        step.
 
-        Raises UnknownNameError, and InputError for a variable without a value. Variables of `assign` never have one.
+        Raises UnknownNameError, and InputError for a variable without a value. A variable of `assign` has none outside
+        of a step.
         """
         variable = self.simulator.variables.get(name)
         if variable is None:
@@ -264,9 +267,9 @@ class Executor:
     def save(self) -> SavedPages:
         """Store all changes since the last save atomically: a reader finds either all of them, or the state before.
 
-        Return the number and the bytes of the written pages. Raises StoreError if the executor has no instance,
-        BrokenExecutorError after a failure of MLX, ConflictError if another process has saved the instance, and
-        redis.RedisError.
+        Return the number and bytes of the written pages. Raises StoreError if the executor was made without an
+        instance, BrokenExecutorError after a failure of MLX, ConflictError if another process has saved the instance,
+        and redis.RedisError.
         """
         if self._stored is None:
             raise StoreError("this executor has no instance to save: make_executor(NAME)")
@@ -277,8 +280,8 @@ class Executor:
         return saved
 
     def export(self, path: Path) -> None:
-        """Write persistent memory to a safetensors file, with one tensor for each variable. The tensor of a table has
-        all its entries.
+        """Write persistent memory to a safetensors file, with one tensor for each variable; for a table, all entries in
+        one tensor.
         """
         with mx.stream(self.simulator.device.mlx):
             names = [*self.memory.scalars, *self.memory.tables]
@@ -294,9 +297,7 @@ class Executor:
         self.steps = steps
 
     def _save_if_possible(self) -> None:
-        """Save after a step. If the server fails, count it in `unsaved`, and log the first failure of several in a
-        row.
-        """
+        """Save after a step. If the server fails, count the failure in `unsaved`, and log the first one in a row."""
         failures = self.unsaved
         try:
             self.save()
@@ -309,7 +310,7 @@ class Executor:
                 log.warning("step %d is saved again, after %d failures", self.steps, failures)
 
     def _evaluate(self, compute: Any) -> None:
-        """Call `compute`, which evaluates arrays. If it fails, the arrays may be damaged, and the executor is broken.
+        """Call `compute`, which evaluates arrays. An exception breaks the executor, because arrays may be damaged.
 
         Raises BrokenExecutorError for an error of MLX, other exceptions unchanged.
         """

@@ -1,7 +1,4 @@
-"""Persistent memory at run time: scalars, tables with their entries, and the journal of changes.
-
-Contains: state that survives a step. Excludes: graphs, and a store.
-"""
+"""Persistent memory at run time: scalars, tables with their entries, and the journal, which undoes a failed step."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from .errors import GrowthError, NegativeIndexError, ShapeError, SliceRangeError
 
 
 class Journal:
-    """Undo log of one step, and the arrays to evaluate at its end. Every change of persistent memory adds to it."""
+    """Undo log of one step, and the arrays that MLX has to evaluate at its end. Every change is recorded here."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -42,14 +39,14 @@ class Journal:
         self._undo.append(undo)
 
     def first(self, what: Hashable) -> bool:
-        """Return whether `what` has not been changed in this step yet, and note the change."""
+        """Note a change of `what`. Return whether it is the first one in this step, which has to be recorded."""
         if what in self._seen:
             return False
         self._seen.add(what)
         return True
 
     def pending(self, what: Hashable, array: Callable[[], mx.array | None]) -> None:
-        """Note that the array of `what` has to be evaluated at the end of the step. `array` is called then, and returns
+        """Note that the array of `what` has to be evaluated at the end of the step, when `array` is called to return
         it.
 
         A later call for the same `what` replaces this one.
@@ -57,10 +54,11 @@ class Journal:
         self._pending[what] = array
 
     def arrays(self) -> list[mx.array]:
-        """Return the arrays to compute at the end of the step."""
+        """Return the arrays to evaluate at the end of the step."""
         return [found for array in self._pending.values() if (found := array()) is not None]
 
     def rollback(self) -> None:
+        """Undo all changes since `begin`, the last one first."""
         for undo in reversed(self._undo):
             undo()
         arrays = self.arrays()
@@ -70,17 +68,17 @@ class Journal:
 
 # -- Lanes: the entries along a table's last index, in one array -------------------------------------------------------
 #
-# A lane's array has room for more entries than it holds, and doubles when it is full, so n appends cost O(n). A slice
-# of it is a view. MLX updates an array in place if it has no other reference. A step that writes an entry and then
-# reads slices satisfies this, because the views are dropped when the next step begins. If a view of an array is still
-# referenced when an entry is written, MLX copies the array once, and the view keeps the old data.
+# The array of a lane has a capacity, which doubles when it is exceeded, so n appends cost O(n). A slice of the array is
+# a view. MLX changes an array in place if it has no other reference, so an entry must be written before views are
+# taken. Steps usually write an entry and then read slices, and the views are dropped when the next step begins. If a
+# view still exists at a write, MLX copies the array once, and the view keeps the old data.
 
 Literal = bool | int | float | None
 MEMORY_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class Lane:
-    """Growing array of entries of one shape, some of them written: the tensors of a table along its last index."""
+    """The entries of a table along its last index, in one growing array. All have the same shape; some are written."""
 
     def __init__(self, dtype: DType, shape: tuple[int, ...], init: Literal, journal: Journal) -> None:
         self._dtype = dtype
@@ -88,7 +86,7 @@ class Lane:
         self._init = init
         self._journal = journal
         self._array = self._fill(0)  # [capacity, *shape]; unwritten entries have the init value
-        self._written = bytearray()  # a byte for each entry that the array has room for
+        self._written = bytearray()  # a byte for each entry of the array: 1 if it is written
         self._changed_in = -1  # the journal's step of the last change
 
     def written(self, index: int) -> bool:
@@ -105,8 +103,9 @@ class Lane:
         return self._array[index] if self._changed_in == self._journal.step else self._copy(index)
 
     def slice(self, start: int, stop: int) -> mx.array:
-        """Return the entries from `start` to before `stop`, ``[stop - start, *shape]``: a view if the array is long
-        enough.
+        """Return the entries from `start` up to, but not including, `stop`, ``[stop - start, *shape]``.
+
+        It is a view unless `stop` is beyond the capacity.
         """
         room = len(self._written)
         if stop <= room:
@@ -143,7 +142,7 @@ class Lane:
         return self._dtype.full((count, *self._shape), self._init)
 
     def _copy(self, index: int) -> mx.array:
-        """Return an evaluated copy of an entry. Without a view of it, MLX can change the array in place."""
+        """Return an evaluated copy of an entry. A view would prevent a change of the array in place."""
         copy = self._array[index]  # a gather, which copies
         mx.eval(copy)
         return copy
@@ -191,7 +190,7 @@ class Layout:
     shape: Shape  # of a tensor, before auto_dim
     init: Literal = None
     indices: tuple[str, ...] = ()  # of the table
-    auto: tuple[str, ...] = ()  # the i-th grows dimension i
+    auto: tuple[str, ...] = ()  # of auto_dim; the i-th index grows dimension i
     fixed: tuple[tuple[str, int], ...] = ()
 
     @property
@@ -209,9 +208,9 @@ class Layout:
 
 
 class Table:
-    """A persistent tensor, or a table of tensors by index. Changes can be undone until the journal's next `begin`.
+    """A persistent tensor, or a table of tensors by index. The journal can undo changes until its next `begin`.
 
-    The compiler has checked the number of indices, the positions of slices, and the dtypes of writes.
+    Methods do not check the number of indices, the positions of slices, and the dtypes of writes; the compiler has.
     """
 
     def __init__(self, layout: Layout, journal: Journal) -> None:
@@ -222,7 +221,7 @@ class Table:
         self.load_lengths(self._first_sizes(), [0] * len(layout.auto))
         self._in_lanes = bool(layout.indices) and not layout.auto
         self._lanes: dict[Entry, Lane] = {}
-        self._cells: dict[Entry, mx.array] = {}  # of tables without lanes
+        self._cells: dict[Entry, mx.array] = {}  # the tensors, of a table without lanes
 
     def size(self, index: str) -> int:
         """Return the length along a table index, or the count (the number of added elements) of an auto_dim index."""
@@ -235,8 +234,8 @@ class Table:
     def read(self, selection: Selection) -> mx.array:
         """Return the selected tensors: an axis for each slice and each omitted table index, then the axes of a tensor.
 
-        A scalar table index lengthens the table, and a scalar auto_dim index enlarges the tensors, if necessary. Slices
-        do not. Raises NegativeIndexError, SliceRangeError or GrowthError.
+        A scalar table index beyond the end lengthens the table, and a scalar auto_dim index beyond the end grows the
+        tensors; a slice does neither. Raises NegativeIndexError, SliceRangeError or GrowthError.
         """
         layout, rank = self.layout, len(self.layout.indices)
         table, auto = selection[:rank], selection[rank:]
@@ -274,10 +273,10 @@ class Table:
         self._set_lengths(sizes, counts)
 
     def reset(self, selection: Selection = ()) -> None:
-        """Reset to the unwritten state: the whole table with its lengths and counts, or the entries that begin with
-        `selection`.
+        """Return to the unwritten state: without `selection` the whole table, with its lengths and counts, otherwise
+        the entries whose indices begin with `selection`, without a change of the table's length.
 
-        A reset of entries keeps the length of the table. Raises NegativeIndexError or GrowthError.
+        Raises NegativeIndexError or GrowthError.
         """
         layout = self.layout
         prefix = self._scalars(selection)
@@ -308,8 +307,8 @@ class Table:
                 yield from ((*lane, index) for index in held.indices())
 
     def stored_runs(self, entries: Iterable[Entry]) -> Iterator[tuple[list[Entry], mx.array | None]]:
-        """Group entries into consecutive runs. Yield the indices of each run, and its tensors ``[n, ...]``, None for
-        unwritten entries.
+        """Group entries into runs of consecutive indices. Yield the indices of each run, and its tensors ``[n, ...]``,
+        or None for a run of unwritten entries.
         """
         for written, several in groupby(sorted(entries), self._is_written):
             if not written:

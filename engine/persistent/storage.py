@@ -1,7 +1,4 @@
-"""Storage of persistent memory: instances on a page server, and export to safetensors files.
-
-Contains: the stored form of an instance. Excludes: graphs, and the execution of a step.
-"""
+"""Storage of persistent memory: instances on a page server, and export to safetensors files."""
 
 from __future__ import annotations
 
@@ -41,8 +38,9 @@ FORMAT = 1
 
 @dataclass
 class StoredLane:
-    """State of a lane on the server: the slot (0 or 1), digest and shape of each entry, by its last index. A lane is
-    all entries that have the other indices in common.
+    """State of a lane on the server: the slot (0 or 1), digest and shape of each entry, by the entry's last index.
+
+    A lane is all entries that have the other indices in common. `number` identifies it within the instance.
     """
 
     number: int
@@ -52,6 +50,7 @@ class StoredLane:
     _runs: list[list[int]] | None = field(default_factory=list)  # the result of `runs`; None if it is outdated
 
     def enter(self, index: int, slot: int, digest: int, shape: Shape | None) -> None:
+        """Add or replace an entry."""
         runs = self._runs
         if runs and index not in self.slots and runs[-1][1:] == [index, slot]:
             runs[-1][1] += 1
@@ -85,7 +84,7 @@ class StoredLane:
 
 @dataclass
 class StoredTable:
-    """A table's lengths, counts and lanes."""
+    """A table on the server: its lengths, counts and lanes."""
 
     sizes: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
@@ -105,8 +104,8 @@ class Manifest:
     digest: int = 0  # the sum, modulo 2^64, of the digests of all entries
 
     def successor(self, token: str, steps: int) -> Manifest:
-        """Return a copy for the next save, with a new `token`. It shares lanes with this manifest until they are
-        replaced.
+        """Return a copy for the next save, with a new `token`. It shares the lanes of this manifest, which therefore
+        have to be copied before a change.
         """
         tables = {
             name: StoredTable(list(table.sizes), list(table.counts), dict(table.lanes))
@@ -115,7 +114,7 @@ class Manifest:
         return Manifest(self.fingerprint, token, steps, dict(self.scalars), tables, self.next_lane, self.digest)
 
     def dump(self) -> str:
-        """Return the text to store: JSON, and before it a digest of the JSON."""
+        """Return the text to store: a digest of the JSON, followed by the JSON."""
         text = json.dumps(
             {
                 "format": FORMAT,
@@ -184,17 +183,17 @@ def _parse_table(stored: Mapping[str, Any]) -> StoredTable:
 #     kv:{fingerprint}.{instance}:{layer}:{head}:{index}:{slot}   one entry of a table, or one tensor
 #     persistent:{instance}                                       the manifest, written last
 #
-# The entries of a lane, which share all indices but the last, share a number: ``layer * 65536 + head``. An entry has
-# two slots. It is first written to slot 0, and every later version to the slot that the manifest does not name. So
-# the last saved state stays readable until the manifest is replaced, and a crash in between only leaves pages that
-# nothing refers to. Replaced pages are deleted after the manifest is written.
+# A lane is all entries that have all indices but the last in common. Layer and head of its pages are the number of the
+# lane: ``layer * 65536 + head``. An entry has two slots. It is first written to slot 0, and every later version to the
+# slot that the manifest does not name. So the last saved state stays readable until the manifest is replaced, and a
+# crash in between only leaves pages that nothing refers to. Replaced pages are deleted after the manifest is written.
 #
 # The manifest has the fingerprint, the scalars, the lengths and counts, the slot of each entry, and a digest of all
 # entries. It is replaced only if it is still the one last read or written here, so two processes cannot both
 # continue from the same state. The data must match the manifest's digest, otherwise an error is raised.
 
-CHUNK_BYTES = 8 << 20  # most bytes of pages in one command, unless one page is larger
-TRIES = 10  # attempts to read an instance that another process keeps saving
+CHUNK_BYTES = 8 << 20  # of pages in one command, at most, except for a single larger page
+TRIES = 10  # attempts to read an instance that another process saves meanwhile
 _INSTANCE = re.compile(r"[A-Za-z0-9._-]{1,128}\Z")
 
 
@@ -257,7 +256,7 @@ class PersistentStore:
             request = _request(instance, manifest.fingerprint)
             try:
                 self.server.delete_request(request)
-            except Unsupported:  # a Redis or a cluster, which does not know the pages of a request
+            except Unsupported:  # a Redis or a cluster, which cannot list the pages of a request
                 self.server.delete(list(_every_page(request, manifest)))
         return bool(there)
 
@@ -281,8 +280,8 @@ class StoredInstance:
         self._store = store
         self._fingerprint = fingerprint
         self._request = _request(name, fingerprint)
-        self._known = Manifest(fingerprint)  # the stored state; its token is "" if nothing is stored
-        self._attempt: Manifest | None = None  # a manifest that may be stored: the connection broke during its write
+        self._known = Manifest(fingerprint)  # the last manifest that was read or written; its token is "" for none
+        self._attempt: Manifest | None = None  # a manifest whose write was not confirmed, so it may be stored
         self._stale: list[PageKey] = []
 
     def load(self, memory: Memory) -> int | None:
@@ -330,7 +329,7 @@ class StoredInstance:
         for table in memory.tables.values():
             table.dirty.clear()
         self._stale = stale
-        with suppress(redis.RedisError):  # nothing refers to them; the next save tries again
+        with suppress(redis.RedisError):  # no manifest refers to these pages; the next save deletes them
             self._store.server.delete(stale)
             self._stale = []
         return SavedPages(len(written), sum(memoryview(page.body).nbytes for page in written))
@@ -338,7 +337,9 @@ class StoredInstance:
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Check that the stored manifest is the one that was last read or written here.
+        """Check that the stored manifest is the last one that this process has read or written.
+
+        A write whose reply was lost counts as well, if its manifest is the stored one.
 
         Raises WrongProgramError or ConflictError.
         """
@@ -411,7 +412,7 @@ class StoredInstance:
 
         def replace(raw: bytes | None) -> list[Question]:
             token = Manifest.parse(raw, self.name).token if raw is not None else ""
-            if token not in (self._known.token, manifest.token):  # the latter after a repeated attempt
+            if token not in (self._known.token, manifest.token):  # the latter if an earlier attempt was successful
                 raise ConflictError(f"instance {self.name} was saved by somebody else")
             return [Question(["SET", _key(self.name), manifest.dump()], ok)]
 
@@ -489,9 +490,7 @@ def _page_key(request: bytes, lane: int, index: int, slot: int) -> PageKey:
 
 
 def _every_page(request: bytes, manifest: Manifest) -> Iterator[PageKey]:
-    """Yield the keys of both slots of every entry, because an interrupted save may have written the slot that is not in
-    use.
-    """
+    """Yield the keys of both slots of every entry, because an interrupted save may have written the unused one."""
     for table in manifest.tables.values():
         for lane in table.lanes.values():
             for index in lane.slots:
@@ -499,8 +498,8 @@ def _every_page(request: bytes, manifest: Manifest) -> Iterator[PageKey]:
 
 
 def _place(entry: Entry) -> tuple[Entry, int]:
-    """Return the lane of an entry (its indices but the last), and its last index. A tensor without indices is entry 0
-    of the lane ().
+    """Return the lane of an entry, which is its indices but the last, and the last index. A tensor without indices is
+    entry 0 of the lane ().
     """
     return (entry[:-1], entry[-1]) if entry else ((), 0)
 
@@ -548,9 +547,7 @@ def _digest(name: str, entry: Entry, body: Any) -> int:
 
 
 def _scalar(value: mx.array) -> int | str:
-    """Return a scalar as it is stored: an integer, or a float's bytes in hexadecimal, because decimal digits may be
-    inexact.
-    """
+    """Return a scalar for the manifest: an integer, or the bytes of a float in hexadecimal, which are exact."""
     if value.dtype in (mx.float16, mx.bfloat16, mx.float32, mx.float64):
         return bytes(np.asarray(value.reshape(-1).view(mx.uint8))).hex()
     return int(value.item())  # type: ignore[arg-type]

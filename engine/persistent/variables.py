@@ -195,7 +195,7 @@ class Frame:
     trace: list[Event] | None = None
 
     def run(self, actions: Sequence[Action]) -> bool:
-        """Run actions in order, up to the first one that ends the block. Return whether one has ended it."""
+        """Run actions in order until one ends the block (`return`). Return whether one has ended it."""
         trace = self.trace
         action = None
         try:
@@ -262,9 +262,7 @@ class Tensors:
         return get
 
     def beginning(self, name: str) -> mx.array | None:
-        """Return the value that a volatile or constant variable has at the begin of a step; None for other
-        variables.
-        """
+        """Return the value of a volatile or constant variable at the beginning of a step; None for other variables."""
         return self._values.get(name)
 
     def entry_getter(self, variable: Variable, counts: Sequence[Callable[[Frame], int]]) -> Callable[[Frame], mx.array]:

@@ -1,4 +1,3 @@
-"""The tiers of an agent's memory below the live batch: memory, a page server, files.
-
-Contains: the tiers, the movement of contexts between tiers, and its metrics. Excludes: the engines, and HTTP.
+"""The tiers of agents' contexts below the live batch: memory, a page server, files; and the loads and saves between
+them.
 """

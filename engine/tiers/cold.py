@@ -64,7 +64,7 @@ _STRIP_COLUMNS = 16  # columns that are transposed together: their cache lines s
 
 
 class _Place(NamedTuple):
-    """The place of an array in a context, and its tensor in the file."""
+    """An array of a context: its layer and number, and its tensor in the file."""
 
     layer: int
     number: int  # of the array in its layer
@@ -159,8 +159,10 @@ class SafetensorsCacheAdapter:
     def find(
         self, agent_id: str, tokens: Sequence[int] | None = None, *, is_cancelled: Callable[[], bool] = lambda: False
     ) -> tuple[AgentBlocks | None, str | None]:
-        """Return the result of `load`, and the reason of a miss. Stop when `is_cancelled` returns True: that is no
-        miss."""
+        """Return the result of `load`, and the reason of a miss.
+
+        Stops when `is_cancelled` returns True, which is not counted as a miss.
+        """
         try:
             with _open(self._path(agent_id)) as file:
                 return self._load(agent_id, TensorReader(file), tokens, is_cancelled), None
@@ -173,7 +175,7 @@ class SafetensorsCacheAdapter:
             return None, reason
 
     def reach(self, agent_id: str, tokens: Sequence[int] | None = None) -> int:
-        """Return how many of `tokens` the agent's file has, according to its header. This counts no miss."""
+        """Return how many of `tokens` a load of the agent's file would restore, by its header. Counts no miss."""
         try:
             with _open(self._path(agent_id)) as file:
                 return _reach(self._spec, *_check(self._spec, agent_id, TensorReader(file)), tokens)
@@ -232,7 +234,7 @@ def _metadata(spec: ModelCacheSpec, context: AgentBlocks, states: Sequence[int])
 
 
 def _places(spec: ModelCacheSpec, tokens: int, states: Sequence[int]) -> list[_Place]:
-    """Return the tensors of a context of `tokens` tokens, in the file's order."""
+    """Return the tensors of a file with `tokens` tokens and states at these positions, in the order of the file."""
     shapes = [(spec.token_shapes(tokens), None), *((spec.state_shapes(end), end) for end in states)]
     return [
         _Place(i, number, kept, end)
@@ -289,7 +291,7 @@ def _reach(spec: ModelCacheSpec, stored: Sequence[int], states: Sequence[int], t
 
 
 def _body(place: _Place, context: AgentBlocks, states: Mapping[int, Arrays]) -> Bits:
-    """Return the values of a tensor in the file's layout."""
+    """Return the values of a tensor, in the layout of the file. `states` are the context's states by position."""
     if place.state_at is not None:
         return _bits(states[place.state_at][place.layer][place.number])
     parts = [_bits(block.layers[place.layer][place.number]) for block in context.blocks]
@@ -310,7 +312,10 @@ def _blocks(
     states: Sequence[int],
     reach: int,
 ) -> tuple[KVBlock, ...]:
-    """Return blocks of the first `reach` tokens."""
+    """Return blocks of the first `reach` tokens, read from the file's tensors `bodies`, which is read to its end.
+
+    `ids` are allocated block ids, `stored` the tokens and `states` the positions of states in the file.
+    """
     edges = list(pairwise([*range(0, reach, spec.block_tokens), reach]))
     layers: list[list[list[mx.array]]] = [[[] for _ in spec.layers] for _ in edges]  # [block][layer][plane]
     states_at: dict[int, list[list[mx.array]]] = {position: [[] for _ in spec.layers] for position in states}

@@ -1,4 +1,4 @@
-"""Write-behind: dirty contexts are written to the page server, then to the cold tier."""
+"""Write-behind: the coroutine that writes dirty contexts to the page server, and to the cold tier."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from .server.connection import FAILING
 log = logging.getLogger(__name__)
 
 Save = Callable[[AgentBlocks], Coroutine[Any, Any, int | None]]  # returns the bytes written, or None if it failed
-UNREACHABLE = FAILING | {"open", "late"}  # reasons that Reachability logs
-RETRY_SECONDS = 1.0  # after which a tier that failed is tried again
-IDLE_SECONDS = 5.0  # without use after which a context is written to its file
+UNREACHABLE = FAILING | {"open", "late"}  # reasons of failures that `Reachability` logs
+RETRY_SECONDS = 1.0  # from a failed write to the next write to this tier
+IDLE_SECONDS = 5.0  # a context is written to its file after this time without a use
 
 
 @dataclass(slots=True, eq=False)
 class Publication:
-    """A context to be written without a name. It holds references on its blocks."""
+    """A context in the queue of the page server that is written without a name. It holds references on its blocks."""
 
     context: AgentBlocks
     label: str | None  # see `AgentCacheStore.publish`
-    owner: tuple[str, str]  # the tenant and the client whose prompts find it
+    owner: tuple[str, str]  # the tenant, and the client whose prompts can reuse it
     on_end: Callable[[], object] | None = None  # called once: when it is written, or when the server fails
 
     @property
@@ -43,10 +43,7 @@ class Publication:
         return sum(block.nbytes for block in self.context.blocks)
 
     def end(self) -> None:
-        """Call `on_end`, unless it was called before: the context is written or skipped, or the server failed.
-
-        Called without the flusher's lock.
-        """
+        """Call `on_end`, unless it was called before. The caller must not hold the flusher's lock."""
         on_end, self.on_end = self.on_end, None
         if on_end:
             on_end()
@@ -121,7 +118,7 @@ class Flusher:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Wait for the write in progress, and begin no other one within the `with` statement."""
+        """Wait for the write in progress, and suspend further writes within the `with` statement."""
         self._loop.run(self._writing.acquire())
         try:
             yield
@@ -129,11 +126,11 @@ class Flusher:
             self._loop.call(self._writing.release)
 
     def publish(self, publication: Publication) -> None:
-        """Queue the blocks of a prompt, which are written before anything else, and take over the caller's references.
+        """Queue the blocks of a prompt, which are written before any other context. Takes over the caller's references.
 
-        The publication is skipped if too many bytes wait already. While the server fails, the beginning of a named
-        agent's context is skipped, because the agent's own context is written later, and older contexts are dropped in
-        favour of a newer one.
+        The publication is skipped if more than `max_prompt_bytes` would wait. While the server fails, the prompt of a
+        named agent is skipped, because its context is dirty and will be written, and a new context replaces the oldest
+        waiting ones if there is no space.
         """
         failing = False
         with self._lock:
@@ -153,7 +150,9 @@ class Flusher:
 
     def abandon_prompt(self) -> bool:
         """If the server fails, drop the context without a name that has waited longest. Return whether there was one.
-        Called with the lock held."""
+
+        The caller must hold the lock.
+        """
         if not self._prompts or "page" not in self._failed:
             return False
         self._free(self._prompts.popleft())
@@ -172,9 +171,9 @@ class Flusher:
         self._pool.free(publication.context.block_ids, publication.context.agent_id)
 
     def _queue_for_server(self, publication: Publication) -> bool:
-        """Append a context to the queue while the server fails. Return whether it waits now.
+        """Append a context to the queue while the server fails. Return False if a queued one covers it.
 
-        Called with the lock held. A context that another one covers does not wait separately.
+        Queued contexts that it covers are dropped. The caller must hold the lock.
         """
         if publication.label is None or publication.nbytes > self._max_prompt_bytes:
             self.lost += publication.label is not None
@@ -193,8 +192,8 @@ class Flusher:
         """Write all dirty contexts to all their tiers before returning. With an agent, write only its context, even if
         it is clean, because the server may have evicted blocks of it.
 
-        A page server that fails is tried once, also while its circuit breaker is open. Each file is tried, because one
-        that cannot be written says nothing about the others. A context of which one of several servers lacks a part is
+        A page server that fails is tried once, even while its circuit breaker is open. Every file is tried, because the
+        failure of one does not concern the others. If one of several servers lacks a part of a context, the context is
         written again.
         """
         self._loop.run(self._flush(agent_id))
@@ -277,7 +276,7 @@ class Flusher:
                     self._failed.pop("page", None)
                 else:
                     self._failed["page"] = time.monotonic() + RETRY_SECONDS
-                if failed:  # the other publications would fail, too
+                if failed:  # the other publications would fail as well
                     ended += self._prompts
                     again, self._prompts = [*self._prompts, publication], deque()
                     for one in again:
@@ -343,7 +342,7 @@ class Flusher:
         nbytes = None
         try:
             nbytes = await save(context)
-        except Exception:  # the other contexts are still to be written
+        except Exception:  # the coroutine has to write the other contexts
             log.exception("the context of %s could not be written", context.agent_id)
         finally:
             self._pool.free(context.block_ids, context.agent_id)
@@ -364,7 +363,7 @@ class Flusher:
     def _note_result(self, entry: CacheEntry, tier: LowerTier, *, succeeded: bool) -> None:
         if not succeeded:
             self._failed[tier] = time.monotonic() + RETRY_SECONDS
-            entry.dirty_since = time.monotonic()  # this context may be the cause: try others first
+            entry.dirty_since = time.monotonic()  # behind the others, because this context may be the cause
             return
         self._failed.pop(tier, None)
         entry.kept |= self._tiers[tier].save_failure is None

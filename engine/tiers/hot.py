@@ -27,23 +27,23 @@ class CacheEntry:
     unwritten_tiers: set[LowerTier]  # tiers to which it must still be written; empty if it is clean
     whole: bool  # whether it is the agent's last context; False for a loaded one, which may be a part
     pinned: bool = False
-    leaving: bool = False  # whether it is evicted, but not written yet
-    kept: bool = False  # whether it was written to a tier below, which may have evicted it since
+    leaving: bool = False  # True for an evicted context that is not written yet
+    kept: bool = False  # True once a tier below has stored it, even if that tier has evicted it since
     used: float = field(default_factory=time.monotonic)
     dirty_since: float = field(default_factory=time.monotonic)
     sizes: dict[int, int] = field(default_factory=dict)  # bytes of its blocks, by id
 
 
 class HotTier:
-    """Contexts by agent: at most `max_agents`, and at most `max_bytes` in their blocks. A shared block counts once.
-    Pinned contexts count, and are not evicted.
+    """Contexts by agent, in order of use: at most `max_agents`, with blocks of at most `max_bytes` bytes. A shared
+    block counts once. Pinned contexts count, and are not evicted.
 
-    An evicted context that is dirty is marked as leaving. It stays until it is written, and does not count against the
-    limits. At most `max_leaving` bytes, or one larger context, are leaving. Beyond that no dirty context is evicted,
-    and the tier exceeds its limits until a context is written. Only a context that all its tiers fail to store is
-    dropped unwritten, and counted in `lost`.
+    A dirty context that is evicted becomes *leaving*: it stays in memory until it is written, but does not count
+    against the limits. At most `max_leaving` bytes are leaving, or one larger context. Beyond that, no dirty context is
+    evicted, and the tier exceeds its limits until a context is written. A context is dropped unwritten only if all its
+    tiers fail; `lost` counts these.
 
-    Callers of all methods hold `lock`.
+    Callers of all methods must hold `lock`.
     """
 
     def __init__(self, pool: BlockPool, max_agents: int, max_bytes: int, max_leaving: int) -> None:
@@ -135,8 +135,9 @@ class HotTier:
         return self.drop(unwritable.context.agent_id)
 
     def bytes_being_freed(self, failing: Collection[LowerTier]) -> dict[int, int]:
-        """Return the bytes, by block id, of leaving contexts that can be written. They become free then, unless other
-        holders have references on the blocks."""
+        """Return the bytes, by block id, of leaving contexts that a tier can store. They become free when the contexts
+        are written, unless the blocks have other references.
+        """
         return _sizes([entry for entry in self if entry.leaving and not entry.unwritten_tiers <= set(failing)])
 
     def drop_clean(self) -> None:

@@ -44,9 +44,9 @@ class Loaded:
     blocks: AgentBlocks | None  # freed by the receiver, under its agent's name; None on a miss
     tier: Tier
     reach: int  # tokens of the prompt that need not be computed
-    why: str | None  # the reason of a miss, or of a result shorter than the prompt
-    seconds: float
-    own: bool  # whether it is of the agent's own context
+    why: str | None  # the reason of a miss, or of a result that is shorter than the prompt
+    seconds: float  # duration of the load
+    own: bool  # whether it is a part of the agent's own context
 
     @property
     def nbytes(self) -> int:
@@ -70,7 +70,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The longest prefix of a prompt that a tier has. Its blocks are held under the agent's name."""
+    """The longest prefix of a prompt in a tier. Its blocks are referenced under the agent's name."""
 
     blocks: AgentBlocks | None = None
     tier: Tier = "none"
@@ -80,7 +80,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class LoadSources:
-    """Sources of contexts below memory, and objects that all loads of a store share."""
+    """The tiers below memory, and other objects that all loads of a store use."""
 
     spec: ModelCacheSpec
     pool: BlockPool
@@ -88,7 +88,7 @@ class LoadSources:
     cold: SafetensorsCacheAdapter | None
     loop: EventLoop
     tally: Tally
-    make_room: Callable[[int], object]  # evicts from memory for a context with a number of tokens
+    make_room: Callable[[int], object]  # evicts from memory, so that a context with this number of tokens has space
 
 
 class LoadState(Enum):
@@ -117,6 +117,7 @@ _MOVES = {
 
 
 def moved(state: LoadState, event: LoadEvent) -> LoadState:
+    """Return the state after an event, by the table above."""
     return _MOVES.get((state, event), state)
 
 
@@ -232,7 +233,7 @@ class Loading:
                 await self._wait_for_sources(fetching)
         except TimeoutError:
             self._late = True
-            await asyncio.wait([fetching])  # it has the same limit, and ends by itself
+            await asyncio.wait([fetching])  # the fetch ends soon, because it has the same time limit
         finally:
             fetching.cancel()
         with self._lock:
@@ -280,7 +281,7 @@ class Loading:
             if not self._from_file and not self._memory_has_most:  # the file is unusable
                 await asyncio.wait([fetching])
         finally:
-            reading.cancel()  # a read that has started frees its blocks by itself
+            reading.cancel()  # a read that has started frees its blocks when it ends
 
     @property
     def _memory_has_most(self) -> bool:

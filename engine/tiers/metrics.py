@@ -1,4 +1,4 @@
-"""The counters of the store, and the statistics that an engine publishes."""
+"""The counters of loads and saves, and the statistics that an engine publishes on its page server."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class PageServer:
 
     misses: Mapping[str, int]  # by reason; loads that found only a part count, too
     unsaved: Mapping[str, int]  # writes that failed, by reason
-    unasked: Mapping[str, int]  # other requests that failed, by reason
+    unasked: Mapping[str, int]  # other failed requests, by reason
     fetched: int  # loads for which fetching was estimated to be faster
     recomputed: int  # loads for which computing was estimated to be faster
     link_rate: float | None  # bytes a second; None without a recent measurement
     latency: float | None  # seconds
     prefill_rate: float | None  # tokens a second
     breaker: str  # "closed", "open" or "half-open"
-    opened: int  # how often the breaker has opened
+    opened: int  # number of times that the breaker has opened
     reachable: bool  # False during an outage
     saving: bool  # False if the last save failed
 
@@ -72,7 +72,7 @@ class PageServer:
 
 @dataclass(frozen=True, slots=True)
 class StoreMetrics:
-    """The counters of a store since its construction."""
+    """The counters of a store since its construction, and its present use of memory."""
 
     hot: Traffic
     prefix: Traffic
@@ -82,13 +82,13 @@ class StoreMetrics:
     disk_loads: int  # cold files read, used or not
     evictions: int  # contexts evicted from memory
     dirty_flushes: int  # contexts written to all their tiers
-    lost: int  # contexts dropped because no tier could take them
+    lost: int  # contexts dropped because no tier could store them
     unsaved: Mapping[str, int]  # writes that failed, by tier; they are tried again
     hedges: int  # cold loads that started because a fetch was slow
     hedges_won: int  # of these, loads that took the file
     published: int  # prompts whose blocks were written before their answer was complete
-    unnamed_written: int  # contexts without a name that were given to the page server
-    unnamed_left: int  # contexts without a name that were not written
+    unnamed_written: int  # contexts without a name that were queued for the page server
+    unnamed_left: int  # contexts without a name that were not worth writing
     hot_agents: int
     hot_bytes: int
     dirty_agents: int
@@ -182,10 +182,10 @@ class Tally:
 
 # -- The statistics channel --------------------------------------------------------------------------------------------
 #
-# Statistics of this engine for the viewers of its page server: its name, and the tokens that each tier has supplied.
-# The engine publishes a JSON object every few seconds, which is not stored. It uses the channel of its ACL user, which
-# this user may read, or, if the server refuses that, the channel of all engines. Each message is also a
-# heartbeat, by which an idle engine notices the begin and the end of an outage of the server.
+# For `kvpage top` and the web page of the page server, the engine publishes a JSON object every few seconds: its name,
+# and the tokens that each tier has supplied. Nothing is stored. It uses the channel of its ACL user, or, if the server
+# refuses that, the channel of all engines. Each message is also a heartbeat, by which an idle engine notices the
+# beginning and the end of an outage of the server.
 
 CHANNEL = "kvpage:engines"  # the channel of a user has ":" and the user's name appended
 EVERY_SECONDS = 5.0
@@ -193,7 +193,7 @@ MAX_NAME_LENGTH = 100  # of the model's name
 
 
 def figures(model_id: str, pool: BlockPool, tally: Tally) -> str:
-    """Return the current figures as JSON."""
+    """Return the message with the current statistics, as JSON."""
     room = 0 if pool.total_bytes == UNLIMITED else pool.total_bytes
     statistics = {"name": WRITER, "model": model_id[:MAX_NAME_LENGTH], "used": pool.used_bytes, "room": room}
     return json.dumps(statistics | tally.figures())

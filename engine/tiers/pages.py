@@ -7,12 +7,12 @@ The keys::
     seal:{chain hash}, state:{chain hash}        the digest of the block or the state, written after it
     manifest:{agent}:{fingerprint}               token ids and chain hashes, for one model, written last
     refs:{chain hash}                            the number of manifests that name the block
-    label:{chain hash}                           the text that people see for a block of a context without a name
+    label:{chain hash}                           the text that `kvpage ls` shows for a context without a name
     tails:{chain hash}                           the blocks with which contexts without a name continue after this one
     claim:{chain hash}                           the engine that computes the block at the moment
 
-A chain hash names a block by its content and position. So agents with the same beginning share blocks, and a fork
-only needs a manifest. Agents of different tenants have different names for everything.
+A chain hash names a block by its tokens and all tokens before them. So agents whose contexts have a common prefix share
+its blocks, and a fork only writes a manifest. The hashes of different tenants differ, so they share nothing.
 
 The server's checksum protects a page from its arrival on. The digest protects a whole block under its name, from the
 tensors of the engine that computed it to the tensors of the engine that uses it. So changed, swapped and foreign pages
@@ -117,7 +117,7 @@ class PageTier:
         self._layout = BlockLayout(spec, SEGMENT if self._connection.several else 0)
         self._references: References = reference_marks if self._connection.several else reference_counts
         self._remote = Remote(self._connection, spec, self._layout, pool)
-        self._token = uuid.uuid4().hex  # the value of this engine's claims
+        self._token = uuid.uuid4().hex  # the value of this engine's claims, by which it recognises them
 
     @property
     def breaker(self) -> CircuitBreaker:
@@ -140,7 +140,7 @@ class PageTier:
         return self._connection.loop
 
     def do_in_background(self, work: Callable[[ServerConnection], Coroutine[Any, Any, None]]) -> None:
-        """Run `work` in the background, until it ends or the tier is closed."""
+        """Start the coroutine `work(connection)` on the event loop. It is cancelled when the tier is closed."""
         self._connection.begin(work(self._connection), lambda _: None)
 
     def close(self) -> None:
@@ -211,11 +211,11 @@ class PageTier:
         )
 
     async def publish_async(self, context: AgentBlocks, *, label: str | None = "") -> Saved | None:
-        """Store a context without a name, for all prompts with this beginning. The agent's manifest stays.
+        """Store a context without a name, for all prompts with a common prefix. The agent's manifest is not changed.
 
-        A last block of a few tokens is left out (see `least_tail`). `label` is the text that `kvpage ls` shows for the
-        context. It is None for a named agent's context: then only the full blocks are stored, and no record names them,
-        because `delete` could not remove their tokens from it.
+        A last block with few tokens is not stored (see `least_tail`). `label` is the text that `kvpage ls` shows for
+        the context. It is None for the context of a named agent: then only full blocks are stored, without records of
+        partial blocks, because a `delete` of the agent could not remove their tokens from the records.
         """
         context.validate(self._spec)
         size = self._spec.block_tokens
@@ -234,7 +234,7 @@ class PageTier:
             return saved
         try:
             if await tails.record(self._connection, self._layout, self._spec, manifest, saved.places):
-                await self._write(parts)  # another engine may have deleted it before the record named it
+                await self._write(parts)  # another engine may have deleted a block before the record named it
             if label:
                 written = [place for place in saved.places if not place.of_state]
                 await self._connection.write({label_key(place.tagged): label for place in written})
@@ -337,8 +337,9 @@ class PageTier:
     # -- claims on blocks ------------------------------------------------------------------------------------------
 
     async def sealed(self, names: Sequence[str], before: Sequence[str] = ()) -> int:
-        """Return the number of stored blocks before the first one that is not stored. `before` are the names of the
-        prompt's blocks before `names`."""
+        """Return how many of the first blocks in `names` are stored and sealed. `before` are the names of the prompt's
+        blocks before them.
+        """
         chain, size, together = [*before, *names], self._spec.block_tokens, self._layout.together
         tags = [tag_of(chain, len(before) + i, together) for i in range(len(names))]
         places = [BlockPlace(name, size, 0, tag=tag) for name, tag in zip(names, tags, strict=True)]
@@ -346,7 +347,7 @@ class PageTier:
         return 0 if missing is None else len(list(takewhile(lambda place: place not in missing, places)))
 
     async def claim(self, name: str, seconds: float) -> bool:
-        """Claim the computation of a block for some seconds. Return False if another engine has claimed it.
+        """Claim the computation of a block for `seconds`. Return False if another engine has claimed it.
 
         Return True if the server did not answer, because then no engine can be waited for.
         """

@@ -30,13 +30,13 @@ ANSWER_SECONDS = 0.5  # longest wait for the server's first reply; then the firs
 
 
 class Claim:
-    """A place in a queue, with a state. ``wait``: another prompt computes the block, or the page server has not replied
-    yet. ``mine``: the caller computes and publishes it. ``proceed``: the caller loads again, and computes the missing
-    rest. A claim must be released in every state.
+    """A prompt's place in the queue for a block, with a state: ``wait`` while another prompt computes the block, or the
+    page server has not replied; ``mine`` if the caller has to compute and publish it; ``proceed`` if the caller should
+    load again, and compute the rest. The caller must release a claim, whatever its state is.
     """
 
     def __init__(self, claims: Claims, name: str, state: State) -> None:
-        self.name = name  # the chain hash that is claimed; "" when nothing is missing
+        self.name = name  # the chain hash of the claimed block; "" if no block is missing
         self.state = state
         self.decided: Future[None] = Future()  # done once the state is not ``wait``
         self._claims = claims
@@ -53,7 +53,7 @@ class Claim:
         self._claims.published(self)
 
     def release(self) -> None:
-        """End the claim: the block is published, or will not be. It may be called again."""
+        """End the claim, whether the block was published or not. Further calls have no effect."""
         self._claims.release(self)
 
 

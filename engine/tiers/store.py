@@ -82,7 +82,7 @@ class CacheConfig:
 
 log = logging.getLogger(__name__)
 
-WORTH_SECONDS = 0.1  # a context without a name that takes longer to compute is written without a second use
+WORTH_SECONDS = 0.1  # a context without a name is written at once if computing it takes longer, else at its second use
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class AgentInfo:
     agent_id: str
     tokens: int
     tiers: tuple[str, ...]  # of "hot", "page" and "cold"
-    nbytes: int  # of these tokens, in memory
+    nbytes: int  # of the context, as it is in memory
     saved: bool  # whether a tier below memory has the whole context
     pinned: bool
 
@@ -105,7 +105,9 @@ class StoreUnavailableError(RuntimeError):
 
 
 class _ContextVersion:
-    """Version of an agent's context. Loads refer to the version at their start. A save, a fork and a delete end it."""
+    """Version of an agent's context. A load has a reference to the version at its start, and a save, a fork and a
+    delete replace it. So the load recognises that its result is outdated.
+    """
 
 
 class AgentCacheStore:
@@ -480,7 +482,9 @@ class AgentCacheStore:
         )
 
     def _find_in_memory(self, agent_id: str, tokens: Sequence[int] | None) -> Found:
-        """Return the longest beginning of `tokens` in memory, or, without `tokens`, the agent's own whole context."""
+        """Return the longest prefix of `tokens` in memory; without `tokens`, the agent's own context if it is
+        complete.
+        """
         entry = self._hot.use(agent_id)
         memory = Found()
         if entry and (entry.whole or tokens is not None):

@@ -46,20 +46,20 @@ Chunk = tuple[list[BlockPlace], list[mx.array]]  # blocks of one size, and memor
 
 
 class Receiver:
-    """The received part of a plan, up to the first block that is missing or does not match its seal."""
+    """Receives the blocks of a plan, up to the first one that is missing or does not match its seal."""
 
     def __init__(self, lookup: Lookup, plan: Plan, digests: Mapping[str, str]) -> None:
         """Start with nothing received. `digests` are by seal."""
         self.plan = plan
         self.arrays: dict[BlockPlace, Arrays] = {}  # received blocks that match their seals
-        self.state = next(iter(lookup.in_memory.states), None)  # the state in memory to continue from
+        self.state = next(iter(lookup.in_memory.states), None)  # the furthest usable state, at first from memory
         self._lookup = lookup
         self._report = lookup.report
         self._connection = lookup.remote.connection
         self._layout = lookup.remote.layout
         self._digests = digests
-        self._stopped = False  # a block is missing, so later ones are unusable
-        self._outage: Exception | None = None  # the error that stopped it
+        self._stopped = False  # True when a block is missing, so that later ones are unusable
+        self._outage: Exception | None = None  # the error that ended the receipt
         self._begun = time.perf_counter()
 
     @property
@@ -88,7 +88,7 @@ class Receiver:
                 try:
                     raise self._outage
                 finally:
-                    self._outage = None  # its traceback has this frame: break the cycle
+                    self._outage = None  # break the reference cycle: its traceback has this frame
             await self._receive_state()
         finally:
             self._connection.rates.received(self._report.nbytes, time.perf_counter() - self._begun, wanted)
@@ -98,7 +98,7 @@ class Receiver:
         return list(takewhile(lambda place: place in self._lookup.held or place in self.arrays, self.plan.blocks))
 
     def _with_memory(self, blocks: Sequence[BlockPlace]) -> Iterator[Chunk]:
-        """Yield chunks of blocks with their memory. The memory of the next chunk is already being prepared."""
+        """Yield chunks of blocks with memory for them. MLX prepares the memory of the next chunk meanwhile."""
         upcoming = None
         for chunk in self._layout.chunks(blocks):
             ready, upcoming = upcoming, (chunk, self._memory(chunk))
@@ -232,6 +232,7 @@ _MOVES = {
 
 
 def moved(state: FetchState, event: FetchEvent) -> FetchState:
+    """Return the state after an event, by the table above."""
     return _MOVES.get((state, event), state)
 
 
@@ -249,8 +250,8 @@ class Fetch:
         self._request = request
         self._pool = remote.pool
         self._lookup = Lookup(remote, request, self.report)
-        self._received = Receiver(self._lookup, self._lookup.in_memory, {})  # so far only the blocks in memory
-        self._ids: list[int] = []  # of the blocks to be received
+        self._received = Receiver(self._lookup, self._lookup.in_memory, {})  # with the blocks in memory only
+        self._ids: list[int] = []  # ids in the pool of the blocks to be received
         self._pool.share((block.block_id for block in request.held), request.agent_id)
         self._lock = threading.Lock()  # of the state
         self._done = threading.Event()
@@ -264,7 +265,7 @@ class Fetch:
 
     @property
     def why(self) -> str | None:
-        """The reason for which it found less; None if nothing was missing."""
+        """The first reason for a shorter result; None if nothing was missing."""
         return self.report.reasons[0] if self.report.reasons else None
 
     @property
@@ -383,7 +384,7 @@ class Fetch:
         changed = {block.block_id: block.nbytes for block in blocks if block not in self._request.held}
         try:
             self._pool.settle(dict.fromkeys(self._ids, 0) | changed)
-        except PoolExhaustedError:  # a held block got a state, for which nothing was reserved
+        except PoolExhaustedError:  # a held block got a state, for which no bytes were reserved
             self.report.missed("pool")
             self._free()
             return None

@@ -18,12 +18,12 @@ from .manifest import BlockLayout, BlockPlace, ContextManifest, Miss, manifest_k
 from .restore_planner import Decision, Offer, Plan, StoredBranch
 from .tails import Parent, parse
 
-MOST_BRANCHES = 4  # most branches of a record that are considered: those with most common tokens
+MOST_BRANCHES = 4  # branches of a record that are considered, at most: those with the most common tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """A page server, with the parts to use it for one model."""
+    """A page server, and the objects that are necessary to use it for one model."""
 
     connection: ServerConnection
     spec: ModelCacheSpec
@@ -47,7 +47,7 @@ class FetchRequest:
 class FetchReport:
     """Result of a fetch."""
 
-    reasons: list[str] = field(default_factory=list)  # reasons for which it found less, the first one first
+    reasons: list[str] = field(default_factory=list)  # reasons for a shorter result, in order of time
     decision: Decision | None = None  # None if there was nothing to decide
     nbytes: int = 0  # received
     seconds: float = 0.0  # of the whole fetch
@@ -87,7 +87,7 @@ class Lookup:
 
     @cached_property
     def digests_in_memory(self) -> dict[str, str]:
-        """An empty digest for each block in memory, by seal: a plan has only blocks with a digest."""
+        """An empty digest for each block in memory, by seal, because a plan consists of blocks with a digest."""
         blocks = dict.fromkeys((place.seal for place in self.held), "")
         return blocks | {place.state().seal: "" for place, block in self.held.items() if block.state is not None}
 

@@ -22,12 +22,12 @@ from ...generation.tokens import token_ids
 from ...memory.blocks import block_names
 from ...spec import ModelCacheSpec, Shapes
 
-FORMAT = 4  # of manifests
-OLDER = 3  # of earlier versions: one manifest for each agent, without a digest
-DIGESTS = 3  # the format of blocks' digests
-CHUNK_BYTES = 8 << 20  # most bytes of blocks in one request, unless one block is larger
+FORMAT = 4  # version of the format of manifests
+OLDER = 3  # the version before: one manifest for each agent, without a digest
+DIGESTS = 3  # version of the format of blocks' digests
+CHUNK_BYTES = 8 << 20  # of blocks in one request, at most, except for a single larger block
 WRITER = f"{socket.gethostname()}:{os.getpid()}"
-MODEL_SHOWN = 200  # most characters of a model's name in a manifest
+MODEL_SHOWN = 200  # characters of a model's name in a manifest, at most
 # Bounds of a manifest's JSON, which others may have written: a context has at most two million tokens.
 CONTAINERS, STRINGS, VALUES = 50_000, 100_000, 4_000_000
 MOST_KINDS = 1024  # kinds of places that a layout remembers; last blocks differ in length, states in position
@@ -155,7 +155,9 @@ def block_shape(shapes: Shapes) -> BlockShape:
 
 @dataclass(frozen=True, slots=True)
 class ContextManifest:
-    """Content of an agent's manifest: its tokens, its blocks, and the positions of states."""
+    """Content of an agent's manifest: the tokens of its context, the names of its blocks, and the positions of
+    states.
+    """
 
     agent_id: str
     owner: str  # the agent that has the chain of its blocks; another one in a fork

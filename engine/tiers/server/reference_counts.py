@@ -38,7 +38,7 @@ async def save(
         return {key: made, older: None}
 
     await _change(connection, [key, older], change)
-    again = await write()  # blocks that were deleted before the manifest named them
+    again = await write()  # blocks may have been deleted before the manifest named them
     if again.blocks_written or again.nbytes:  # another engine may have replaced the manifest since
         await delete_unreferenced(connection, sorted(names))
     return saved
@@ -130,12 +130,12 @@ async def delete_unreferenced(connection: ServerConnection, names: Sequence[str]
 
 
 def forget_block(name: str) -> Question:
-    """Return the command that deletes the keys of a block other than its pages."""
+    """Return the command that deletes the keys of a block, except its pages: seals, count and label."""
     return Question(["DEL", f"seal:{name}", f"state:{name}", label_key(name), count_key(name)], integer)
 
 
 def label_key(name: str) -> str:
-    """Return the key of the text that people see for a block of a context without a name."""
+    """Return the key of the text that `kvpage ls` shows for a block of a context without a name."""
     return f"label:{name}"
 
 

@@ -21,11 +21,11 @@ from .manifest import BlockPlace, ContextManifest
 
 DECAY = 0.5  # weight of earlier measurements at each new one
 VALID_SECONDS = 30.0  # age of the last measurement up to which the link's rate is used
-LEAST_BYTES = 1 << 20  # smaller transfers measure latency, not the link's speed
+LEAST_BYTES = 1 << 20  # smaller transfers are not measured, because latency dominates them
 
 
 class Rate:
-    """A rate from recent measurements. Later and longer ones count more."""
+    """A rate (amount per second), averaged over measurements: weighted by duration, and less with each later one."""
 
     def __init__(self) -> None:
         self._amount = 0.0
@@ -133,8 +133,9 @@ class StoredBranch:
 
 
 class Offer:
-    """Blocks that a prompt may use: its full blocks, which any engine may have stored, and branches of the agent's own
-    context and of other contexts."""
+    """Blocks that a prompt could reuse: its full blocks, which any engine may have stored, and branches of stored
+    contexts, of the agent or others.
+    """
 
     def __init__(
         self,
