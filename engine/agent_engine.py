@@ -47,7 +47,7 @@ class Reuse:
     restore_seconds: float = 0.0  # spent in loads from the store
     waited_seconds: float = 0.0  # spent in waits for another prompt that computed the same prefix
     time_to_first_token: float = 0.0  # seconds since submit
-    why: str | None = None  # reason why the store found less than the whole prompt
+    why: str | None = None  # the reason if the store did not have the whole prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Answer:
     finish_reason: str  # "stop" or "length"
     prompt_tokens: int
     reuse: Reuse
-    not_kept: str | None = None  # reason why the context could not be kept
+    not_kept: str | None = None  # the reason if the context could not be kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class JobProgress:
     uid: int
     agent_id: str
     kept: bool  # whether its context will be saved for the agent
-    label: str  # the text that people see for a context that is not kept
+    label: str  # the text that the web page shows for a context that is not kept
     stage: Stage
     prompt: int  # length in tokens
     reused: int  # prompt tokens that were found so far
@@ -108,14 +108,14 @@ class Job:
     tokens: tuple[int, ...]
     options: dict[str, Any]  # keyword arguments of the batch's `submit`
     keep: bool
-    label: str  # the text that people see for a context that is not kept
+    label: str  # the text that `kvpage` and the web pages show for a context that is not kept
     on_token: TokenReceiver | None
     on_done: Callable[[Answer], None]
     on_error: Callable[[Exception], None]
-    leader: Job | None = None  # a prompt of the same tokens, which joins the batch first
+    leader: Job | None = None  # a prompt with the same tokens, which is computed for both
     submitted: float = field(default_factory=time.perf_counter)
     stage: Stage = Stage.SUBMITTED
-    error: Exception | None = None  # an error of the checks in `submit`, which the next step reports
+    error: Exception | None = None  # raised by the checks in `submit`; the next step passes it to `on_error`
     loading: Loading | None = None
     loaded: Loaded | None = None  # its blocks are held under the agent's id until it runs
     restore_seconds: float = 0.0
@@ -123,7 +123,7 @@ class Job:
     reach: int = 0  # tokens of the prompt that were loaded when the claim was made
     waiting_since: float = 0.0  # time.perf_counter()
     waited: float = 0.0  # seconds in earlier waits for a claim
-    not_before: int = 0  # the value of `_ended` at which to load again after a load that found the pool full
+    not_before: int = 0  # the value of `AgentEngine._ended` from which on it may be loaded again: the pool was full
     generated: int = 0  # tokens passed to `on_token`
     joined: float = 0.0  # time.perf_counter() when it joined the batch
     running: int | None = None  # its uid in the batch
@@ -175,16 +175,16 @@ class Job:
 log = logging.getLogger(__name__)
 
 MAX_PROMPTS_AHEAD = 8  # prompts that are loading, or loaded and not in the batch yet
-LOOK_AGAIN_SECONDS = 0.02  # longest wait in a step while blocks may become free, or a claim may end
-PATIENCE_FACTOR = 2.0  # longest wait for another prompt's prefix, as a multiple of the time to compute it
-MEASURED_TOKENS = 64  # least computed tokens of a prefill that measures the speed
+LOOK_AGAIN_SECONDS = 0.02  # longest wait of a step while blocks may become free, or a claim may change
+PATIENCE_FACTOR = 2.0  # longest wait for a prefix that another prompt computes, as a multiple of the time to compute it
+MEASURED_TOKENS = 64  # a prefill with fewer computed tokens does not measure the speed
 
 
 class AgentEngine:
-    """Scheduler that answers prompts of many agents in one batch. One thread owns it; others may call only `wake`.
+    """Scheduler that answers prompts of many agents in one batch. One thread owns it; others may only call `wake`.
 
     `step` calls the callbacks of a prompt: `on_token` for every token, then `on_done` or `on_error` once. An exception
-    from a callback affects only its own answer.
+    of `on_token` ends its own answer only, an exception of the others is logged.
     """
 
     def __init__(self, batch: BlockPoolBatchEngine, store: AgentCacheStore | None = None) -> None:
@@ -267,7 +267,7 @@ class AgentEngine:
         if job.running is not None:
             del self._running[job.running]
             self._ended += 1
-            with suppress(KeyError):  # it is complete, and `step` is calling the callbacks of this step
+            with suppress(KeyError):  # the answer is complete, and this is a call of a callback of this step
                 self._batch.cancel(job.running)
         self._release(job)
         self._let_go(job)
@@ -297,7 +297,7 @@ class AgentEngine:
         return bool(self._jobs)
 
     def model_changed(self) -> None:
-        """Report to the batch that the model was changed while answers run, so that their contexts are not kept."""
+        """Report that the model was changed while answers run, so that their contexts are not kept."""
         self._batch.model_changed()
 
     def progress(self) -> list[JobProgress]:
@@ -305,7 +305,7 @@ class AgentEngine:
         return [job.progress() for job in self._jobs.values()]
 
     def wake(self) -> None:
-        """End the wait of the current `step`, or of the next one. May be called from any thread."""
+        """End the wait of the current `step`, or of the next one. Thread-safe."""
         self._woken.set()
 
     def drain(self) -> None:
@@ -323,8 +323,9 @@ class AgentEngine:
         self._batch.shutdown()
 
     def _at(self, stage: Stage) -> Iterator[Job]:
-        """Return an iterator over the jobs at this stage in the order of submission. It omits jobs that a callback
-        cancels during the iteration."""
+        """Iterate over the jobs at this stage, in the order of submission, without jobs that a callback cancels
+        meanwhile.
+        """
         return (job for job in list(self._jobs.values()) if job.stage is stage and job.uid in self._jobs)
 
     def _begin(self) -> None:
@@ -332,7 +333,7 @@ class AgentEngine:
         ahead = sum(job.stage in (Stage.LOADING, Stage.READY) for job in self._jobs.values())
         for job in self._at(Stage.SUBMITTED):
             if job.leader and (job.leader.uid not in self._jobs or job.leader.stage is Stage.RUNNING):
-                job.leader = None  # it ended before this prompt could join with it
+                job.leader = None  # the leader has ended, so this prompt is computed by itself
             if job.error:
                 self._fail(job, job.error)
             elif job.leader:
@@ -390,11 +391,11 @@ class AgentEngine:
         job.stage = Stage.WAITING if job.waits else Stage.READY
 
     def _wait_no_longer(self) -> None:
-        """End the wait of a prompt if the state of its claim has changed, or if it waited longer than PATIENCE_FACTOR
+        """End the wait of prompts whose claim has another state now, or that have waited longer than PATIENCE_FACTOR
         times the time to compute the missing tokens.
 
-        A prompt that has the claim now, and its loaded blocks, is READY. Any other is loaded again, because another
-        prompt may have computed its blocks.
+        A prompt that got the claim, and still has its loaded blocks, becomes READY. Other prompts are loaded again,
+        because another prompt may have computed their blocks.
         """
         for job in self._at(Stage.WAITING):
             waited = time.perf_counter() - job.waiting_since
@@ -451,10 +452,10 @@ class AgentEngine:
             self._running[job.running] = job
 
     def _make_room(self, blocks: int, nbytes: int) -> None:
-        """Free blocks for the prompt that waits in the batch.
+        """Free blocks and bytes for the prompt that waits in the batch, if possible.
 
-        Evict contexts from memory first. If that is not enough and no prompt runs, free one context that was loaded for
-        a later prompt; it is loaded again.
+        Contexts are evicted from memory first. If that is not enough and no prompt runs, the blocks that were loaded
+        for a later prompt are freed; that prompt will be loaded again.
         """
         if not self._store or self._store.make_room(blocks, nbytes) or self._batch.running:
             return
@@ -484,7 +485,7 @@ class AgentEngine:
 
         def publish(blocks: AgentBlocks) -> None:
             if len(blocks) > job.reach:
-                claim, job.claim = job.claim, None  # the store releases it when the server has the blocks
+                claim, job.claim = job.claim, None  # the store releases the claim when the server has the blocks
                 store.publish(blocks, claim, label=None if job.keep else job.label)
             self._release(job)
 

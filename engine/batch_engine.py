@@ -42,7 +42,7 @@ from .spec import ModelCacheSpec
 
 log = logging.getLogger(__name__)
 
-THOUGHT_TOKENS = 16  # last tokens of a prompt that are searched for the mark that opens a thought
+THOUGHT_TOKENS = 16  # last tokens of a prompt that are searched for the mark that opens the model's thinking
 CHANGED = "the model is not the one that was probed"
 
 
@@ -91,7 +91,7 @@ class BlockPoolBatchEngine:
 
     @property
     def pending(self) -> int:
-        """Number of prompts that are not complete."""
+        """Number of prompts without a complete answer, including waiting ones."""
         forks = sum(len(request.forks) for request in (*self._waiting, *self._running.values()))
         return len(self._running) + len(self._waiting) + forks
 
@@ -102,9 +102,7 @@ class BlockPoolBatchEngine:
 
     @property
     def wanted(self) -> tuple[int, int] | None:
-        """Numbers of blocks and bytes that the first waiting prompt needs; None if no prompt waits for room in the
-        pool.
-        """
+        """Blocks and bytes that the first waiting prompt needs; None if no prompt waits for space in the pool."""
         if not self._waiting:
             return None
         return self._block_manager.needed(self._waiting[0])
@@ -371,8 +369,8 @@ class BlockPoolBatchEngine:
         self._runner.close()
 
     def _admit_waiting(self) -> None:
-        """Start waiting prompts for which the pool has enough blocks, in their order: a small prompt does not overtake
-        a large one.
+        """Start waiting prompts in order, as long as the pool has enough blocks. A small prompt does not overtake a
+        large one.
         """
         while self._waiting:
             try:
@@ -382,7 +380,7 @@ class BlockPoolBatchEngine:
             self._start(self._waiting.popleft())
 
     def _start(self, request: Request) -> None:
-        if not self._keeps(request):  # the caches of another model cannot be reused
+        if not self._keeps(request):  # the model has changed, so its earlier caches cannot be reused
             self.pool.free((block.block_id for block in request.shared), request.agent_id)
             request.shared, request.tokens_reused, request.cache = (), 0, self._runner.cache(None, 0)
             request.states = {}
@@ -533,6 +531,7 @@ class BlockPoolBatchEngine:
         return self._complete(response.uid, cache, tokens, "stop")
 
     def _complete(self, uid: int, cache: Cache, tokens: Sequence[int], reason: str) -> CompletedGeneration:
+        """End a request, and return its generation, with the context in `cache`, which has `tokens`, if it is kept."""
         request = self._running.pop(uid)
         blocks = None
         not_kept = None if self._keeps(request) else request.not_kept
@@ -546,7 +545,7 @@ class BlockPoolBatchEngine:
         return request.completed("stop" if request.text.stopped else reason, self.spec, blocks, not_kept)
 
     def _failed(self, request: Request, error: Exception) -> CompletedGeneration:
-        with suppress(Exception):  # the tokenizer may be the part that failed
+        with suppress(Exception):  # the tokenizer itself may have failed
             request.text.finish()
         self._let_forks_start(request)
         self._block_manager.release(request)

@@ -22,7 +22,7 @@ _UNNAMED = re.compile(r"anon-([0-9a-f]{16})-[0-9a-f]{32}(@.*)?\Z")
 
 
 def is_agent_id(name: str) -> bool:
-    """Return whether `name` may be part of keys and file names: see `RULE`."""
+    """Return whether `name` is a valid agent id, which can be a part of keys and file names: see `RULE`."""
     return bool(_AGENT_ID.match(name))
 
 
@@ -39,10 +39,10 @@ def chain_hash(fingerprint: int, parent: str, tokens: Sequence[int]) -> str:
 
 
 def root_of(agent_id: str) -> str:
-    """Return the hash at which the chain of an agent's blocks begins. Agents of different tenants share no blocks.
+    """Return the parent's hash for an agent's first block. It differs between tenants, so they share no blocks.
 
-    ``alice@acme`` is an agent of the tenant ``acme``, whose root is BLAKE2b with 16 bytes over its name; ``alice`` has
-    no tenant, and begins at ROOT.
+    ``alice@acme`` is an agent of the tenant ``acme``, whose root is BLAKE2b with 16 bytes over its name. ``alice`` has
+    no tenant; its root is ROOT.
     """
     _, at, tenant = agent_id.rpartition("@")
     return hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest() if at else ROOT
@@ -50,8 +50,8 @@ def root_of(agent_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The beginning of the hash chain of an agent's blocks, and the number of its blocks whose names other clients of
-    the tenant can compute.
+    """Rule for the names of the blocks of one context: the root of their hash chain, and the number of blocks whose
+    names other clients of the tenant can compute.
     """
 
     root: str = ROOT

@@ -13,8 +13,8 @@ from kvpage_server.system.program import ends_quietly, missing_extra, say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command, with the process's arguments if `argv` is None, and return its exit code. A failure is printed
-    on stderr in one line, and has the code 1.
+    """Run one command, with the arguments of the process if `argv` is None. Return its exit code: 1 for a failure,
+    which is printed on stderr in one line.
     """
     with ends_quietly("kvpage-engine"):
         try:
@@ -34,7 +34,7 @@ def _run(argv: Sequence[str] | None) -> int:
         group.add_to(commands)
     args = parser.parse_args(argv)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:  # the default action would skip the cleanup
+        if signal.getsignal(number) is signal.SIG_DFL:  # the default action would end the process without a cleanup
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         return int(args.run(args))

@@ -1,7 +1,7 @@
 """The event loop of an engine's tiers, on a thread of its own.
 
-Every wait for the page server, for a file or for time is a coroutine on this loop. The table of an engine's threads in
-docs/architecture.md has the purpose of each.
+Waits for the page server, for files and for time are coroutines on this loop. docs/architecture.md has a table of the
+engine's threads.
 """
 
 from __future__ import annotations

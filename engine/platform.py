@@ -1,7 +1,4 @@
-"""Settings of the process before MLX is imported.
-
-Contains: BLAS, memory allocator, open files. Excludes: MLX, and other parts of the engine.
-"""
+"""Settings of the process before the import of MLX: memory allocator, limit of open files, and BLAS."""
 
 from __future__ import annotations
 
@@ -20,12 +17,12 @@ from tempfile import TemporaryDirectory
 from kvpage_server.system import malloc
 
 # -- freed memory ------------------------------------------------------------------------------------------------------
-# New memory from the system costs a page fault for every 4 KiB, on a virtual machine up to a second for a gigabyte.
-# That is more than receiving or copying a context takes. MLX's CPU backend keeps 32 MiB of freed memory; glibc returns
-# the rest to the system, and requests it again for the next context. So glibc is configured to keep it. A process then
+# New memory from the system costs a page fault for every 4 KiB: on a virtual machine up to a second for a gigabyte,
+# which is longer than to receive or copy a context. MLX's CPU backend keeps 32 MiB of freed memory. glibc returns the
+# rest to the system, and requests it again for the next context. So glibc is configured to keep it. A process then
 # keeps no more than it once used, which the block pool limits.
 
-_KEPT_BYTES = 512 << 20  # kept free at the heap's end: a few contexts of a few thousand tokens
+_KEPT_BYTES = 512 << 20  # of free memory at the end of the heap: a few contexts of a few thousand tokens
 _LARGEST_BYTES = 32 << 20  # glibc's maximum; larger blocks are mapped, and unmapped when freed
 
 

@@ -13,11 +13,11 @@ UNLIMITED = sys.maxsize
 
 
 class PoolExhaustedError(RuntimeError):
-    """Too few blocks or bytes are free. Nothing was allocated."""
+    """Error: too few blocks or bytes are free. Nothing was allocated."""
 
 
 class LeakError(RuntimeError):
-    """Blocks are still held; the message names their holders, number, bytes and age."""
+    """Error: blocks were not freed. The message has their holders, number, bytes and age."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class BlockPool:
         self.total_bytes = total_bytes
         self._blocks: dict[int, _Block] = {}  # held blocks by id
         self._bytes = 0  # sum of their sizes, actual or reserved
-        self._returned: list[int] = []  # freed ids; with the held ids, they are all ids from 0 on, without a gap
+        self._returned: list[int] = []  # freed ids, which are allocated again before new ones
         self._lock = threading.Lock()
 
     @property

@@ -19,16 +19,14 @@ from .chains import SHARE_ALL, Chain, Sharing
 from .model.identity import Identity, UnknownIdentityError
 from .model.trial import Trial
 
-BLOCK_TOKENS = 256  # the step by which mlx-lm grows its buffers; a page of one head is then 32 to 64 KiB
-PROBED = [1, 0] * 6  # ids in every vocabulary; enough to complete arrays that grow only with the first tokens
-LAYOUT_VERSION = 2  # of blocks, pages and the hashes over them
+BLOCK_TOKENS = 256  # mlx-lm grows its buffers by this number; a page of one head has 32 to 64 KiB
+PROBED = [1, 0] * 6  # token ids of the probe, which every vocabulary has; some arrays grow with the first tokens only
+LAYOUT_VERSION = 2  # of the layout of blocks and pages, and of the hashes over them
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTag:
-    """Short description of a model for people. Two models may have the same tag; `ModelCacheSpec.fingerprint` is the
-    identity.
-    """
+    """Short description of a model for messages. Two models may have the same tag; their fingerprints differ."""
 
     model_id: str
     n_layers: int
@@ -54,8 +52,8 @@ class ModelCacheSpec:
     context: int | None  # maximum number of tokens; None if the model's configuration does not set it
     fingerprint: int  # 64 bits; caches with equal fingerprints can be exchanged
     batches: bool  # whether mlx-lm's batches give the same results as the model alone
-    resumes: bool = False  # whether the tokens after a context may be computed in one pass
-    refusal: str | None = None  # reason why contexts of this model cannot be kept; `layers` is then empty
+    resumes: bool = False  # whether a question after a context has the same results in one pass of the model
+    refusal: str | None = None  # the reason if contexts of this model cannot be kept; `layers` is then empty
     identity: str | None = None  # the digest of the model's computation; None if unknown
     quantised_from: int = 0  # tokens of a prompt that are computed before its cache is quantised
     sharing: Sharing = SHARE_ALL  # which blocks the clients of a tenant share

@@ -37,6 +37,8 @@ KV_GROUP_SIZE = 64  # values that share a scale in quantised caches
 
 @dataclass(frozen=True, slots=True)
 class Options:
+    """Options of an engine, from the command line."""
+
     model: str  # a directory, or the id of a model in this machine's Hugging Face cache
     store: str | None = None  # the URL of a page server
     cold: Path | None = None  # a directory for contexts in files
@@ -50,8 +52,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A model, its contexts and their tiers. One thread owns it; `close` writes the contexts that are not stored
-    yet."""
+    """A model, its contexts and their tiers. One thread owns it, and must call `close`, which saves dirty contexts."""
 
     model_id: str
     model: nn.Module
@@ -65,7 +66,7 @@ class Engine:
 
     @classmethod
     def open(cls, options: Options, report: Callable[[str], object] = lambda _: None) -> Self:
-        """Load the model and connect the tiers. `report` is called with a description before each long step.
+        """Load the model and connect the tiers. `report` is called with a text before each long step.
 
         Raises UnknownModelError, UnsupportedCacheError, ValueError for invalid options, and OSError for an unusable
         directory. A page server that does not answer is no error.
@@ -163,7 +164,7 @@ def _directory(model: str) -> Path:
     Raises UnknownModelError.
     """
     if not Path(model).is_dir():
-        with suppress(Exception):  # any error of the hub's client means that the model is not here
+        with suppress(Exception):  # any exception of the hub's client means that the model is not in the cache
             return Path(hf_repo_to_path(model))
         raise UnknownModelError(
             f"{model} is neither a directory nor the id of a model in this machine's Hugging Face cache; "

@@ -1,6 +1,6 @@
 """Reader and writer of safetensors files, one tensor at a time. The reader has limits for files of untrusted sources.
 
-Contains: readers and writers of bytes. Excludes: MLX, models, agents, or another part of the engine.
+It reads and writes bytes only, without MLX, models or agents.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvpage_server import bounded
 ITEMSIZES = {"BOOL": 1, "I8": 1, "U8": 1, "F16": 2, "BF16": 2, "I16": 2, "U16": 2, "F32": 4, "I32": 4, "U32": 4}
 ITEMSIZES |= {"F64": 8, "I64": 8, "U64": 8}  # bytes
 _LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 16 << 20  # the format allows more; a context of a million tokens needs half of this
+_MAX_HEADER_BYTES = 16 << 20  # the format permits more; the header of a million tokens has half of this
 _MAX_TENSORS = 16_384
 _MAX_DIMENSIONS = 8
 _NO_DIGEST = "0" * 16

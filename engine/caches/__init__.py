@@ -3,8 +3,6 @@
 A cache has either a row for each token, so that every prefix of it can be used (:class:`TokenLayer`), or a state that
 is valid only at the position where it was captured (:class:`StateLayer`). A CacheList is split into its caches. A kind
 without a codec is refused.
-
-Contains: a module for each codec, and their shared parts. Excludes: models, and the ids of blocks.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Codec of ArraysCache: the state of a convolution or a recurrence, which has the same size for every context length.
-And the splitting of CacheLists.
+"""Codec of ArraysCache, the state of a convolution or a recurrence, whose size does not depend on the context's length;
+and the splitting of a CacheList into its caches.
 """
 
 from __future__ import annotations

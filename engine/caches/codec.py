@@ -42,7 +42,7 @@ class UnsupportedCacheError(TypeError):
 
 
 class CacheStateError(ValueError):
-    """Error: the content of a cache is not the usual one of its kind for its number of tokens."""
+    """Error: a cache has other rows or shapes than a cache of its kind with this number of tokens."""
 
 
 class Matrices(NamedTuple):
@@ -76,11 +76,11 @@ def plane_of(kv_type: int, array: mx.array) -> Plane:
 
 
 def cut(planes: Sequence[mx.array], edges: Sequence[int]) -> list[list[mx.array]]:
-    """Copy the rows between each two neighbours of `edges` (token positions) from planes ``[1, heads, >= edges[-1],
-    dim]``.
+    """Copy planes ``[1, heads, >= edges[-1], dim]``, split at the token positions `edges`.
 
-    Return for each two neighbours a list with a copy ``[heads, rows, dim]`` of each plane. Planes with rows of the same
-    size and dtype are copied together, because there are many: a context of 32 blocks in 48 layers has 3,072 copies.
+    Return a list for each pair of consecutive edges, with a copy ``[heads, rows, dim]`` of each plane. Planes with rows
+    of the same size and dtype are copied together, because there are many: a context of 32 blocks in 48 layers has
+    3,072 copies.
     """
     if len(edges) < 2:
         return []
@@ -98,11 +98,11 @@ def cut(planes: Sequence[mx.array], edges: Sequence[int]) -> list[list[mx.array]
 
 
 def join(pieces: Sequence[mx.array], tokens: int) -> mx.array:
-    """Concatenate pieces ``[heads, rows, dim]`` of one plane to a buffer ``[1, heads, capacity, dim]`` of mlx-lm's
-    cache.
+    """Concatenate pieces ``[heads, rows, dim]`` of one plane to a buffer ``[1, heads, capacity, dim]`` for a cache of
+    mlx-lm.
 
-    It has the first `tokens` tokens, then zeros up to the capacity that mlx-lm would allocate. All pieces except the
-    last one are used completely.
+    It has the rows of the first `tokens` tokens, and zeros up to the capacity that mlx-lm would allocate. Only the last
+    piece may have more rows than are used.
     """
     *full, last = pieces
     heads, _, dim = last.shape
@@ -134,7 +134,7 @@ class CacheCodec(ABC):
     __slots__ = ()
     KIND: ClassVar[type]  # exactly mlx-lm's class: a subclass may have more state
     RECURRENT: ClassVar[bool] = False  # whether its state accumulates rounding errors, and has no offset
-    planes: tuple[Plane, ...]  # () for a layer that keeps nothing
+    planes: tuple[Plane, ...]  # () for a layer without arrays
 
     @classmethod
     @abstractmethod

@@ -18,7 +18,7 @@ def add_to(commands: Any) -> None:
 
 
 def run_demo(args: argparse.Namespace) -> int:
-    """Run the demonstration. Return 1 if a result does not reach its promised value."""
+    """Run the demonstration. Return the exit code: 1 if a result does not reach its promised value, else 0."""
     from ..demo import story  # imports MLX
 
     if not Path(args.model).is_dir():

@@ -64,8 +64,8 @@ class Fetching:
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Time the first token of a prompt: computed, from memory, and from the page server. Print a table, and return 0.
-    Raises Failure.
+    """Print a table with the time to the first token of a prompt: computed, restored from memory, and from the page
+    server. Return 0. Raises Failure.
     """
     engine = open_engine(args)
     try:
@@ -91,8 +91,8 @@ def bench(args: argparse.Namespace) -> int:
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Measure model, link and store, and print from how many tokens on fetching is faster than computing. Return 0.
-    Raises Failure.
+    """Measure model, link and store, and print the number of tokens from which on fetching is faster than computing.
+    Return 0. Raises Failure.
     """
     engine = open_engine(args)
     try:
@@ -181,7 +181,9 @@ def _scratch(engine: Engine) -> Iterator[str]:
 
 
 def _prompt(engine: Engine, tokens: int) -> list[int]:
-    """Return random tokens, which are in no cache. Raises Failure if they do not fit in the model's context."""
+    """Return a prompt of random tokens, which no cache has. Raises Failure if it is too long for the model's
+    context.
+    """
     context = engine.spec.context
     if context and tokens + DECODED_TOKENS >= context:
         raise Failure(f"--tokens {tokens} leaves no room in a context of {context}")

@@ -30,7 +30,7 @@ def add_to(commands: Any) -> None:
 
 
 def run_graph(args: argparse.Namespace) -> int:
-    """Run steps of a graph. Return 1 on failure."""
+    """Run steps of a graph. Return the exit code: 0, or 1 after an error."""
     from ..persistent.run import run  # imports MLX
 
     return run(args)

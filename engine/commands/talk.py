@@ -62,7 +62,7 @@ def print_text(token: Token) -> None:
 
 
 def account(answer: Answer) -> str:
-    """Return one line about an answer: the number and tier of its reused tokens, and the time to the first token."""
+    """Return a line about an answer: the number and tier of its reused tokens, and the time to the first token."""
     reuse = answer.reuse
     where = {
         "hot": "from memory",

@@ -1,6 +1,6 @@
-"""A conversation of three turns about a handbook, at two engines in turn; one of them is restarted in between.
+"""A conversation of three turns about a handbook: on engine A, on engine B, and on A after a restart.
 
-For comparison, an engine that is never stopped and has no store answers the same conversation.
+For comparison, a third engine, which is not stopped and has no store, answers the same conversation.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Turn:
     tokens_reused: int  # of the prompt
     tier: str  # the tier that supplied them
     first_token: float  # seconds from the request to the first token of the answer, measured by the client
-    why: str | None = None  # reason why the store found less than the whole prompt; None if it found all
+    why: str | None = None  # the reason if the store did not have the whole prompt
 
 
 def ask_api(url: str, model: str, messages: Messages) -> Turn:
@@ -93,14 +93,14 @@ def save(url: str) -> None:
 
 START_SECONDS = 30.0  # timeout for the start of the store
 STOP_SECONDS = 10.0
-# OpenBLAS's threads wait for one another, so the times of several threads would depend on other load of the machine.
+# OpenBLAS's threads wait for each other, so with several threads the times would depend on other load of the machine.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 MODEL = "smollm2"  # the model's name for clients
 EXIT_WITH_PARENT = str(Path(__file__).with_name("exit_with_parent.py"))
 
 
 class ProcessError(RuntimeError):
-    """A process of the demonstration failed; the message has the last line of its stderr."""
+    """Error: a process of the demonstration has failed. The message has the last line of its stderr."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,8 +258,8 @@ QUESTIONS = (
     "What is the name of the supply boat?",
 )
 ENGINES = ("A", "B", "A, restarted")  # the engine that answers each question
-REUSED = 0.95  # least share of each later prompt that has to be reused
-SOONER = 10.0  # least ratio of the first turn's time to first token to the last turn's
+REUSED = 0.95  # promised share of reused tokens in the second and third prompt
+SOONER = 10.0  # promised ratio: time to first token of the first turn, divided by that of the last turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +285,7 @@ class Outcome:
         return [turn.text for turn in self.moved] == [turn.text for turn in self.uninterrupted]
 
     def promises(self) -> dict[str, bool]:
-        """Return the results as a sentence each, and whether the result reaches its promised value."""
+        """Return a sentence for each result, and whether the result reaches its promised value."""
         reasons = ", ".join(turn.why for turn in self.moved[1:] if turn.why)
         suffix = f"; the store: {reasons}" if reasons and self.reused < REUSED else ""
         return {

@@ -56,7 +56,7 @@ class TokenText:
         if self._spell:
             return self._spell(piece)
         once, twice = self._decode([token]), self._decode([token, token])
-        text = twice[len(once) :] if twice.startswith(once) else once  # the first token of a text may lose its space
+        text = twice[len(once) :] if twice.startswith(once) else once  # decoding drops a space before the first token
         return None if REPLACEMENT in text else text.encode()
 
     def piece(self, token: int) -> str | None:
@@ -141,7 +141,7 @@ class _Bytes:
             end = (tokens.bytes_of(token) or b"") + end
             if len(end) >= LONGEST_CHARACTER:
                 break
-        self._decoder.decode(end)  # it keeps an incomplete character
+        self._decoder.decode(end)  # the decoder keeps an incomplete character for the next call
 
     def add_token(self, token: int) -> None:
         self.text += self._decoder.decode(self._tokens.bytes_of(token) or b"")

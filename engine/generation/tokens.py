@@ -14,7 +14,7 @@ class PromptError(ValueError):
 
 
 class EmptyPromptError(PromptError):
-    """A prompt without a token."""
+    """Error: a prompt has no token."""
 
 
 class PromptTooLongError(PromptError):

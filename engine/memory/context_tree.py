@@ -1,10 +1,9 @@
-"""The tree of contexts in memory. Every prompt and answer, named or not, can be continued by any later prompt of its
-tenant.
+"""The tree of contexts in memory (a radix tree of blocks). A later prompt of the same tenant can reuse any of them.
 
-A node is a block of keys and values, and its children are the blocks that follow it in some context. The last block of
-a context may be partial; then its node is a leaf. A tenant's contexts begin at the tenant's own root, so tenants share
-nothing, and private blocks are below a parent of their own (see `Chain`). A prompt reuses the longest prefix that it
-has in common with any context, to the token.
+A node is a block, and its children are the blocks that follow it in some context. The last block of a context may be
+partial; then its node is a leaf. A prompt reuses the longest prefix that it has in common with any context, also a part
+of a block. Each tenant has a root of its own, so tenants share nothing, and private blocks have a parent of their own
+(see `Chain`).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ..pool import BlockPool
 from ..spec import ModelCacheSpec
 from .blocks import AgentBlocks, KVBlock, block_names
 
-HOLDER = "contexts in memory"  # no agent can have this name
+HOLDER = "contexts in memory"  # the holder's name in the pool; it is no valid agent id
 MOST_NEIGHBOURS = 64  # siblings that are compared on either side of a prompt, so that a lookup is linear in the prompt
 
 
@@ -32,9 +31,9 @@ class _Node:
     parent: str  # the parent's hash in its name: see `Chain.parent`
     tokens: tuple[int, ...]
     block: KVBlock
-    used: float = 0.0  # time.monotonic()
-    stored: bool = False  # whether it was given to a tier below memory
-    label: str = ""  # the text that people see for it, if it has no name and is not stored
+    used: float = 0.0  # time of the last use, in monotonic seconds
+    stored: bool = False  # whether it was passed to a tier below memory
+    label: str = ""  # the label with which it will be stored, if its context has no name
 
     @property
     def key(self) -> bytes:
@@ -58,14 +57,14 @@ class _Node:
 
 
 class ContextTree:
-    """Contexts of one model in memory. Their blocks have at most `max_bytes` together.
+    """Contexts of one model in memory. Their blocks have at most `max_bytes` in total.
 
-    Each block has a reference in the pool, under HOLDER, so that a context outlives its agent. The eviction policy is
-    that of the page server, `allkeys-prefix`: the least valuable leaf is evicted first. A prompt counts as one use of
-    every block that it reuses. A block that it adds counts as not reused yet. A partial block that a longer one
-    contains is dropped.
+    The tree has a reference on each block in the pool, under HOLDER, so that a context outlives its agent. The eviction
+    policy is the page server's `allkeys-prefix`: the least valuable leaf is evicted first. A prompt counts as one use
+    of every block that it reuses. A new block counts as not reused. A partial block is dropped when a longer one
+    contains it.
 
-    Not thread-safe: its owner has a lock.
+    Not thread-safe: callers hold the store's lock.
     """
 
     def __init__(self, spec: ModelCacheSpec, pool: BlockPool, max_bytes: int) -> None:
@@ -77,7 +76,8 @@ class ContextTree:
         self._nodes: dict[str, _Node] = {}  # by chain hash
         self._children: dict[str, list[_Node]] = {}  # by the parent's name or the root, in the order of their tokens
         self._order = Prefix()  # the eviction policy, with the same keys as the nodes
-        # The last result of `names`, with its arguments, because a context is adopted, marked and labelled in a row.
+        # the last result of `names`, and its arguments: `adopt`, `mark_stored` and `label` of a context follow each
+        # other
         self._named: tuple[str, Sequence[int], tuple[str, ...]] = "", (), ()
 
     def __len__(self) -> int:
@@ -105,7 +105,7 @@ class ContextTree:
         if not path:
             return None
         self.hits += 1
-        self._order.now += BURST  # the policy's clock counts prompts, so that each is a use of its own
+        self._order.now += BURST  # the policy counts uses within BURST as one; each prompt is a use of its own
         self._use(path)
         blocks = tuple(node.block for node in path)
         self._pool.share((block.block_id for block in blocks), agent_id)
@@ -154,7 +154,7 @@ class ContextTree:
                 node.stored = True
 
     def label(self, context: AgentBlocks, label: str) -> None:
-        """Set the label of a context without a name: the text that people see for it if it is saved later."""
+        """Set the label of a context without a name, with which it is stored if a later prompt reuses it."""
         if node := self._nodes.get(self.names(context.agent_id, context.tokens)[-1]):
             node.label = label
 
@@ -179,11 +179,10 @@ class ContextTree:
         return True
 
     def forget(self, context: AgentBlocks, others: Iterable[AgentBlocks] = ()) -> None:
-        """Drop the last blocks of a context, back to a block that an agent references or that another context
-        continues.
+        """Drop the blocks of a context from its end, until one that an agent references or another context continues.
 
-        `others` are the contexts that agents reference. The tree does not have their partial blocks while it has longer
-        blocks of this context that contain them, so they are added again.
+        `others` are the contexts of agents. Their partial blocks are added again, because the tree drops partial blocks
+        that a block of the forgotten context contains.
         """
         held = {found.block_id for found in self._pool.references() if found.agent_id != HOLDER}
         for name in reversed(self.names(context.agent_id, context.tokens)):
@@ -240,8 +239,8 @@ class ContextTree:
         return siblings[at] if at < len(siblings) and siblings[at].tokens == tokens else None
 
     def _nearest(self, parent: str, tokens: tuple[int, ...]) -> _Node | None:
-        """Return the child of `parent` that saves the computation of most of `tokens`, of equal ones one that was
-        saved; None if none saves any.
+        """Return the child of `parent` with which most of `tokens` can be reused; of equal ones, preferably one that
+        was stored; None if none of `tokens` can be reused.
         """
         best, nearest = 0, None
         for side in self._sides(parent, tokens):
@@ -255,8 +254,9 @@ class ContextTree:
         return nearest
 
     def _sides(self, parent: str, tokens: tuple[int, ...]) -> tuple[list[_Node], list[_Node]]:
-        """Return the children after `tokens` and those before, in sorted order. In both, those with the most common
-        tokens are first.
+        """Return the children that are greater than `tokens`, and the smaller ones, by comparison of their tokens.
+
+        In both lists, children with more common first tokens precede others, because they are nearer in this order.
         """
         at, siblings = self._place(parent, tokens)
         return siblings[at : at + MOST_NEIGHBOURS], siblings[max(0, at - MOST_NEIGHBOURS) : at][::-1]

@@ -1,8 +1,9 @@
-"""The trial of a model: does it compute the same in a batch as alone, and a question in one pass as in two?
+"""The trial of a model: it tests whether prompts have the same results in a batch as alone, and a question in one pass
+of the model as in two.
 
-Prompts of different lengths are padded to run in one batch, and some models include the padding in their state. Some
-models compute several tokens after a context by another mask or formula than one token. Only a trial reveals this. Both
-are tried at the beginning of a context and, if layers have windows, beyond the window.
+In a batch, prompts of different lengths are padded, and some models include the padding in their state. Some models
+compute several tokens after a context with another mask or formula than one token. No attribute of a model reveals
+that, so it is run: at the beginning of a context and, if layers have windows, beyond the window.
 
 A trial takes about thirty steps of the model, most of one token, and twice that if there are windows. A long context is
 not computed: its caches repeat the rows of a short context, with noise.

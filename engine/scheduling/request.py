@@ -66,7 +66,7 @@ class CompletedGeneration:
     tokens_reused: int  # of the prompt, taken from `cache`
     time_to_first_token: float  # seconds since submit
     prefill_seconds: float  # of these, since it joined the batch
-    not_kept: str | None = None  # why its context is not kept
+    not_kept: str | None = None  # the reason if the context is not kept
     error: Exception | None = None  # raised by a callback, the sampler or the model
 
 
@@ -94,12 +94,12 @@ class Request:
     forks: list[Request] = field(default_factory=list)  # further answers that wait for the prompt
     computed: bool = False  # whether all of the prompt but its last token is computed
     reserved: list[int] = field(default_factory=list)  # ids of the blocks to be made
-    promised: int = 0  # bytes reserved for all of them
+    promised: int = 0  # bytes that are reserved for these blocks
     started: float = 0.0
     tokens: list[int] = field(default_factory=list)  # the answer
     first_token: float = 0.0
     states: dict[int, Arrays] = field(default_factory=dict)  # by position: from the caller's cache, and captured since
-    not_kept: str | None = None  # why its context will not be kept
+    not_kept: str | None = None  # the reason if the context will not be kept
 
     @property
     def capacity(self) -> int:
@@ -112,8 +112,8 @@ class Request:
         return [*(block.block_id for block in self.shared), *self.reserved]
 
     def kept_states(self) -> dict[int, Arrays]:
-        """Return the states to store in blocks, by position: those at checkpoints, the last one within the prompt, and
-        the latest others, `spare_states` in number.
+        """Return the states to store in blocks, by position: the states at checkpoints, the last one within the prompt,
+        and of the others the last `spare_states`.
         """
         others = sorted(self.states.keys() - {*self.checkpoints}, reverse=True)
         last = [position for position in others if position < len(self.prompt)][:1]
