@@ -187,12 +187,6 @@ class Jobs:
 
     # -- called by the engine's threads --------------------------------------------------------------------------------
 
-    def prepare(self, make: Callable[[], T], otherwise: T) -> Future[T]:
-        """Execute `make` before all later lookups, for example to read the weights. The result is `otherwise` if it
-        raises.
-        """
-        return self._submit(self._lookups, "prepare", make, lambda: otherwise, lambda: 1)
-
     def lookup(
         self, names: Callable[[], Sequence[BlockName]], count: int, pages_per_block: int, *, lease_ms: int | None = None
     ) -> Lookup:
@@ -233,7 +227,8 @@ class Jobs:
     def take_counts(self) -> dict[str, int]:
         """Return the increase of all counts since the last call, as ``job/ok``, ``job/bytes`` and ``job/reason``."""
         with self._lock:
-            now = self.moved + Counter({f"{job}/{reason}": n for (job, reason), n in self.reasons.counts.items()})
+            missed = dict(self.reasons.counts)  # a copy, because threads add to it
+            now = self.moved + Counter({f"{job}/{reason}": n for (job, reason), n in missed.items()})
             new, self._taken = now - self._taken, now
         return dict(new)
 
@@ -296,7 +291,7 @@ class Jobs:
             try:
                 if self._is_closed:
                     raise _Closed
-                if job != "prepare" and time.monotonic() < self._away_until:
+                if time.monotonic() < self._away_until:
                     raise _Away
                 return run()
             except Exception as error:  # noqa: BLE001 - a miss, whatever the reason

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -127,6 +127,10 @@ def _no_tokens() -> tuple[int | None, bool]:
 
 def _not_delayed() -> tuple[bool, dict[str, Any] | None]:
     return False, None
+
+
+def _no_counts() -> KVConnectorStats | None:
+    return None
 
 
 def _nothing_finished() -> tuple[set[str] | None, set[str] | None]:
@@ -368,9 +372,7 @@ class KvpageConnector(KVConnectorBase_V1):
         return lost
 
     def _work_of_step(self) -> Work:
-        work = self._get_connector_metadata()
-        assert isinstance(work, Work)
-        return work
+        return cast(Work, self._get_connector_metadata())
 
     # -- in both -------------------------------------------------------------------------------------------------------
 
@@ -378,6 +380,7 @@ class KvpageConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         self._jobs.close(_SHUTDOWN)
 
+    @guarded(_no_counts)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return the counts since the last step."""
         return Counts(self._jobs.take_counts())

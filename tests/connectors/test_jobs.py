@@ -266,26 +266,20 @@ def test_a_request_id_with_a_colon_is_a_miss(engine: Engine) -> None:
     assert engine.jobs.reasons.counts == {("lookup", "PageError"): 1, ("save", "PageError"): 1}
 
 
-def test_lookups_wait_for_the_identity(engine: Engine) -> None:
-    read = Event()
-    prepared = engine.jobs.prepare(lambda: read.wait(60), otherwise=False)
-    lookup = engine.jobs.lookup(lambda: [(engine.name(0), 0)], 1, PAGES)
-    assert lookup.answer(0.05) is None
-    read.set()
-    assert prepared.result(60)
-    engine.jobs.drain(60)
-    assert engine.jobs.prepare(lambda: 1 // 0, otherwise=7).result(60) == 7
-    assert lookup.answer() == 0
-
-
 def test_a_lookup_has_an_answer_after_its_deadline(server: RunningServer) -> None:
-    read = Event()
+    go_on = Event()
+
+    def slow() -> list[tuple[bytes, int]]:
+        go_on.wait(60)
+        return []
+
     with engine_on(server.url, lookup_seconds=0.1) as engine:
-        engine.jobs.prepare(lambda: read.wait(60), otherwise=False)
-        assert engine.count([0]) == 0
-        read.set()
-        engine.jobs.prepare(lambda: None, otherwise=None).result(60)
-        assert engine.jobs.reasons.counts == {("lookup", "deadline"): 1}
+        first = engine.jobs.lookup(slow, 1, PAGES)
+        assert engine.count([0]) == 0, "it waits in the queue"
+        assert first.answer() == 0
+        go_on.set()
+        assert eventually(lambda: len(engine.jobs.reasons.counts) == 1)
+        assert eventually(lambda: engine.jobs.reasons.counts == {("lookup", "deadline"): 2})
 
 
 def test_closing_waits_for_saves_and_refuses_later_ones(engine: Engine, server: RunningServer) -> None:

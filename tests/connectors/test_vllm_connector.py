@@ -312,7 +312,7 @@ def test_a_lost_block_is_computed_and_saved_again(engine: Engine, client: redis.
 def test_a_lost_first_block_is_not_loaded_again_and_again(engine: Engine, client: redis.Redis) -> None:
     engine.run(prompt("a", 100))
     for name in client.scan_iter("kv:*:0:0:0:0"):
-        client.set(name, "no page")
+        client.execute_command("KVPAGESET", name.split(b":")[1], 0, 0, 0, 0, 1, 2, 3, 0, b"shorter")
     assert engine.run(prompt("b", 100)) == 0
     assert engine.run(prompt("c", 100)) == 96
 

@@ -1,0 +1,115 @@
+"""The connector in the real vLLM on the CPU: one process saves a context, another restores it, and the store fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from proxy import Proxy, start_proxy
+from servers import RunningServer, start_server
+from vllm_process import Vllm, needs_vllm, vllm
+from waiting import until
+
+pytestmark = needs_vllm
+LONG = [(0, 2049)]  # sixteen blocks and a token
+
+
+@pytest.fixture
+def store() -> Iterator[RunningServer]:
+    with start_server("--maxmemory", "4gb") as server:
+        yield server
+
+
+def test_a_context_is_restored_and_failures_are_misses(tmp_path: Path, store: RunningServer) -> None:
+    with vllm(tmp_path / "first", url=store.url, dtype="float32") as first:
+        computed = first.run(LONG)
+        assert computed["cached"] == [0]
+        assert computed["counts"]["save/ok"] >= 15
+        with start_proxy(store.port) as proxy, vllm(tmp_path / "second", url=proxy.url, dtype="float32") as second:
+            restored = second.run(LONG)
+            assert restored["answers"] == computed["answers"]
+            assert restored["cached"] == [2048]
+            assert restored["counts"]["load/ok"] == 16
+            times = computed["first"][0], restored["first"][0]
+            print(f"first token: computed {times[0]:.3f} s, restored {times[1]:.3f} s, ratio {times[1] / times[0]:.3f}")
+            _partial_hits(first, second)
+            _two_at_once(first, second)
+            _failures(second, proxy, store, computed)
+
+
+def _partial_hits(first: Vllm, second: Vllm) -> None:
+    for length, stored in ((700, 640), (129, 128), (100, 0)):
+        parts = [(0, length), (9000, 200)]
+        found = second.run(parts)
+        assert found["cached"] == [stored]
+        again = first.run(parts)
+        assert again["answers"] == found["answers"]
+
+
+def _two_at_once(first: Vllm, second: Vllm) -> None:
+    prompts = [[(i * 3000, 400)] for i in range(1, 4)]
+    first.begin(*prompts)
+    second.begin(*prompts)
+    assert first.end()["answers"] == second.end()["answers"]
+    assert first.run(*prompts)["cached"] == [384] * 3
+
+
+def _failures(engine: Vllm, proxy: Proxy, store: RunningServer, computed: dict[str, Any]) -> None:
+    with store.client() as client:
+        for name in [*client.scan_iter("kv:*:7:1:0:1")][::3]:
+            client.execute_command("KVPAGESET", name.split(b":")[1], 7, 1, 0, 1, 1, 2, 3, 0, b"shorter")
+    found = engine.run(LONG)
+    assert found["answers"] == computed["answers"]
+    assert missed_loads(found) >= 1
+    until(lambda: engine.run(LONG)["counts"].get("load/ok") == 16, "a load of the lost blocks, saved again", within=120)
+
+    for offset in (2_000_000, 50_000_000):  # a flipped byte
+        proxy.flip_at = proxy_bytes(proxy) + offset
+        assert engine.run(LONG)["answers"] == computed["answers"]
+    proxy.flip_at = None
+
+    proxy.die_after = proxy_bytes(proxy) + 30_000_000  # the store dies during a load
+    found = engine.run(LONG)
+    assert found["answers"] == computed["answers"]
+    assert missed_loads(found) >= 1
+    begin = time.monotonic()
+    assert engine.run([(0, 200)])["cached"] == [0]  # it is away
+    assert time.monotonic() - begin < 60
+    proxy.die_after = None
+    time.sleep(1.1)
+    assert engine.run(LONG)["answers"] == computed["answers"]
+
+
+def missed_loads(found: dict[str, Any]) -> float:
+    return sum(n for name, n in found["counts"].items() if name.startswith("load/") and name[5:] not in ("ok", "bytes"))
+
+
+def proxy_bytes(proxy: Proxy) -> int:
+    return proxy._passed
+
+
+def test_preemption_and_bfloat16(tmp_path: Path, store: RunningServer) -> None:
+    """Seven blocks for two prompts that grow over them. One of them is preempted, and goes on later."""
+    options = {"url": store.url, "dtype": "bfloat16", "num_gpu_blocks_override": 8, "max_model_len": 512}
+    prompts = [[(0, 300)], [(5000, 300)]]
+    with vllm(tmp_path / "log", **options) as engine:
+        alone = [engine.run(prompt, answers=150)["answers"][0] for prompt in prompts]
+        together = engine.run(*prompts, answers=150)
+        assert together["preempted"] > 0
+        assert together["answers"] == alone
+
+
+def test_a_full_or_locked_store_is_a_miss(tmp_path: Path) -> None:
+    full = "--maxmemory", "20mb", "--maxmemory-policy", "noeviction"
+    with start_server(*full) as server, vllm(tmp_path / "log", url=server.url, dtype="float32") as engine:
+        found = engine.run([(0, 1000)])
+        assert found["counts"]["save/oom"] >= 1
+        with server.client() as client:
+            client.config_set("requirepass", "secret")
+            client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        again = engine.run([(0, 1000)])
+        assert again["answers"] == found["answers"]
+        assert again["counts"]["lookup/noauth"] >= 1

@@ -1,0 +1,68 @@
+"""vLLM as a process of a test: reads a line of JSON for each batch of prompts, and writes a line with the results.
+
+    python vllm_host.py '{"url": "redis://127.0.0.1:9221", "dtype": "float32"}'
+
+The environment of vLLM runs it. A line has ``prompts``, each a list of (first token, number of tokens), and
+``answers``, the number of tokens to generate.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+MODEL = "models/smollm2"
+
+
+def tokens(parts: list[tuple[int, int]]) -> list[int]:
+    """Return the tokens of a prompt with these parts."""
+    return [(first + i) * 7919 % 40_000 + 100 for first, count in parts for i in range(count)]
+
+
+def run(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
+    """Answer prompts, greedily, without the cache of earlier ones. Return the results and the connector's counts."""
+    from vllm import SamplingParams
+
+    llm.reset_prefix_cache()
+    prompts = [{"prompt_token_ids": tokens(parts)} for parts in order["prompts"]]
+    greedy = SamplingParams(temperature=0, max_tokens=order["answers"], ignore_eos=True)
+    results = llm.generate(prompts, greedy, use_tqdm=False)
+    counts = {
+        "/".join(metric.labels[name] for name in ("job", "result") if name in metric.labels): metric.value
+        for metric in llm.get_metrics()
+        if metric.name.startswith("vllm:kvpage_")
+    }
+    return {
+        "answers": [list(one.outputs[0].token_ids) for one in results],
+        "reasons": [one.outputs[0].finish_reason for one in results],
+        "cached": [one.num_cached_tokens for one in results],
+        "first": [one.metrics.first_token_latency for one in results],
+        "preempted": sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"),
+        "counts": counts,
+    }
+
+
+def main() -> None:
+    """Start an engine with the connector, and answer lines until the input ends."""
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    options = json.loads(sys.argv[1])
+    transfer = KVTransferConfig(
+        kv_connector="KvpageConnector",
+        kv_connector_module_path="kvpage_connectors.vllm_connector",
+        kv_role="kv_both",
+        kv_load_failure_policy=options.pop("policy", "recompute"),
+        kv_connector_extra_config={"url": options.pop("url"), **options.pop("extra", {})},
+    )
+    usual = {"max_model_len": 4096, "max_num_seqs": 4, "max_num_batched_tokens": 4096, "gpu_memory_utilization": 0.5}
+    usual |= {"model": MODEL, "enforce_eager": True, "disable_log_stats": False, "kv_transfer_config": transfer}
+    llm = LLM(**{**usual, **options})
+    print("RESULT {}", flush=True)
+    for line in sys.stdin:
+        print("RESULT", json.dumps(run(llm, json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":  # vLLM starts processes that import this module
+    main()
