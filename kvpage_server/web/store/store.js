@@ -155,7 +155,7 @@ function showAgents() {
 
 function showRequests() {
   at("requests-empty").hidden = holdings.request_count > 0;
-  say(at("requests-empty"), holdings.unseen ? "–" : holdings.agents.length ? "No other requests: every block belongs to an agent." : "No requests.");
+  say(at("requests-empty"), holdings.unseen ? "–" : holdings.agents.length ? "Every block belongs to an agent." : "No requests.");
   at("requests-box").hidden = !holdings.request_count;
   say(at("requests-note"), holdings.request_count
     ? atLeast(holdings, "requests", `${plural(holdings.request_count, "request")}, ${bytes(holdings.request_bytes)}`) : "");

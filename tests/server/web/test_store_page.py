@@ -259,7 +259,7 @@ def test_a_user_logs_in_and_sees_its_permitted_data(browser: Any) -> None:
         with shown(browser, seen.url, status="") as page:
             page.locator("#password").fill("guess")
             page.locator("button").click()
-            says(page, "#wrong", "does not take")
+            says(page, "#wrong", "Wrong user name")
             page.locator("#user").fill("tenant")
             page.locator("#password").fill("sesame")
             page.locator("button").click()
