@@ -14,8 +14,7 @@ from typing import Any, Protocol
 from kvpage_server.commands.arguments import plain, plain_all, shorten
 from kvpage_server.core import Argument
 from kvpage_server.resp import Reply, ReplyError
-from kvpage_server.store.disk.prefetch import Needed
-from kvpage_server.store.disk.tier import DiskTier
+from kvpage_server.store.disk.prefetch import Needed, Prefetcher
 
 # -- keys --------------------------------------------------------------------------------------------------------------
 #
@@ -107,44 +106,44 @@ class Named(Protocol):
         """Yield each key that the arguments name, and the access to it (READ, WRITE or both)."""
 
 
-Needs = Callable[[DiskTier, Named, Sequence[Argument]], Iterable[Needed]]
+Needs = Callable[[Prefetcher, Named, Sequence[Argument]], Iterable[Needed]]
 
 _LONGEST_PAGE = 10  # digits of a page id at most
 
 
-def everything(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
+def everything(lookup: Prefetcher, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
     """Return all values that the arguments name: the values of keys, extents that contain pages, all blocks of
     requests.
     """
     keys = [key for key, _ in spec.uses_of(args)]
     named = [key for key in keys if not isinstance(key, KeyPrefix)]
     requests = [key.split(b":")[1] for key in keys if isinstance(key, KeyPrefix)]
-    blocks = ((req_id, block.page) for req_id in requests for block in tiered.needs.index.of(req_id))
-    return chain(tiered.needs.values_of(named), tiered.needs.extents_of(named), tiered.needs.blocks_at(blocks))
+    blocks = ((req_id, block.page) for req_id in requests for block in lookup.index.of(req_id))
+    return chain(lookup.values_of(named), lookup.extents_of(named), lookup.blocks_at(blocks))
 
 
-def nothing(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
+def nothing(lookup: Prefetcher, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
     """Return nothing: the command needs only the index, or replaces or removes values without reading them."""
     return ()
 
 
-def values(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
+def values(lookup: Prefetcher, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
     """Return the values of the keys that the arguments name."""
-    return tiered.needs.values_of([key for key, _ in spec.uses_of(args)])
+    return lookup.values_of([key for key, _ in spec.uses_of(args)])
 
 
-def extents(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
+def extents(lookup: Prefetcher, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
     """Return the extents that contain pages which the arguments name, because a write to such a page splits its
     extent.
     """
-    return tiered.needs.extents_of([key for key, _ in spec.uses_of(args)])
+    return lookup.extents_of([key for key, _ in spec.uses_of(args)])
 
 
-def as_used(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
+def as_used(lookup: Prefetcher, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
     """Return the values of the keys that the arguments read, and the extents that contain pages which they write."""
     uses = list(spec.uses_of(args))
-    read = tiered.needs.values_of(key for key, access in uses if access & READ)
-    return chain(read, tiered.needs.extents_of(key for key, access in uses if access & WRITE))
+    read = lookup.values_of(key for key, access in uses if access & READ)
+    return chain(read, lookup.extents_of(key for key, access in uses if access & WRITE))
 
 
 def extents_of_pages(first: int, step: int = 0) -> Needs:
@@ -154,11 +153,11 @@ def extents_of_pages(first: int, step: int = 0) -> Needs:
     at every `step`-th argument after it.
     """
 
-    def needs(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
+    def needs(lookup: Prefetcher, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
         """Return the extents of the blocks in which `args` name pages."""
         stop = len(args) if step else first + 1
         reqs, pages = args[first : stop : step or 1], args[first + 3 : stop + 3 : step or 1]
-        return tiered.needs.extents_at(dict.fromkeys(_names(reqs, pages)))
+        return lookup.extents_at(dict.fromkeys(_names(reqs, pages)))
 
     return needs
 
@@ -168,20 +167,20 @@ def blocks(first: int) -> Needs:
     values of these blocks.
     """
 
-    def needs(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
+    def needs(lookup: Prefetcher, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
         """Return the values of the blocks that `args` name."""
-        return tiered.needs.blocks_at(dict.fromkeys(_names(args[first::2], args[first + 1 :: 2])))
+        return lookup.blocks_at(dict.fromkeys(_names(args[first::2], args[first + 1 :: 2])))
 
     return needs
 
 
-def blocks_of_request(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
+def blocks_of_request(lookup: Prefetcher, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
     """Return the values of the blocks that the arguments `req [page ...]` name; all blocks of the request without page
     ids.
     """
     if len(args) == 1:
-        return everything(tiered, spec, args)
-    return tiered.needs.blocks_at(dict.fromkeys(_names([args[0]] * (len(args) - 1), args[1:])))
+        return everything(lookup, spec, args)
+    return lookup.blocks_at(dict.fromkeys(_names([args[0]] * (len(args) - 1), args[1:])))
 
 
 def _names(req_ids: Sequence[Argument], pages: Sequence[Argument]) -> Iterator[tuple[bytes, int]]:

@@ -10,7 +10,7 @@ import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 from kvpage_server.core import Arena, NewPages, Slot
 from kvpage_server.core.arguments import PageName
@@ -105,25 +105,32 @@ Source = tuple[Iterator[Unit], Callable[[Unit], object]]
 """Units in the order of eviction, and the function that evicts one. It returns False if the unit has to stay."""
 
 
-class Tier(Protocol):
-    """The tier below memory. It is notified of changes of values, and decides how units leave memory."""
+class Tier:
+    """The tier below memory. It is notified of changes of values, and decides how units leave memory.
 
-    @property
-    def any_on_disk(self) -> bool:
-        """Whether any value may be on disk only."""
+    `DiskTier` overrides the methods. A store without a tier uses this class: it ignores the notifications, and units
+    that leave memory are evicted.
+    """
+
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
 
     @property
     def held(self) -> int:
         """Bytes loaded for commands that have not run yet. They do not count against maxmemory."""
+        return 0
 
-    def holds(self, unit: Unit) -> bool:
+    def holds(self, _: Unit) -> bool:
         """Return whether a waiting command needs a unit in memory."""
+        return False
 
     def values_to_evict(self) -> Iterator[Source]:
         """Yield the units that may leave memory because values take too much of it."""
+        yield self._contents.victims(), self._contents.evict
 
     def keys_to_evict(self) -> Iterator[Source]:
         """Yield the units that may be evicted because the index takes too much memory."""
+        return self.values_to_evict()
 
     def removed(self, key: bytes) -> None:
         """Process the removal of a key. Its block may have other pages."""
@@ -169,29 +176,6 @@ class Tier(Protocol):
 
     def sweep(self) -> None:
         """Do a step of the work that is done periodically."""
-
-
-class NoTier:
-    """The tier of a store that has none: every notification does nothing, and units that leave memory are evicted."""
-
-    any_on_disk = False
-    held = 0
-
-    def __init__(self, contents: Contents) -> None:
-        self._contents = contents
-
-    def holds(self, _: Unit) -> bool:
-        return False
-
-    def values_to_evict(self) -> Iterator[Source]:
-        yield self._contents.victims(), self._contents.evict
-
-    keys_to_evict = values_to_evict
-
-    def _ignore(self, *_: object) -> None: ...
-
-    removed = unit_removed = block_removed = admit_split = splits = was_split = retimes = retimed = _ignore
-    stored_pages = stored_string = stored_block = pages_dropped = clear = follows = sweep = _ignore
 
 
 @dataclass(slots=True)
@@ -244,7 +228,8 @@ class Contents:
         self.ghosts = Ghosts()
         self.lost = LostStrings()
         self.counters = Counters()
-        self.tier: Tier = NoTier(self)
+        self.tier = Tier(self)
+        self.any_on_disk = False  # whether any value may be on disk only
         self.on_event: Callable[[str, bytes], None] | None = None  # called with each event and key
         self.on_block: BlockListener | None = None  # called with all keys of a block at a time; set if `on_event` is
         self.texts = 0  # bytes of short strings, with their keys and TEXT_OVERHEAD

@@ -14,6 +14,7 @@ Its parts:
     protection      the limits of leases and pins
     reader          lookups; counts uses, hits and misses
     listing         lists of keys and requests
+    needs           lookups of the values that a command needs in memory
     tier            the disk below memory, if there is one
 
 `Contents.expire` removes an expired key. It is called by `sweep`, and by every lookup that finds an expired key first.
@@ -39,6 +40,7 @@ from kvpage_server.store.contents import Contents, unit_of
 from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.disk.fetching import BorrowedReads
 from kvpage_server.store.disk.limit import DiskAccount
+from kvpage_server.store.disk.prefetch import Prefetcher
 from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.disk.usage import Stored
 from kvpage_server.store.evict import MemoryAccount
@@ -127,6 +129,7 @@ class Keyspace:
         self.memory = MemoryAccount(contents, maxmemory)
         self.quotas = QuotaAccounts(contents, self.memory)
         self.listing = Listing(contents)
+        self.needs = Prefetcher(contents)
         self.tier = DiskTier(disk, contents, self.memory, maxdisk) if disk is not None else None
         self.disk = self.tier.account if self.tier is not None else DiskAccount(contents, Stored(0))
         self.protection = Protection(contents, self.memory, self.disk)
@@ -199,7 +202,7 @@ class Keyspace:
             parts.append(self._pending(pages))
             yield ()
         of_quotas = self._admit(parts)
-        if len(parts) == 1 and not self.contents.tier.any_on_disk:
+        if len(parts) == 1 and not self.contents.any_on_disk:
             return Reservation()  # the batch waits for nothing, and is stored in this step
         on_disk = self.disk.reservation_parts(parts)
         return Reservation(chain(*both) for both in zip_longest(of_quotas, on_disk, fillvalue=()))

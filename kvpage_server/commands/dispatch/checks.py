@@ -30,7 +30,7 @@ from kvpage_server.store.accounts import OverLimit
 from kvpage_server.store.disk.fetching import BorrowedReads
 from kvpage_server.store.disk.naming import unit_on_disk
 from kvpage_server.store.disk.pins import Hold, TooMuch
-from kvpage_server.store.disk.prefetch import Needed
+from kvpage_server.store.disk.prefetch import Needed, Prefetcher
 from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.memory.entry import Entry
 from kvpage_server.store.memory.on_disk import OnDisk
@@ -64,8 +64,8 @@ def prepare(client: Client, tiered: DiskTier, spec: Spec, words: Command) -> Non
         return
     if spec.stores or spec.writes_keys:
         _have_disk(tiered, (spec,))
-    if tiered.any_on_disk and spec.preloads:
-        needed = spec.needs(tiered, spec, words[spec.words :])
+    if client.keyspace.contents.any_on_disk and spec.preloads:
+        needed = spec.needs(client.keyspace.needs, spec, words[spec.words :])
         _have_in_memory(client, tiered, needed, touches=client.touches or spec.writes)
     if spec.writes:
         require_durable_state(client, tiered)
@@ -88,8 +88,9 @@ def _prepare_queued(client: Client, tiered: DiskTier) -> None:
     if transaction is None or transaction.refused or client.watched_changed:
         return
     _have_disk(tiered, [spec for spec, _ in transaction.commands])
-    if tiered.any_on_disk:
-        needs = (spec.needs(tiered, spec, words[spec.words :]) for spec, words in transaction.commands)
+    if client.keyspace.contents.any_on_disk:
+        lookup = client.keyspace.needs
+        needs = (spec.needs(lookup, spec, words[spec.words :]) for spec, words in transaction.commands)
         _have_in_memory(client, tiered, chain.from_iterable(needs), touches=True)
     if any(spec.writes for spec, _ in transaction.commands):
         require_durable_state(client, tiered)
@@ -185,17 +186,17 @@ def _start_loading(
 
 
 def fetched(
-    client: Client, find: Callable[[DiskTier], Iterable[Needed]], *, touches: bool = True
+    client: Client, find: Callable[[Prefetcher], Iterable[Needed]], *, touches: bool = True
 ) -> Steps[Hold | None]:
-    """Load the values that `find(tier)` returns, in steps of a reply, and return their hold; None if nothing was
+    """Load the values that `find(lookup)` returns, in steps of a reply, and return their hold; None if nothing was
     loaded.
 
     The values stay in memory until the caller drops the hold. Without a hold, they do so until the caller's next step.
     Raises ReplyError as `_have_in_memory`.
     """
     tiered, hold = client.server.tiered, None
-    while tiered is not None and tiered.any_on_disk:
-        needed = dict.fromkeys(find(tiered))
+    while tiered is not None and client.keyspace.contents.any_on_disk:
+        needed = dict.fromkeys(find(client.keyspace.needs))
         cold = _on_disk_of(tiered, needed, touches=touches)
         if not cold:
             return hold if touches else tiered.fetching.holds.begin(unit for unit, _ in needed)
@@ -207,17 +208,18 @@ def fetched(
 class ReadAhead(Generic[T]):
     """Read-ahead of a long reply in steps: it loads values several steps before they are sent.
 
-    `steps` has an item for each step of the reply, and `find(tier, step)` returns the values of a step that are only on
-    disk. With `of_pages` they are pages, otherwise extents; only these are *borrowed*, which means that the reply sends
-    their bytes without loading them into the store's memory. Other values, for example single pages of a block that is
-    read as a whole, are loaded.
+    `steps` has an item for each step of the reply, and `find(lookup, step)` returns the values of a step that are only
+    on disk. With `of_pages` they are pages, otherwise extents; only these are *borrowed*, which means that the reply
+    sends their bytes without loading them into the store's memory. Other values, for example single pages of a block
+    that is read as a whole, are loaded.
     """
 
     def __init__(
-        self, client: Client, find: Callable[[DiskTier, T], Sequence[OnDisk]], steps: Sequence[T], *, of_pages: bool
+        self, client: Client, find: Callable[[Prefetcher, T], Sequence[OnDisk]], steps: Sequence[T], *, of_pages: bool
     ) -> None:
         self.lent: BorrowedReads = {}  # for the current step and the steps after it
         self._tiered = client.server.tiered
+        self._keyspace = client.keyspace
         self._touches = client.touches
         self._find = find
         self._of_pages = of_pages
@@ -237,11 +239,11 @@ class ReadAhead(Generic[T]):
         for value in self._sent:
             self.lent.pop(value, None)
         tiered, here = self._tiered, self._steps[self._at]
-        if tiered is not None and tiered.any_on_disk:
+        if tiered is not None and self._keyspace.contents.any_on_disk:
             self._look_ahead(tiered)
             self._sent = self._fetched[0]
             self._holds = []
-            while lacking := [value for value in self._lacking(tiered, here) if not _failed(tiered, value)]:
+            while lacking := [value for value in self._lacking(here) if not _failed(tiered, value)]:
                 self._sent += lacking
                 lent, hold = self._lent_for(lacking), tiered.fetching.holds.begin(map(unit_on_disk, lacking))
                 self._holds.append(hold)
@@ -249,7 +251,7 @@ class ReadAhead(Generic[T]):
                     tiered.fetching.holds.grow(hold, sum(map(_SIZE, lacking)), stays=False)
                 yield Wait(partial(tiered.fetching.fetch, lacking, lent=lent, touches=self._touches))
             if not self._touches:  # values that another command has loaded leave memory when that command ends
-                loaded = (value for value in self._find(tiered, here) if value.temporary_slot is not None)
+                loaded = (value for value in self._find(self._keyspace.needs, here) if value.temporary_slot is not None)
                 self._holds.append(tiered.fetching.holds.begin(map(unit_on_disk, loaded)))
             for value in self._sent:
                 value.failing = ""
@@ -264,9 +266,9 @@ class ReadAhead(Generic[T]):
         loan = self.lent.get(entries[0]) if type(entries[0]) is OnDisk else None
         return None if loan is None else loan.pieces(entries)
 
-    def _lacking(self, tiered: DiskTier, step: T) -> list[OnDisk]:
+    def _lacking(self, step: T) -> list[OnDisk]:
         """Return the values of a step that are neither borrowed nor, without `touches`, kept temporarily."""
-        found = filterfalse(self.lent.__contains__, self._find(tiered, step))
+        found = filterfalse(self.lent.__contains__, self._find(self._keyspace.needs, step))
         return [value for value in found if self._touches or value.temporary_slot is None]
 
     def _look_ahead(self, tiered: DiskTier) -> None:
@@ -277,15 +279,15 @@ class ReadAhead(Generic[T]):
         if sum(sizes) > _MOST_AHEAD // 2:
             return
         if not sizes:
-            self._fetch(tiered, self._look_at_one_more(tiered))
+            self._fetch(tiered, self._look_at_one_more())
         others: dict[OnDisk, None] = {}
         while len(sizes) < min(_MOST_STEPS, len(self._steps) - self._at) and sum(sizes) < _MOST_AHEAD:
-            others.update(dict.fromkeys(self._look_at_one_more(tiered)))
+            others.update(dict.fromkeys(self._look_at_one_more()))
         self._fetch(tiered, list(others))
 
-    def _look_at_one_more(self, tiered: DiskTier) -> list[OnDisk]:
+    def _look_at_one_more(self) -> list[OnDisk]:
         """Return the values to load for the first step that is not in `_fetched` yet, and append them to `_fetched`."""
-        values = self._lacking(tiered, self._steps[self._at + len(self._sizes)])
+        values = self._lacking(self._steps[self._at + len(self._sizes)])
         self._fetched.append(values)
         self._sizes.append(sum(map(_SIZE, values)))
         return values

@@ -308,7 +308,7 @@ def _may_run(client: Client, spec: Spec, words: Command) -> bool:
         behind = tiered.stored.behind
         if (spec.stores or spec.writes_keys) and (behind.failing or behind.full):
             return False
-        if tiered.any_on_disk and spec.preloads:
+        if client.keyspace.contents.any_on_disk and spec.preloads:
             return False
         if spec.writes and behind.mode == "always":
             require_durable_state(client, tiered)

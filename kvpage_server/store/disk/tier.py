@@ -5,8 +5,8 @@ every change, and queues it for write-behind. A value may be dropped from memory
 
 Every value is written to disk, and writers wait if the disk is slower than they are.
 
-The parts are `stored` (values on disk and queued changes), `account` (eviction when the disk is full), `needs` (lookup
-of the values that a command needs), `fetching` (loads from disk), a loader for the start, and a scrubber.
+The parts are `stored` (values on disk and queued changes), `account` (eviction when the disk is full), `fetching`
+(loads from disk), a loader for the start, and a scrubber.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import cast
 
 from kvpage_server.core import NewPages, Slot
 from kvpage_server.store import records
-from kvpage_server.store.contents import Contents, Source
+from kvpage_server.store.contents import Contents, Source, Tier
 from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.disk.encoding import Change, Corrupt, SetExpiry, Value, change_of
 from kvpage_server.store.disk.fetching import Fetching
@@ -38,7 +38,6 @@ from kvpage_server.store.disk.naming import (
     parse_block,
     value_named,
 )
-from kvpage_server.store.disk.prefetch import Prefetcher
 from kvpage_server.store.disk.readers import DiskReader, Scrubber
 from kvpage_server.store.disk.usage import Stored, takes
 from kvpage_server.store.disk.write_behind import Batch, WriteBehind
@@ -117,7 +116,7 @@ _SHARE_OF_TEXTS = 0.5  # of maxmemory; above it, short strings are evicted, as t
 log = logging.getLogger("kvpage")
 
 
-class DiskTier:
+class DiskTier(Tier):
     """The disk tier. Call `load`, then `connect` when the loop runs.
 
     `Tier` documents the notifications.
@@ -126,15 +125,11 @@ class DiskTier:
     scrubber: Scrubber
 
     def __init__(self, disk: Disk, contents: Contents, memory: MemoryAccount, maxdisk: int) -> None:
+        super().__init__(contents)
         self.disk = disk
-        self.any_on_disk = False  # whether any value may be cold
         self.stored = Stored(maxdisk)
-        self.needs = Prefetcher(contents)
         self.fetching = Fetching(contents, memory, self.stored)
         self.account = DiskAccount(contents, self.stored)
-        self.follows = self.account.follows
-        self.sweep = self.fetching.sweep
-        self._contents = contents
         self._memory = memory
         self._loader = Loader(disk, contents, self.stored)
         self._saves: set[asyncio.Task[str]] = set()
@@ -143,7 +138,7 @@ class DiskTier:
 
     def load(self) -> None:
         """Load all keys on disk."""
-        self.any_on_disk = self._loader.load()
+        self._contents.any_on_disk = self._loader.load()
 
     def ensure_space_for_all(self) -> None:
         """Raise `maxdisk` if the loaded values exceed it. Called before other code uses the store."""
@@ -240,6 +235,12 @@ class DiskTier:
 
     def admit_split(self, block: Block) -> None:
         self.account.admit_split(block)
+
+    def follows(self, blocks: Sequence[Block]) -> None:
+        self.account.follows(blocks)
+
+    def sweep(self) -> None:
+        self.fetching.sweep()
 
     def was_split(self, block: Block, pages: Mapping[bytes, ExtentPage]) -> None:
         self.stored.remove(name_of_block(block.req_id, block.page), replaced=True)
@@ -349,7 +350,7 @@ class DiskTier:
             self.stored.counts.dropped += 1
         units.evicted(unit)
         self.stored.usage.note_on_disk_only(name_of_unit(unit))
-        self.any_on_disk = True
+        contents.any_on_disk = True
 
     def _cool(self, unit: Unit, names: Iterable[bytes], used: int) -> int:
         """Replace the values of these names by cold ones. Returns the freed bytes."""

@@ -230,7 +230,7 @@ MISTAKES = [
         "nothing-is-cold-at-the-start",
         _STORE + "disk.tier",
         "DiskTier.load",
-        "self.any_on_disk = self._loader.load()",
+        "self._contents.any_on_disk = self._loader.load()",
         "self._loader.load()",
         "after a restart nothing is thought to be on disk alone",
     ),

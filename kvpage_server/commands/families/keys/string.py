@@ -20,8 +20,7 @@ from kvpage_server.core import Argument
 from kvpage_server.core.pieces import Piece
 from kvpage_server.page import unix_ms
 from kvpage_server.resp import OK, Raw, Reply, ReplyError, Stream, encode
-from kvpage_server.store.disk.prefetch import Needed
-from kvpage_server.store.disk.tier import DiskTier
+from kvpage_server.store.disk.prefetch import Needed, Prefetcher
 from kvpage_server.store.memory.entry import Entry, Text, is_only_on_disk
 
 _UNIT = {b"EX": 1000, b"PX": 1, b"EXAT": 1000, b"PXAT": 1}  # milliseconds
@@ -228,10 +227,10 @@ def mget(client: Client, args: list[Argument]) -> Reply:
     """Return an array of the values of keys, null for keys that do not exist. Long values are looked up while the reply
     is sent.
     """
-    keys, tiered = plain_all(args), client.server.tiered
+    keys, contents = plain_all(args), client.keyspace.contents
     found = client.server.keyspace.reader.read_all(keys)
     # not `cold_of(keys)`: the reads may have evicted one of the values, to make room on disk for another
-    cold = tiered is not None and tiered.any_on_disk and any(map(_is_cold, found))
+    cold = contents.any_on_disk and any(map(_is_cold, found))
     much = sum([entry.size for entry in found if entry is not None]) > MANY_BYTES
     if cold or much:
         return Stream(None, _in_parts(client, keys, whole=not much))
@@ -271,9 +270,9 @@ def _in_parts(client: Client, keys: list[bytes], *, whole: bool) -> Iterator[Rep
         yield (*pieces,)
 
 
-def _values_of(keys: list[bytes], tiered: DiskTier) -> Iterable[Needed]:
+def _values_of(keys: list[bytes], lookup: Prefetcher) -> Iterable[Needed]:
     """Return the values to load before these keys can be read."""
-    return tiered.needs.values_of(keys)
+    return lookup.values_of(keys)
 
 
 def _mset(client: Client, args: list[Argument]) -> None:

@@ -38,7 +38,7 @@ from kvpage_server.page import (
 )
 from kvpage_server.resp import OK, Raw, Reply, ReplyError, Stream
 from kvpage_server.store.disk.fetching import BorrowedReads
-from kvpage_server.store.disk.tier import DiskTier
+from kvpage_server.store.disk.prefetch import Prefetcher
 from kvpage_server.store.keyspace import BLOCK_PAGES_PER_STEP, has_block, read_block
 from kvpage_server.store.memory.index import Extent
 from kvpage_server.store.memory.on_disk import OnDisk
@@ -112,9 +112,9 @@ def _read_plane(kv_type: bytes, dtype: bytes, head_dim: bytes) -> Plane:
     )
 
 
-def _on_disk_of(tiered: DiskTier, name: tuple[bytes, int]) -> list[OnDisk]:
+def _on_disk_of(lookup: Prefetcher, name: tuple[bytes, int]) -> list[OnDisk]:
     """Return the values to load before the block `name` can be read."""
-    return tiered.needs.cold_of_block(*name)
+    return lookup.cold_of_block(*name)
 
 
 def _read(client: Client, req_id: bytes, page: int, lent: BorrowedReads) -> Steps[Reply]:
@@ -129,10 +129,11 @@ def _read(client: Client, req_id: bytes, page: int, lent: BorrowedReads) -> Step
 
 def _is_small(client: Client, req_id: bytes, page: int) -> bool:
     """Return whether a block can be read in one step: it is in memory, and has few pages or was stored as a whole."""
-    block, tiered = client.keyspace.reader.block(req_id, page), client.server.tiered
+    keyspace = client.keyspace
+    block = keyspace.reader.block(req_id, page)
     if block is None:
         return True
-    if tiered is not None and tiered.any_on_disk and tiered.needs.cold_of_block(req_id, page):
+    if keyspace.contents.any_on_disk and keyspace.needs.cold_of_block(req_id, page):
         return False
     return block.extent is not None or block.pages <= BLOCK_PAGES_PER_STEP
 

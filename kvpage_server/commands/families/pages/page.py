@@ -24,8 +24,7 @@ from kvpage_server.core.arguments import NAME_WORDS, PAGE_WORDS, BadPage, PageNa
 from kvpage_server.core.pieces import Piece
 from kvpage_server.page import PageError, PageHeader, unix_ms
 from kvpage_server.resp import OK, Raw, Reply, ReplyError, Stream
-from kvpage_server.store.disk.prefetch import Needed
-from kvpage_server.store.disk.tier import DiskTier
+from kvpage_server.store.disk.prefetch import Needed, Prefetcher
 from kvpage_server.store.memory.entry import Entry, Page, has_bytes, header_of, is_only_on_disk, is_page
 from kvpage_server.store.memory.index import Block, ExtentPage
 from kvpage_server.store.memory.on_disk import OnDisk
@@ -262,9 +261,9 @@ def _whole(client: Client, some: PageNames) -> Iterator[list[BlockName]]:
         yield blocks
 
 
-def _extents_of(blocks: Sequence[BlockName], tiered: DiskTier) -> Iterable[Needed]:
+def _extents_of(blocks: Sequence[BlockName], lookup: Prefetcher) -> Iterable[Needed]:
     """Return the extents of these blocks, which must be in memory before pages of them are written."""
-    return tiered.needs.extents_at(dict.fromkeys(blocks))
+    return lookup.extents_at(dict.fromkeys(blocks))
 
 
 class _Step(NamedTuple):
@@ -290,8 +289,8 @@ def kvpagemget(client: Client, args: list[Argument]) -> Reply:
     """Return an array of bodies. A page is looked up when the reply gets to it, so pages may change during a long
     reply.
     """
-    count, tiered = check_batch("KVPAGEMGET", args, NAME_WORDS, "page"), client.server.tiered
-    if (count > _DECIDED_PAGES_PER_STEP and count > _at_once(client)) or (tiered is not None and tiered.any_on_disk):
+    count = check_batch("KVPAGEMGET", args, NAME_WORDS, "page")
+    if (count > _DECIDED_PAGES_PER_STEP and count > _at_once(client)) or client.keyspace.contents.any_on_disk:
         return Stream(None, _read_in_steps(client, args, count))
     names = page_names(args, 0, count)
     bodies, read = _read_step(client, names, 0)
@@ -309,10 +308,10 @@ def _read_in_steps(client: Client, args: Sequence[Argument], count: int) -> Iter
 
 def _read_rest(client: Client, batches: Sequence[PageNames], at: int) -> Iterator[Reply]:
     """Yield the bodies of a batch's pages, in steps, from page `at` of the first group of names to the last page."""
-    tiered = client.server.tiered
+    keyspace = client.keyspace
     for i, names in enumerate(batches):
         while at < len(names):
-            if tiered is not None and tiered.any_on_disk and tiered.needs.cold_of(names.keys[at:]):
+            if keyspace.contents.any_on_disk and keyspace.needs.cold_of(names.keys[at:]):
                 rest = [_Step(names, at, len(names)), *(_Step(some, 0, len(some)) for some in batches[i + 1 :])]
                 yield from _from_disk(client, rest)
                 return
@@ -345,9 +344,9 @@ def _from_disk(client: Client, batches: Sequence[_Step]) -> Iterator[Reply]:
         yield ahead.borrowed_read_of(found.entries) or _encoded(client, found, ahead)
 
 
-def _cold_in(tiered: DiskTier, step: _Step) -> Sequence[OnDisk]:
+def _cold_in(lookup: Prefetcher, step: _Step) -> Sequence[OnDisk]:
     """Return the values to load before the pages of a step can be read."""
-    return tiered.needs.cold_of(step.names.keys[step.first : step.stop])
+    return lookup.cold_of(step.names.keys[step.first : step.stop])
 
 
 def _encoded(client: Client, found: Found, ahead: ReadAhead[_Step] | None) -> tuple[Piece, ...]:

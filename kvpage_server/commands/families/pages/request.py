@@ -24,8 +24,7 @@ from kvpage_server.core.arguments import PageName
 from kvpage_server.page import MAX_PAGE, PageError, PageKey, check_req_id, checksum
 from kvpage_server.resp import Raw, Reply, ReplyError, Stream
 from kvpage_server.store.contents import NEVER_STORED, OVER_QUOTA
-from kvpage_server.store.disk.prefetch import Needed
-from kvpage_server.store.disk.tier import DiskTier
+from kvpage_server.store.disk.prefetch import Needed, Prefetcher
 from kvpage_server.store.eviction.ghosts import Ghost
 from kvpage_server.store.keyspace import Keyspace, gathered
 from kvpage_server.store.memory.entry import Page, header_of, is_page
@@ -350,14 +349,14 @@ def _lost(keyspace: Keyspace, keys: list[list[bytes]]) -> Steps[list[bytes]]:
     return [bytes(name) for name, ghost in ends if ghost is not None and ghost.reason == "corrupt"]
 
 
-def _values_of(block: Block, tiered: DiskTier) -> Iterator[Needed]:
+def _values_of(block: Block, lookup: Prefetcher) -> Iterator[Needed]:
     """Return the values to load before a block can be read."""
-    return tiered.needs.blocks_at([(block.req_id, block.page)])
+    return lookup.blocks_at([(block.req_id, block.page)])
 
 
-def _value_of(key: bytes, tiered: DiskTier) -> Iterator[Needed]:
+def _value_of(key: bytes, lookup: Prefetcher) -> Iterator[Needed]:
     """Return the values to load before a key can be read."""
-    return tiered.needs.values_of([key])
+    return lookup.values_of([key])
 
 
 def _check_extent(extent: Extent) -> Generator[Reply, None, bool | None]:
