@@ -1,4 +1,4 @@
-"""Client that sends and receives pages without a copy. It uses the URLs, pools, TLS, ACL and retries of redis-py."""
+"""Client that sends and receives pages without a copy, based on redis-py: its URLs, pools, TLS, ACL and retries."""
 
 from kvpage_server.client.aio import AsyncPageClient
 from kvpage_server.client.cluster.store import names_several

@@ -1,7 +1,7 @@
 """AsyncPageClient: PageClient for an event loop, asyncio's or uvloop's.
 
-It has the same conversations on the same connections as PageClient, but the loop waits for the sockets. Only connects
-run on a thread, since redis-py's connections block while they connect.
+It uses the same connections and `Conversation`s as PageClient, but the event loop waits for the sockets. Connects run
+on threads, because redis-py's connections block while they connect.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ async def converse(
 ) -> T:
     """Send a request on an open connection, and return its decoded reply.
 
-    Raises DeadlineExceeded at the end of `end`, or after `silence` seconds in which no byte was sent or received. The
-    error names the `node` if one is given. Raises Disconnected and WrongReply as `Conversation.steps`, Refused for an
-    error reply.
+    Raises DeadlineExceeded at the deadline `end`, or after `silence` seconds in which no byte was sent or received; its
+    message names the `node` if one is given. Raises Disconnected and WrongReply as `Conversation.steps`, and Refused
+    for an error reply.
     """
     conversation, loop = connection.conversation(request), asyncio.get_running_loop()
     began = loop.time()
@@ -63,8 +63,9 @@ async def converse(
 
 
 def _wait_longer(limit: asyncio.Timeout, over: float, silence: float) -> None:
-    """Move the timeout `limit` to `silence` seconds from now, but not past `over`, by the loop's clock. Called when
-    bytes were sent or received.
+    """Move the timeout `limit` to `silence` seconds from now, or to `over` if that is earlier, by the loop's clock.
+
+    Called when bytes were sent or received.
     """
     if limit.when() is not None:
         limit.reschedule(min(over, asyncio.get_running_loop().time() + silence))
@@ -77,12 +78,12 @@ async def _pass_through(conversation: Conversation[Any], moved: Callable[[], Non
         await drive.over
     finally:
         drive.close()
-        del drive  # a reference cycle otherwise: its error refers to this frame
+        del drive  # break the reference cycle: its error has this frame in its traceback
 
 
 class _Drive:
-    """Driver of one conversation. The event loop continues it when its socket is ready. Its end sets the future
-    `over`.
+    """Driver of one conversation: the event loop continues it whenever its socket is ready. The future `over` is set at
+    its end.
     """
 
     def __init__(self, conversation: Conversation[Any], moved: Callable[[], None] | None) -> None:
@@ -90,7 +91,7 @@ class _Drive:
         self._loop = asyncio.get_running_loop()
         self._sock = conversation.sock
         self._steps = conversation.steps()
-        self._watched = 0  # poll events that the loop watches for
+        self._watched = 0  # poll events for which the loop watches the socket
         self.over: asyncio.Future[None] = self._loop.create_future()
         self._advance(None)
 
@@ -132,7 +133,7 @@ class _Drive:
                 self._loop.remove_writer(self._sock)
 
 
-CONNECT_THREADS = 128  # threads for connects; a call that waited for a free one would waste its deadline
+CONNECT_THREADS = 128  # threads for connects: many, because the deadline of a call includes its wait for a free thread
 
 
 class AsyncPageClient:
@@ -151,9 +152,9 @@ class AsyncPageClient:
         self._pool = None if self._several else page_pool(url, redis_options)
         self._deadline = deadline
         self._dialect: BlobCommands | None = None
-        self._openers: ThreadPoolExecutor | None = None  # has threads while connects run on them
-        self._connects = 0  # that run on threads
-        self._openings: dict[PageConnection, asyncio.Future[None]] = {}  # connects that a call waits for
+        self._openers: ThreadPoolExecutor | None = None  # the threads, which exist while connects run
+        self._connects = 0  # number of connects that run on threads
+        self._openings: dict[PageConnection, asyncio.Future[None]] = {}  # connects for which a call waits
         self._closed: asyncio.Future[None] | None = None  # set when the last of these threads has ended
 
     async def __aenter__(self) -> Self:
@@ -354,7 +355,7 @@ class AsyncPageClient:
                     if answers is not None:
                         return answers
             except BaseException:
-                connection.close_unless(over=False)  # the server may still watch keys for it
+                connection.close_unless(over=False)  # otherwise the server would watch keys for the next request
                 raise
 
     # -- doing -----------------------------------------------------------------------------------------------------
@@ -378,14 +379,12 @@ class AsyncPageClient:
                 tasks = [group.create_task(self._converse(request, end)) for request in requests]
         except* PageClientError as failed:
             failures += failed.exceptions
-        if failures:  # Python 3.11.2 would wrap an error that the except* clause raises in a group again
+        if failures:  # outside of the except* clause, in which Python 3.11.2 would wrap the error in a group again
             raise failures[0].again() from None
         return call.read([task.result() for task in tasks])
 
     async def _spoken(self, end: Deadline) -> BlobCommands:
-        """Return the commands that the server supports. The first call sends a request to the server, later calls use
-        its result.
-        """
+        """Return the commands that the server supports. The first call asks the server; later calls return the same."""
         if self._dialect is None:
             self._dialect = await self._converse(ask_dialect(), end)
         return self._dialect
@@ -429,14 +428,14 @@ class AsyncPageClient:
             return Failed(error)
         finally:
             peers.remember(errand.node, failure)
-            del failure  # a reference cycle otherwise: it refers to this frame
+            del failure  # break the reference cycle: it has this frame in its traceback
 
     @asynccontextmanager
     async def _lent(self, pool: PagePool | None = None) -> AsyncIterator[PageConnection]:
         """Yield a connection of the pool, and release it afterwards.
 
-        If a thread is still connecting it, release it when the thread has finished: the thread cannot be interrupted,
-        and no task should wait for it.
+        If the caller ends while a thread is still connecting it, the connection is released when the thread has
+        finished: a thread cannot be interrupted, and no task should wait for it.
         """
         pool = pool or self._pool
         assert pool
@@ -471,7 +470,7 @@ class AsyncPageClient:
         try:
             await opening
         finally:
-            del opening  # a reference cycle otherwise: its error refers to this frame
+            del opening  # break the reference cycle: its error has this frame in its traceback
 
     def _connect_ended(self, _: asyncio.Future[None]) -> None:
         """End the threads for connects when all connects have ended."""
@@ -482,6 +481,6 @@ class AsyncPageClient:
 
     def _opened_in_vain(self, pool: PagePool, connection: PageConnection, opening: asyncio.Future[None]) -> None:
         if not opening.cancelled():
-            opening.exception()  # marks it as retrieved, or asyncio would log it
+            opening.exception()  # asyncio would log an exception that was not retrieved
         connection.close_unless(over=False)
         pool.release(connection)

@@ -33,7 +33,7 @@ from kvpage_server.page import BlockShape, PageKey
 
 # -- Batches, cut into a part for each connection ----------------------------------------------------------------------
 
-_LEAST_BYTES = 1024 * 1024  # least mean size of a part; fewer bytes are not worth a connection of their own
+_LEAST_BYTES = 1024 * 1024  # mean size of a part, at least: a further connection is not faster for less
 
 
 def cut(sizes: Sequence[int], connections: int) -> list[slice]:
@@ -54,11 +54,13 @@ _WHOLE = [slice(None)]
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """One call of a client's method: slices of the batch, one for each connection, the function that builds the request
-    of a slice, and the function that returns the result of the method from the decoded replies.
+    """One call of a client's method.
+
+    `parts` are slices of the batch, one for each connection. `ask` builds the request of a slice, and `read` makes the
+    method's result from the list of the decoded replies.
     """
 
-    what: str  # the method of the client
+    what: str  # the name of the method
     parts: Sequence[slice]
     ask: Callable[[BlobCommands, slice], Request[Any]]
     read: Callable[[list[Any]], T]
@@ -84,7 +86,7 @@ def count_misses(misses: Counter[str], reasons: Collection[str], found_bytes: Ca
 
 
 class Calls:
-    """The methods of a client, which return a `Call`. `misses` counts misses by reason."""
+    """The methods of a client, as functions that return a `Call`. `misses` counts misses by reason."""
 
     def __init__(self, *, connections: int, verify: bool) -> None:
         self.misses: Counter[str] = Counter()
@@ -146,8 +148,8 @@ class Calls:
     def fetch_blocks_into(
         self, names: Sequence[BlockName], shape: BlockShape, buffers: Sequence[Buffer]
     ) -> Call[list[str | None]]:
-        """Receive blocks into buffers. The result has for each block the reason of its miss, or None if it was
-        found.
+        """Receive blocks into buffers. The result is a list with None for each found block, otherwise the reason of the
+        miss.
         """
         check_names(names)
         into = places(buffers, len(names))
@@ -161,7 +163,7 @@ class Calls:
         )
 
     def prefix(self, names: Sequence[BlockName], pages_per_block: int, lease_ms: int) -> Call[int]:
-        """Count the complete blocks, from the first one."""
+        """Count the complete blocks before the first incomplete one."""
         check_names(names)
         asked = _WHOLE if names else []
         return Call("prefix", asked, lambda to, _: to.prefix(names, pages_per_block, lease_ms), sum)

@@ -22,8 +22,8 @@ _NAMES_PER_STEP = 4096  # names that are encoded before other tasks have their t
 
 
 def _encode_names(opening: bytes, names: PageKeys, encode: Callable[[PageKeys], bytes]) -> Iterator[Piece]:
-    """Yield the words of a command that names pages: `opening`, then the names as `encode` returns them, some at a
-    time.
+    """Yield the bytes of a command that names pages: `opening`, then the names, encoded by `encode` in chunks of
+    _NAMES_PER_STEP.
     """
     yield opening
     for start in range(0, len(names), _NAMES_PER_STEP):
@@ -84,7 +84,7 @@ def _yes_no(values: list[Any]) -> list[bool]:
 
 
 class BlobCommands:
-    """Requests to any Redis or Valkey: a page is a string, and its value is the page's blob."""
+    """Requests to any Redis or Valkey, which stores a page as a string with the page's blob."""
 
     def set_pages(self, pages: SentPages, ttl: int) -> Request[None]:
         """Write pages: all with one MSET, or, if there is a `ttl` in seconds, each with its own SET."""
@@ -156,7 +156,7 @@ class BlobCommands:
         return Request(request.pieces, request.receiver, blocks)
 
     def delete_request(self, req_id: bytes, pages: Sequence[int]) -> Request[int]:
-        """Raise Unsupported: a plain Redis does not know the pages of a request."""
+        """Raise Unsupported: a plain Redis cannot list the pages of a request."""
         raise self._unsupported("delete a request")
 
     def prefix(self, names: Sequence[BlockName], pages_per_block: int, lease_ms: int) -> Request[int]:
@@ -269,7 +269,7 @@ class PageCommands(BlobCommands):
 
 
 def ask_dialect() -> Request[BlobCommands]:
-    """Return the request that asks which page commands the server supports. Its result is the `BlobCommands` to use."""
+    """Return the request for the commands that the server supports. Its result is the `BlobCommands` object to use."""
 
     def read(values: list[Any]) -> BlobCommands:
         wanted = len(_FAMILY)

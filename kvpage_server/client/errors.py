@@ -1,4 +1,4 @@
-"""The errors of a page client. An error with an equivalent in redis-py is also a subclass of it."""
+"""The errors of a page client. Where redis-py has an equivalent error, they are also subclasses of that."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class PageClientError(Exception):
     """The base class of all errors of a page client."""
 
     def again(self) -> Self:
-        """Return a copy of the error without a traceback, to be kept or raised again.
+        """Return a copy of the error without a traceback, to be stored or raised again.
 
-        The frames of a traceback would keep a call's arguments in memory, and the error itself if a frame refers to it.
+        The frames of a traceback would keep the arguments of the call in memory.
         """
         fresh = type(self).__new__(type(self), *self.args)
         vars(fresh).update(vars(self))

@@ -96,7 +96,7 @@ def _check_types(index: int, page: Any) -> None:
 
 
 def _misfit(index: int, page: Page) -> Exception:
-    """Return the error for a page that can't be written."""
+    """Return the error for a page that can't be written, with its index in the batch and the reason."""
     try:
         check_range("page_size", page.page_size, 1, MAX_U32)
         check_range("head_dim", page.head_dim, 1, MAX_U32)

@@ -1,7 +1,7 @@
 """Questions: any commands, each with the decoder of its reply.
 
-A server may send any reply, so every reply is checked. If it does not fit the question, WrongReply is raised, and the
-connection is closed, since the next reply may belong to another question, too.
+Every reply is checked. If it is not a possible reply to its question, WrongReply is raised and the connection is
+closed, because the next reply may belong to another question as well.
 """
 
 from __future__ import annotations

@@ -46,9 +46,9 @@ class PageClient:
         """Create a client; it connects at its first call.
 
         `url` is a redis://, rediss:// or unix:// URL. `redis_options` are more options of redis-py's ConnectionPool.
-        Large batches use up to `connections` connections at once. `deadline` is the default for calls without one, in
-        seconds. With `verify`, the checksum of every received page is compared; the server then sends pages with their
-        headers. Blocks on kvpage-server have no checksum of their own.
+        Large batches use up to `connections` connections in parallel. `deadline` is the default for calls without one,
+        in seconds. With `verify`, the checksum of every received page is compared; the server then sends pages with
+        their headers. Blocks on kvpage-server have no checksum of their own.
 
         A valkey-cluster://, redis-cluster:// or rediss-cluster:// URL names some nodes of a cluster: `docs/scaling.md`.
         Several URLs separated by commas name servers side by side. Both have the option `node_deadline`, the seconds in
@@ -276,7 +276,7 @@ class PageClient:
                     if answers is not None:
                         return answers
             except BaseException:
-                connection.close_unless(over=False)  # the server may still watch keys for it
+                connection.close_unless(over=False)  # otherwise the server would watch keys for the next request
                 raise
 
     # -- doing -----------------------------------------------------------------------------------------------------
@@ -306,9 +306,7 @@ class PageClient:
         return call.read(answers)
 
     def _spoken(self, end: Deadline) -> BlobCommands:
-        """Return the commands that the server supports. The first call sends a request to the server, later calls use
-        its result.
-        """
+        """Return the commands that the server supports. The first call asks the server; later calls return the same."""
         if self._dialect is None:
             self._dialect = self._converse(ask_dialect(), end)
         return self._dialect

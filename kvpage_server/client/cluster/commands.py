@@ -46,7 +46,7 @@ from kvpage_server.page import (
 
 # -- block value -------------------------------------------------------------------------------------------------------
 #
-# A block as one string: an opening, the headers of its pages, then its body.
+# A block is stored as one string: an opening, the headers of its pages, and its body.
 #
 #     64 bytes          the opening: the shape of the block
 #     64 bytes a page   the pages' headers, in the order of the body
@@ -72,7 +72,7 @@ _MAGIC, _VERSION = b"KVPB", 1
 _FIELDS, _PLANE, _DIGEST = struct.Struct("<4sBBHIII"), struct.Struct("<BBI"), struct.Struct("<Q")
 _DIGEST_AT = OPENING_SIZE - _DIGEST.size
 assert _FIELDS.size + (MAX_KV_TYPE + 1) * _PLANE.size == _DIGEST_AT
-_OF_A_WRITE = ("page", "created", "ttl", "checksum")  # fields of a header that do not follow from the shape
+_OF_A_WRITE = ("page", "created", "ttl", "checksum")  # fields of a header that differ between blocks of the same shape
 _HEADERS = np.dtype(
     {"names": _OF_A_WRITE, "formats": ["<u8"] * 4, "offsets": [FIELD_AT[f] for f in _OF_A_WRITE], "itemsize": 64}
 )
@@ -105,7 +105,8 @@ def head(page: int, shape: BlockShape, body: Sequence[memoryview], ttl: int, cre
 def mismatch(page: int, shape: BlockShape, found: memoryview, body: memoryview, *, verify: bool) -> str | None:
     """Return the reason why a received block is invalid, ``header`` or ``checksum``; None if it is valid.
 
-    `found` has the bytes before the body. `page` and `shape` are expected. With `verify`, the digest is compared, too.
+    `found` has the bytes before the body. `page` and `shape` are the expected page id and shape. With `verify`, the
+    digest is compared as well.
     """
     before, table = found[:_DIGEST_AT], found[OPENING_SIZE:]
     headers, given = _blank_headers(shape).copy(), np.frombuffer(table, _HEADERS)
@@ -131,7 +132,7 @@ def shape_of(opening: bytes | memoryview) -> BlockShape | None:
     try:
         of_planes = tuple(Plane(kv_type, DType(dtype), head_dim) for kv_type, dtype, head_dim in found)
         return BlockShape(layers, heads, page_size, of_planes)
-    except ValueError:  # a PageError is one
+    except ValueError:  # PageError is a subclass
         return None
 
 
@@ -184,13 +185,15 @@ def _blank_headers(shape: BlockShape) -> Headers:
 
 
 _ASKING = command(b"ASKING")
-_KEYS = 4096  # keys of one command at most
+_KEYS = 4096  # of one command, at most
 _REQUEST, _PAGE, _NEXT = b"\0", b"\1", b"\2"  # placeholders; no request id contains these bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command for a single key, and memory for its reply if that is a long string. It can be sent again."""
+    """A command for a single key. It can be sent several times. `place` is the memory for its reply, if that is
+    long.
+    """
 
     key: bytes
     pieces: Callable[[], Iterator[Piece | Chunk]]
@@ -203,10 +206,10 @@ class Command:
 
 
 def ask(commands: Sequence[Command], *, asking: bool) -> Request[list[Answer]]:
-    """Return one request of several commands, whose result is the list of their decoded replies; error replies are
-    Refused objects.
+    """Return one request for several commands. Its result is the list of their decoded replies, with Refused objects
+    for error replies.
 
-    With `asking`, an ASKING precedes each command, so that the node also answers for slots that are being moved to it.
+    With `asking`, an ASKING precedes each command, so that the node also replies for slots that are being moved to it.
     """
 
     def pieces() -> Iterator[Piece | Chunk]:
@@ -239,7 +242,7 @@ def ask_lines(texts: Sequence[bytes]) -> Request[list[bytes]]:
 
 
 def simple(*words: bytes | int, writes: bool = False, at_primary: bool = False) -> Command:
-    """Return the command of a few words. The second word is its key if it is bytes; else the key is empty."""
+    """Return a command of a few words. Its key is the second word if that is bytes, otherwise empty."""
     text, key = command(*words), bytes(words[1]) if isinstance(words[1], bytes) else b""
     return Command(key, lambda: iter((text,)), writes=writes, at_primary=at_primary)
 
@@ -247,8 +250,8 @@ def simple(*words: bytes | int, writes: bool = False, at_primary: bool = False) 
 def of_question(question: Question, *, once: bool) -> Command:
     """Return the command of a question. It is sent to the primary, because a replica may have older values.
 
-    The second word is the key, and the reply must not be an array. With `once`, the command is not retried if the
-    server may have executed it.
+    The question's second word is the key, and its reply must not be an array. With `once`, the command is not retried
+    if the server may have executed it.
     """
     text = command(*map(encoded, question.words))
     return Command(key_of(question), lambda: iter((text,)), writes=once, at_primary=True, once=once, read=question.read)
@@ -298,15 +301,15 @@ def around_value(key: bytes, nbytes: int, ttl: int) -> tuple[bytes, bytes]:
     return b"%b%b$%d\r\n" % (before, word(key), nbytes), after
 
 
-# -- deletion of single pages by the writer of their block; otherwise reads would find them after the block's end ------
+# -- Deletion of single pages when their block is written; otherwise reads would find them after the block's removal ---
 
 
 @dataclass(frozen=True, slots=True)
 class Scattered:
     """The commands that delete the single pages of a block when their keys are in different slots of the cluster.
 
-    `Router.scatter` sends the encoded commands of `encode`, and reads their replies, without an object for each: 256
-    pages take 0.2 ms instead of 4. Failed commands are sent again as the commands of `singly`.
+    `Router.scatter` sends the encoded commands of `encode`, and reads their replies, without a Python object for each:
+    256 pages take 0.2 ms instead of 4. Commands that fail are sent again, as the commands of `singly`.
     """
 
     name: BlockName
@@ -333,7 +336,7 @@ Write = Command | Scattered
 def block_writes(
     name: BlockName, shape: BlockShape, body: Sequence[memoryview], ttl: int, created_ms: int
 ) -> list[Write]:
-    """Return the commands that write a block, and delete those of its pages that were written as single pages."""
+    """Return the commands that write a block, and delete its pages that were written as strings of their own."""
     return [*_deletions(name, shape), set_block(name, shape, body, ttl, created_ms)]
 
 
@@ -385,9 +388,9 @@ def _apart(shape: BlockShape, nbytes: int) -> tuple[bytes, bytes]:
 # It follows redirections, refreshes an outdated map, and retries failed commands. A read has few retries, because its
 # pages can be computed. A write is tried until its deadline.
 
-READ_TRIES = 3  # failed attempts after which a read is given up
-FOLLOWED = 8  # redirections that an attempt follows at most
-_PAUSES = (0.0, 0.02, 0.05, 0.1, 0.2)  # seconds before the retries; the last one also before all later retries
+READ_TRIES = 3  # attempts of a read, at most
+FOLLOWED = 8  # redirections of an attempt, at most
+_PAUSES = (0.0, 0.02, 0.05, 0.1, 0.2)  # seconds before each retry; the last number also before all later ones
 _AGAIN = frozenset({"TRYAGAIN", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "READONLY"})  # the cluster is changing
 
 
@@ -405,7 +408,7 @@ class _Attempt:
 
 @dataclass
 class Router:
-    """Sender of commands to the nodes of one cluster, with the map of slots. All plans of a client share it."""
+    """Sends commands to the nodes of one cluster, by the map of slots. All plans of a client share it."""
 
     address: Address
     read_from_replicas: bool
@@ -414,7 +417,7 @@ class Router:
     _turn: Any = field(default_factory=count)
 
     def ask(self, commands: Sequence[Command], end: Deadline) -> Plan[list[Answer | Failed]]:
-        """Run commands and return their replies as `answers`, but raise the first error if all commands fail."""
+        """Run commands and return their replies, as `answers`. If all commands fail, raises the first error."""
         answers = yield from self.answers(commands, end)
         if answers and all(isinstance(answer, Failed) for answer in answers):
             raise answers[0].error.again()
@@ -519,7 +522,7 @@ class Router:
     def _failed(self, command: Command, way: _Attempt, error: PageClientError) -> None:
         """Note a failed attempt in the state `way`. The command is over after READ_TRIES failures of a read.
 
-        A DeadlineExceeded does not replace the error of an earlier attempt, which explains more.
+        A DeadlineExceeded does not replace the error of an earlier attempt, which has more information.
         """
         way.tries += 1
         way.to, way.from_replica, way.followed = None, False, 0

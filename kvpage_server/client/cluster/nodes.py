@@ -16,10 +16,10 @@ from kvpage_server.client.wire.exchange import Conversation
 
 # -- peers -------------------------------------------------------------------------------------------------------------
 #
-# The connections to each server of a plan, and the servers that get no requests for a while.
+# Connections to each server of a plan, and the servers that get no requests for a while.
 #
-# An errand fails when none of its bytes has moved for some time; the others go on. Its node then gets no requests for
-# a while, so that not every call waits for it.
+# An errand (a request to one node) fails when no byte of it was sent or received for some time; other errands continue.
+# Its node then gets no requests for a while, so that not every call waits for it.
 
 SILENCE = 2.0  # default of `node_deadline`, in seconds
 _LEFT_ALONE = (0.5, 8.0)  # seconds for which a silent node gets no requests, at first and at most
@@ -42,7 +42,7 @@ class Peers:
         self._pools: dict[tuple[Hashable, bool], PagePool] = {}
         self._closed = False
         self._lock = threading.Lock()
-        self._left_alone: dict[Hashable, tuple[float, float, str]] = {}  # until when, for how long, and why
+        self._left_alone: dict[Hashable, tuple[float, float, str]] = {}  # end and length of the pause, and the reason
         self.round_trips = 0  # number of errands that were started
         for node in known:
             self.pool(node, replica=False)
@@ -101,12 +101,12 @@ class Peers:
         until, pause, _ = self._left_alone.get(node, (0.0, 0.0, ""))
         if until < time.monotonic() and isinstance(failure, DeadlineExceeded):
             pause = min(max(2 * pause, _LEFT_ALONE[0]), _LEFT_ALONE[1])
-            why, _, _ = str(failure).partition(";")  # without the time that was left to that call
+            why, _, _ = str(failure).partition(";")  # without the remaining time of that call
             self._left_alone[node] = time.monotonic() + pause, pause, why
 
 
 def _as_replica(connection: PageConnection) -> None:
-    """Prepare a new connection for reads from a replica: do redis-py's handshake, then send READONLY."""
+    """Prepare a new connection for reads from a replica: do redis-py's handshake, and send READONLY."""
     connection.on_connect()  # type: ignore[no-untyped-call]
     connection.send_packed_command(connection._command_packer.pack("READONLY"))
     connection.read_response()
@@ -199,8 +199,8 @@ class _Talk:
         self.errand = errand
         self.outcome: Any = None
         self.over = False
-        self.events = 0  # to wait for
-        self.moved = 0.0  # time of the last progress, by the monotonic clock
+        self.events = 0  # poll events to wait for
+        self.moved = 0.0  # time of the last sent or received byte, in monotonic seconds
         self._pool: PagePool | None = None
 
     def take(self, pool: PagePool, deadline: Deadline) -> None:

@@ -34,7 +34,7 @@ class Errand:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Errands that run at the same time, after a pause in seconds."""
+    """Errands that run at the same time, after a pause of `pause` seconds."""
 
     errands: list[Errand]
     pause: float = 0.0
@@ -42,7 +42,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The outcome of an errand that failed. It has a copy of the error without a traceback."""
+    """Outcome of a failed errand. It has a copy of the error without a traceback."""
 
     error: PageClientError
 
@@ -69,7 +69,7 @@ Plan = Generator[Round, list[Outcome], T]
 
 @dataclass(frozen=True, slots=True)
 class Timed(Generic[T_co]):
-    """A plan that does not have its deadline yet. A call with a `Deadline` begins it."""
+    """A plan without its deadline. A call with a `Deadline` returns the plan."""
 
     what: str  # the method of the client
     begin: Callable[[Deadline], Plan[T_co]]

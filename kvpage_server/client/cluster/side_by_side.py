@@ -1,10 +1,10 @@
 """Several kvpage-servers that do not know each other. Each segment of a prompt, that is the tag of a request id,
 belongs to one of them.
 
-Rendezvous hashing chooses the server: every server gets a number for the segment, and the highest number wins. So all
+Rendezvous hashing chooses the server: each server has a hash with the segment, and the highest hash wins. So all
 clients with the same list of servers, in any order, find the same server. A new server takes its share from all others.
 While a server of the list is unavailable, reads of its segments are misses. They are not sent to the next server,
-because the unavailable one may return with old values.
+because the unavailable one may become available again with old values.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvpage_server.client.wire.exchange import Request
 from kvpage_server.page import BlockShape, PageKey
 
 T = TypeVar("T")
-_TRIES = 2  # because the server may have closed an idle connection
+_TRIES = 2  # attempts, because the server may have closed an idle connection
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class ServerUrl:
 
 
 def lists_several(url: str) -> bool:
-    """Return whether a URL is a list of URLs separated by commas, or has a comma in its host."""
+    """Return whether a URL is a list of URLs with commas between them, or has a comma in its host."""
     return len(urls_of(url)) > 1 or "," in urlsplit(url).netloc.rpartition("@")[2]
 
 
@@ -89,8 +89,8 @@ class Rendezvous:
 
 @dataclass
 class SideBySideCalls:
-    """The methods of a client on servers side by side, as plans. Each sends the same call to every server, with its
-    part of the batch.
+    """The methods of a client on servers side by side, as plans. Each sends the same call to every server, with the
+    server's part of the batch.
     """
 
     rendezvous: Rendezvous
@@ -225,9 +225,7 @@ class SideBySideCalls:
         return self.rendezvous.servers
 
     def strayed(self, error: PageClientError) -> bool:
-        """Return False: the caller should not try again after an error, because no other server has the keys of a
-        server.
-        """
+        """Return False: a retry after an error is useless, because no other server has the keys of the failed one."""
         return False
 
     # -- how ---------------------------------------------------------------------------------------------------------

@@ -48,8 +48,8 @@ from kvpage_server.page import HEADER_SIZE, BlockShape, PageHeader, PageKey, uni
 # page would belong to, a write of a block deletes its pages that were written one by one, and reads prefer the block.
 # So a read finds the last written value, or nothing.
 
-_APART = 256  # commands that are sent at once at most, so that other tasks have their turn
-_ENCODED = 4096  # the same limit for commands that are encoded without an object for each
+_APART = 256  # commands that are sent together, at most, so that other tasks have their turn
+_ENCODED = 4096  # the same limit for commands that are encoded without a Python object for each
 
 
 def _memory(nbytes: int) -> memoryview:
@@ -57,7 +57,7 @@ def _memory(nbytes: int) -> memoryview:
 
 
 class StringWords(BlockWords):
-    """Questions about blocks for a cluster."""
+    """Questions about blocks, for a cluster that stores them as strings."""
 
     @staticmethod
     def exists(name: BlockName) -> Question:
@@ -465,7 +465,7 @@ class Several:
                 raise
         finally:
             self.peers.remember(node, failure)
-            del failure  # a reference cycle otherwise: it refers to this frame
+            del failure  # break the reference cycle: it has this frame in its traceback
 
 
 def names_several(url: str) -> bool:
@@ -481,7 +481,7 @@ def several(url: str, verify: bool, options: dict[str, Any]) -> Several | None:
     if not names_several(url):
         return None
     address = Address(url) if urlsplit(url).scheme in SCHEMES else None
-    options = {**options, **(address.options if address else {})}  # the URL's options win, as in redis-py
+    options = {**options, **(address.options if address else {})}  # the URL's options have priority, as in redis-py
     silence = options.pop("node_deadline", SILENCE)
     if address:
         replicas = options.pop("read_from_replicas", False)

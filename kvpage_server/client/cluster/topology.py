@@ -111,7 +111,7 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The servers that have the same slots."""
+    """The servers of the same slots: a primary and its replicas."""
 
     primary: Node
     replicas: tuple[Node, ...] = ()

@@ -4,9 +4,9 @@ The pool returns a connection whether it is connected or not, and `open` connect
 then on its socket never blocks. `Conversation` also sends redis-py's handshake and reads its replies, so that no parser
 of redis-py buffers bytes that belong to a page.
 
-Only the user of a socket closes it. After a close the system may give its descriptor to another file, and the user
-would read that file's bytes as a reply. So a pool that is closed only shuts down the sockets in use, and their users
-read the end of the stream.
+A socket is closed only by its user, the thread or task that has taken its connection. After a close by another thread,
+the system may give the descriptor to another file, and the user would read that file's bytes as a reply. So closing a
+pool only shuts down the sockets in use, and their users read the end of the stream.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from kvpage_server.client.wire.reply import Values, only
 # -- Deadlines ---------------------------------------------------------------------------------------------------------
 
 
-_LONGEST = 1_000_000.0  # seconds; the system's calls do not accept every longer time
+_LONGEST = 1_000_000.0  # seconds; system calls do not accept all longer times
 
 
 class Deadline:
-    """The time at which a call ends, `seconds` after the object was created. It holds for the whole call: connects,
-    sends, receives and retries. A longer time than _LONGEST counts as _LONGEST.
+    """The time by which a call must end, `seconds` after the creation of the object, _LONGEST at most. It includes
+    connects, sends, receives and retries.
 
-    `error` makes the error of an exceeded deadline, if the default is not wanted.
+    `error` returns the exception for an exceeded deadline, in place of the default one.
     """
 
     def __init__(self, seconds: float, error: Callable[[], DeadlineExceeded] | None = None) -> None:
@@ -53,7 +53,7 @@ class Deadline:
         self._end = time.monotonic() + min(seconds, _LONGEST)
 
     def part(self, node: Hashable, seconds: float) -> Deadline:
-        """Return the deadline for the part of `node`: `seconds` from now, or this deadline if that is earlier. Its
+        """Return a deadline for the request to `node`: `seconds` from now, or this deadline if that is earlier. Its
         error names the node.
         """
         seconds = min(seconds, self.left())
@@ -100,7 +100,7 @@ class PageConnection(AbstractConnection):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.interrupted = False
-        self._ending = threading.Lock()  # one thread closes the socket while another may shut it down
+        self._ending = threading.Lock()  # held by a close and by a shutdown, which may be on different threads
         super().__init__(*args, **options)
 
     # -- interface for redis-py's pool ---------------------------------------------------------------------------------
@@ -217,8 +217,8 @@ class PageConnection(AbstractConnection):
             super().disconnect(*args, **options)  # type: ignore[no-untyped-call]
 
     def close_unless(self, over: bool) -> None:
-        """Close the connection unless its conversation is `over`: the next request would read the rest of a reply as
-        its own.
+        """Close the connection unless its conversation is `over`, because the next request would read the rest of this
+        one's reply.
         """
         if not over:
             self.disconnect()
@@ -254,7 +254,8 @@ class PageUnixConnection(PageConnection, UnixDomainSocketConnection):
     """A connection of a unix:// URL."""
 
 
-# redis-py would send CLIENT MAINT_NOTIFICATIONS, which other servers count as an error, and then get push messages.
+# Without this, redis-py sends CLIENT MAINT_NOTIFICATIONS, which other servers count as an error, and gets push
+# messages.
 _QUIETLY: dict[str, Any] = {"maint_notifications_config": MaintNotificationsConfig(enabled=False)}
 _CLASSES = {"rediss": PageTLSConnection, "unix": PageUnixConnection}
 
@@ -356,7 +357,7 @@ def page_pool(url: str, options: dict[str, Any]) -> PagePool:
     """
     check_url(url)
     options = {
-        "retry": Retry(NoBackoff(), 1),  # one, since a restarted server has closed the pool's connections
+        "retry": Retry(NoBackoff(), 1),  # one retry, because a restarted server has closed the pool's connections
         **_QUIETLY,
         **options,
     }

@@ -1,8 +1,8 @@
 """A request and its reply over a non-blocking socket. The exchange never waits: it yields the poll events for which its
 caller has to wait.
 
-Plain sockets send several buffers and receive into several buffers with one system call. TLS sockets cannot, so their
-pieces are joined to records. The cipher copies every byte anyway.
+A plain socket sends several buffers, and receives into several buffers, with one system call. A TLS socket cannot, so
+pieces are joined to records; encryption copies every byte anyway.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ T = TypeVar("T")
 Piece = bytes | memoryview
 READ, WRITE = select.POLLIN, select.POLLOUT
 _CALLS_A_TURN = 8  # system calls, each of about a millisecond at most, before other tasks have a turn
-_RECORD_BYTES = 64 * 1024  # bytes that one recv of a TLS socket takes at most
+_RECORD_BYTES = 64 * 1024  # of one recv of a TLS socket, at most
 
 
 @dataclass(frozen=True, slots=True)
 class Request(Generic[T]):
-    """A request to a server, and how its reply is received and decoded.
+    """A request to a server, with the receiver and the decoder of its reply.
 
     It can be sent again, because each conversation makes new pieces and a new receiver.
     """
@@ -111,7 +111,7 @@ class Conversation(Generic[T]):
             self._outgoing.sent(sent)
             return sent
         except (BrokenPipeError, ConnectionResetError):
-            self._broken = True  # the reply that the server sent before it closed may still be readable
+            self._broken = True  # no error yet: a reply that the server sent before it closed may be readable
             return 0
 
     def _receive(self) -> int:

@@ -1,7 +1,7 @@
-"""Replies as values, or in memory of the caller: RESP2, and the part of RESP3 that the client's requests need.
+"""Parsers of replies, as values or into memory of the caller: RESP2, and the part of RESP3 that the client needs.
 
-A *receiver* takes bytes until the replies are complete (`done`). Then `result` returns them. More bytes are an error,
-since a connection has one request at a time.
+A *receiver* receives bytes until its replies are complete (`done`). Then `result` returns them. More bytes are an
+error, because a connection has one request at a time.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from kvpage_server.client.errors import Refused, WrongReply
 from kvpage_server.core.pieces import MAX_BULK, MAX_FRAME, MAX_LINE
 
 MAX_DEPTH = 8
-_DIRECT_BYTES = 4096  # a bulk string of at least this size is received into its own memory
+_DIRECT_BYTES = 4096  # a bulk string of this size or more is received into its own memory
 _SCRATCH_BYTES = 16 * 1024
-_AHEAD_BYTES = 256 * 1024  # size of the scratch memory after the first long string, as more of them may follow
-_DROPPED_BYTES = 1 << 20  # a string without a fitting place is received and dropped in pieces of this size
-_SHORT_LINE = 1024  # mean length of the lines of `Lines` at most
+_AHEAD_BYTES = 256 * 1024  # size of the scratch memory after the first long string, because more may follow
+_DROPPED_BYTES = 1 << 20  # a string whose `Place` has another size is received and dropped in pieces of this size
+_SHORT_LINE = 1024  # mean length of the lines of `Lines`, at most
 
 
 class Receiver(Protocol):
@@ -84,8 +84,8 @@ class Values:
 
     `result` raises the first error reply, or, with `with_errors`, returns it like other replies.
 
-    `places` has a `Place` or None for each reply, and then no reply may be an array. A string is received into its
-    `Place`. Behind it, at most the line and the head of the next string are received, so that only the kernel copies
+    `places` has a `Place` or None for each reply; then no reply may be an array. A string is received into its `Place`.
+    The same system call receives at most the line and the head of the next string, so that only the kernel copies
     bodies. Strings without a `Place` are memoryviews, which distinguishes them from simple strings.
     """
 
