@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
 from getpass import getpass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -38,11 +41,13 @@ from kvpage_server.system.terminal import out, print_json
 _ONE_SERVER_ONLY = {  # commands that take one server, with the advice for several
     "restore": "a dump of several has a directory for each, restore each into its server",
     "bench": "measure one after the other",
+    "connectors": "name the one that the engine uses",
 }
 _NO_CLUSTER = {  # commands that take no cluster, with the advice for a cluster
     "dump": "a Valkey or Redis Cluster has BGSAVE",
     "restore": "restore into one kvpage-server",
     "bench": "--url takes one kvpage-server, and --against one Valkey or Redis",
+    "connectors": "--url takes one kvpage-server",
 }
 
 _FAILURES = LookError, redis.RedisError, ValueError, OSError  # exceptions that end a command with a message
@@ -277,6 +282,14 @@ def _parser() -> argparse.ArgumentParser:
     why_.add_argument("name", metavar="LAYER HEAD PAGE TYPE", nargs="*", type=int, default=[])
     _add_snapshots(shows)
     _add_replay(add)
+    connectors_ = add("connectors", connectors, "check that an engine saves a context here, and restores it unchanged")
+    connectors_.add_argument("action", choices=["verify"])
+    connectors_.add_argument("engine", choices=["vllm"])
+    connectors_.add_argument("--model", metavar="FOLDER", required=True, help="model that the engine runs")
+    help = "use the tier below vLLM's offloading to RAM, for GPUs; otherwise the connector, for the CPU"
+    connectors_.add_argument("--tier", action="store_true", help=help)
+    help = 'options of vllm.LLM in JSON, such as \'{"dtype": "bfloat16"}\''
+    connectors_.add_argument("--options", metavar="JSON", type=_object, default={}, help=help)
     bench_ = add(
         "bench", bench, "measure the speed of writes and reads of pages and blocks; deletes its data afterwards"
     )
@@ -299,6 +312,14 @@ def _seconds(word: str, least: float = 0.1) -> float:
     if not least <= seconds <= 86400:
         raise argparse.ArgumentTypeError(f"must be {least} to 86400 seconds, got {word}")
     return seconds
+
+
+def _object(word: str) -> dict[str, Any]:
+    """Parse an object in JSON. Raises ValueError, ArgumentTypeError."""
+    found = json.loads(word)
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"must be an object in JSON, got {word}")
+    return found
 
 
 def _rows(word: str) -> int:
@@ -414,6 +435,25 @@ def inspect(store: redis.Redis, args: argparse.Namespace) -> bool:
     from kvpage_server.snapshot.command import run_inspect
 
     return run_inspect(args)
+
+
+# -- connectors ----------------------------------------------------------------------------------------------------
+
+
+def connectors(store: redis.Redis, args: argparse.Namespace) -> bool:
+    """Let an engine save and restore a context in this environment. Print the comparison, and return whether the
+    context was restored unchanged.
+
+    Raises RedisError if the store does not answer, LookError if the engine is not installed.
+    """
+    store.ping()
+    if not find_spec(args.engine):
+        raise LookError(f"{args.engine} is not installed in the environment of {sys.executable}")
+    verify = import_module(f"kvpage_connectors.{args.engine}_verify").verify
+    failures = verify(args.url, args.model, tier=args.tier, options=args.options)
+    for failure in failures:
+        print(f"kvpage: {failure}", file=sys.stderr)
+    return not failures
 
 
 # -- bench ---------------------------------------------------------------------------------------------------------
