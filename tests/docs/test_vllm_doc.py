@@ -1,0 +1,78 @@
+"""docs/vllm.md: its configurations are accepted, its rights suffice, and its figures of sizes are true."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import logging
+import re
+import shlex
+from typing import Any
+
+import pytest
+from documents import ROOT, blocks
+from kvpage_connectors.jobs import Jobs
+from servers import start_server
+
+from kvpage_server.client import Page
+from kvpage_server.page import DType, PageKey
+
+DOCUMENT = "docs/vllm.md"
+TEXT = (ROOT / DOCUMENT).read_text(encoding="utf-8")
+CONFIGURATIONS = [json.loads(block) for block in blocks(DOCUMENT, "json")]
+
+
+def test_the_connector_of_a_configuration_exists() -> None:
+    found = [one for one in CONFIGURATIONS if "kv_connector_module_path" in one]
+    assert found
+    for one in found:
+        assert hasattr(importlib.import_module(one["kv_connector_module_path"]), one["kv_connector"])
+        assert one["kv_load_failure_policy"] == "recompute"
+
+
+@pytest.mark.parametrize("name", re.findall(r"^\| `(\w+)` \| [\d`]", TEXT, re.MULTILINE))
+def test_an_option_and_its_default_exist(name: str) -> None:
+    (shown,) = re.findall(rf"^\| `{name}` \| `?([^|`]*)`? \|", TEXT, re.MULTILINE)
+    if name == "url":
+        assert f'options.pop("url", "{shown.strip()}")' in source("vllm_connector")
+        return
+    default: Any = inspect.signature(Jobs).parameters[name].default
+    assert float(shown) == default
+
+
+def source(module: str) -> str:
+    return (ROOT / "connectors" / "kvpage_connectors" / f"{module}.py").read_text(encoding="utf-8")
+
+
+def test_a_user_with_the_documented_rights_can_do_all_jobs() -> None:
+    (line,) = re.findall(r"redis-cli -p 9221 (ACL SETUSER .*)", TEXT)
+    name = b"vllm.lbhnc-vec.0.1"
+    bodies = [bytearray(b"k" * 32), bytearray(b"v" * 32)]
+    block = [Page(PageKey(name, 0, 0, 0, plane), bodies[plane], DType.UINT8, 4, 8) for plane in (0, 1)]
+    with start_server() as server, server.client() as client:
+        client.execute_command(*shlex.split(line))
+        jobs = Jobs(f"redis://vllm:secret@127.0.0.1:{server.port}", logging.getLogger("kvpage.test"))
+        assert jobs.save(lambda: [block], 1).result(60) == [True], jobs.reasons.counts
+        assert jobs.load(lambda: [block], 1).result(60) == [True], jobs.reasons.counts
+        lookup = jobs.lookup(lambda: [(name, 0)], 1, 2)
+        assert lookup.answer(60) == 1, jobs.reasons.counts
+        jobs.close()
+
+
+def test_sizes_are_computed_as_documented() -> None:
+    def bytes_of_token(layers: int, heads: int, dim: int, itemsize: int) -> int:
+        return 2 * layers * heads * dim * itemsize
+
+    large, small = bytes_of_token(32, 8, 128, 2), bytes_of_token(30, 3, 64, 4)
+    assert large == 128 * 1024
+    assert (128 * large, 256 * large, 8192 * large) == (16 << 20, 32 << 20, 1 << 30)
+    assert f"{small / 1024:.0f} KiB" in TEXT
+    assert f"{128 * small / (1 << 20):.1f} MiB" in TEXT
+    assert f"load/bytes={16 * 128 * small}" in TEXT
+
+
+@pytest.mark.parametrize("reason", ["away", "deadline", "unsupported"])
+def test_a_documented_reason_exists(reason: str) -> None:
+    assert f"`{reason}`" in TEXT
+    assert f'"{reason}"' in source("jobs")
