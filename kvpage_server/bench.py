@@ -54,8 +54,8 @@ class BatchMemory:
         self.read: Array = np.zeros_like(self.written)
 
     def spoil(self) -> None:
-        """Set the first and the last byte of every item of `read` to a wrong value, so that `check` finds items that
-        were not read.
+        """Change the first and the last byte of every item of `read`, so that `check` finds items that were not
+        received.
         """
         self.read[:, 0] = ~self.written[:, 0]
         self.read[:, -1] = ~self.written[:, -1]
@@ -67,8 +67,8 @@ class BatchMemory:
 
 
 class Work:
-    """The batches of one benchmark: `count` items of `nbytes` each, with different keys in each of `generations`
-    batches.
+    """The batches of one benchmark: `generations` batches of `count` items with `nbytes` bytes each. Each batch has
+    keys of its own.
     """
 
     def __init__(self, kind: str, count: int, nbytes: int, generations: int) -> None:
@@ -141,7 +141,7 @@ LLAMA3_256 = _model(32, 8, 128, 256)  # 32 MiB
 # -- Measurements of a store: GB/s, CPU seconds per GB, and latency. Reads check every byte ----------------------------
 
 GB = 1e9
-_DEADLINE = 60.0  # seconds for a call
+_DEADLINE = 60.0  # seconds, of a call
 
 
 class Store(Protocol):
@@ -155,7 +155,7 @@ class Store(Protocol):
 
 
 class ClientStore:
-    """Server that is accessed with PageClient."""
+    """`Store` on a server, through PageClient."""
 
     def __init__(self, client: PageClient) -> None:
         self._client = client
@@ -190,14 +190,18 @@ class Figures:
 
 
 def measure_writes(store: Store, work: Work, seconds: float, cpu: Callable[[], float] | None = None) -> Figures:
-    """Write one batch after another for `seconds`, after one unmeasured round. `cpu` returns the CPU seconds of the
-    server.
+    """Write the batches in turn for `seconds`, after one unmeasured round, and return the measurements.
+
+    `cpu` returns the CPU seconds that the server has used.
     """
     return _measure(store.write, work, seconds, cpu)
 
 
 def measure_reads(store: Store, work: Work, seconds: float, cpu: Callable[[], float] | None = None) -> Figures:
-    """Read one batch after another for `seconds`, after one unmeasured round. Raises AssertionError for wrong bytes."""
+    """Read the batches in turn for `seconds`, after one unmeasured round, and return the measurements.
+
+    Raises AssertionError for wrong bytes.
+    """
     return _measure(store.read, work, seconds, cpu, check=True)
 
 
@@ -211,7 +215,7 @@ def _measure(
 ) -> Figures:
     times: list[float] = []
     before = 0.0
-    for call in range(-len(work.batches), 1_000_000):  # the first round is not measured: it warms up
+    for call in range(-len(work.batches), 1_000_000):  # calls below 0, the first round, are a warm-up
         if call == 0:
             before, times = cpu() if cpu else 0.0, []
         generation = call % len(work.batches)
@@ -230,7 +234,7 @@ def _measure(
     return Figures(gigabytes / sum(times), None if used is None else used / gigabytes, p50, p99, len(times))
 
 
-# -- Raw sockets, the upper bound: a process that keeps batches in memory and transfers them with a short header -------
+# -- Raw sockets, the upper bound: a process that has batches in memory and transfers them with a short header ---------
 #
 # `python -m kvpage_server.bench ADDRESS` is that process. It serves until its standard input ends.
 
@@ -310,7 +314,7 @@ def _main(address: str) -> None:
 
     threading.Thread(target=accept, daemon=True).start()
     sys.stdin.read()
-    os._exit(0)  # without waiting for the threads
+    os._exit(0)  # do not wait for the threads
 
 
 class RawClient:
@@ -463,7 +467,7 @@ def write_plot(rows: list[Row], path: Path) -> None:
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _GENERATIONS = 8
-_HELD = 256 * _MIB  # most bytes that are stored on a server at a time
+_HELD = 256 * _MIB  # bytes that are stored on a server at a time, at most
 _KEYS_PER_DELETE = 10_000
 
 
@@ -542,8 +546,8 @@ class Target:
         return path if path and Path(path).is_socket() else None
 
     def run(self, case: Case, work: Work, seconds: float) -> tuple[Figures, Figures]:
-        """Measure the writes and the reads of a case, for `seconds` each, and return both figures. Delete the data
-        afterwards.
+        """Measure the writes and the reads of a case, for `seconds` each, and delete the data. Return both
+        measurements.
         """
         url = f"unix://{self.unix_socket()}" if case.unix else self.url
         with PageClient(url, connections=case.connections, verify=case.verify, deadline=60) as client:
@@ -592,7 +596,7 @@ def run(urls: list[str], *, seconds: float, quick: bool, json: Path | None, plot
 def _rows(targets: list[Target], case: Case, room: int, seconds: float) -> Iterator[Row]:
     work = case.make(min(_GENERATIONS, room // case.total))
     name = case.name(work)
-    # servers before raw sockets, because a server may be lost or refuse
+    # servers before raw sockets, because an error of a server then ends the case at once
     found = {target.name: target.run(case, work, seconds) for target in targets}
     with start_raw(unix=case.unix) as connect, closing(connect(case.connections)) as raw:
         ceilings = measure_writes(raw, work, seconds), measure_reads(raw, work, seconds)

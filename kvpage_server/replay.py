@@ -1,4 +1,4 @@
-"""`kvpage replay`: a trace of recorded requests, simulated with the store's eviction policies, to compare hit
+"""`kvpage replay`: a simulation of the store's eviction policies on a trace of recorded requests, to compare hit
 ratios.
 """
 
@@ -31,7 +31,7 @@ from kvpage_server.system.text import as_size, how_many
 # Each line is an object with ``timestamp`` in milliseconds and ``hash_ids``, the chain of the prompt's blocks. Equal
 # ids mean equal content after an equal prefix. (Qin et al.: Mooncake, FAST '25; the repository kvcache-ai/Mooncake.)
 
-_MOST_BLOCKS = 1_000_000  # of a prompt
+_MOST_BLOCKS = 1_000_000  # of a prompt, at most
 
 
 class TraceError(ValueError):
@@ -77,12 +77,12 @@ def _request(line: bytes, names: dict[int, bytes], where: str) -> TracedPrompt:
     return TracedPrompt(int(milliseconds) // 1000, blocks)
 
 
-# -- Upper bound of all policies, computed with knowledge of future requests -------------------------------------------
+# -- Upper bound of all policies: a policy that knows the future requests ----------------------------------------------
 #
-# Belady, "A study of replacement algorithms for a virtual-storage computer" (1966), for prefixes: the block with the
-# latest next request is evicted first, and of blocks with the same next request the one furthest from the start.
-# A request for a block also requests all blocks before it, so chains are evicted from their ends. A block without
-# another request is not stored.
+# Belady's algorithm ("A study of replacement algorithms for a virtual-storage computer", 1966) for prefixes. The block
+# whose next request is latest is evicted first; of blocks with the same next request, the one furthest from the start
+# of its prompt. A request for a block also requests all blocks before it, so chains are evicted from their ends. A
+# block without another request is not stored.
 
 _NEVER = -1  # the next request of a block without one
 
@@ -108,7 +108,7 @@ def clairvoyant(trace: Sequence[TracedPrompt], capacity: int) -> Outcome:
             heapq.heappush(latest, (-use, -place, block))
         while len(there) > capacity:
             use, _, block = heapq.heappop(latest)
-            if there.get(block) == -use:  # otherwise the entry is outdated
+            if there.get(block) == -use:  # otherwise the heap's entry is outdated
                 del there[block]
                 outcome.evicted += 1
     return outcome
@@ -127,7 +127,7 @@ def _next_uses(trace: Sequence[TracedPrompt]) -> list[list[int]]:
 
 # -- Simulation of an engine and a policy: the engine reads the stored prefix, computes the rest and writes it ---------
 #
-# A write evicts enough for all its blocks before it stores the first, like KVPAGEMSET.
+# Like KVPAGEMSET, a write evicts enough for all its blocks before it stores the first one.
 
 
 @dataclass(slots=True)
@@ -135,7 +135,7 @@ class Outcome:
     """Result of a simulation, in numbers of blocks."""
 
     asked: int = 0  # requested blocks
-    hits: int = 0  # blocks of prompts before the first missing one
+    hits: int = 0  # of these, the blocks of each prompt before its first missing one
     written: int = 0
     evicted: int = 0
 
@@ -204,7 +204,7 @@ def simulate_noeviction(trace: Sequence[TracedPrompt], capacity: int) -> Outcome
 
 
 def count_hits(outcome: Outcome, request: TracedPrompt, there: set[bytes]) -> None:
-    """Add a prompt's blocks to the requested ones, and those before the first missing one to the hits."""
+    """Count a prompt's blocks as requested, and the blocks before the first missing one as hits."""
     outcome.asked += len(request.blocks)
     for block in request.blocks:
         if block not in there:
@@ -212,7 +212,7 @@ def count_hits(outcome: Outcome, request: TracedPrompt, there: set[bytes]) -> No
         outcome.hits += 1
 
 
-# -- A trace on several nodes, each with a share of the capacity: gain and cost of spreading prompts over nodes --------
+# -- Simulation of several nodes with an equal part of the capacity each: the balance and the cost of spreading --------
 #
 # A prompt is divided into segments of several blocks. The first block is a segment of its own, because many prompts
 # have the same start, and all their blocks would be on one node. The slot of a segment's first block determines its
@@ -223,10 +223,10 @@ SEGMENTS = [1, 2, 4, 8, 16, 32, 64]  # blocks
 
 @dataclass(slots=True)
 class NodeLoad:
-    """Load of one node: its blocks and prompts."""
+    """Load of one node."""
 
-    blocks: int = 0  # read or written
-    prompts: int = 0  # with blocks on this node
+    blocks: int = 0  # blocks that were read or written on it
+    prompts: int = 0  # prompts with blocks on it
 
 
 @dataclass(slots=True)

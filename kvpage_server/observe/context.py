@@ -1,4 +1,6 @@
-"""The blocks of one agent's context with their states, and the pages of one block."""
+"""Details of one agent's context: the tier of each block or the reason why it is missing, and the pages of one
+block.
+"""
 
 from __future__ import annotations
 

@@ -60,7 +60,10 @@ class EnginesSeen:
 
 
 class Engines:
-    """The last message of each engine, and the sums of prompt tokens by user. `clock` returns monotonic seconds."""
+    """The statistics of all engines: the last message of each, and the sums of prompt tokens by user.
+
+    `clock` returns monotonic seconds.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

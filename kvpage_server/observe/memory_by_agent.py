@@ -213,7 +213,7 @@ class Agent:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """A prefix of contexts that several agents have in common. More agents may share a shorter prefix of it."""
+    """A prefix that the contexts of several agents have in common. More agents may have a shorter prefix in common."""
 
     name: bytes  # request id of own_blocks last block, which identifies the prefix
     tokens: int
@@ -260,7 +260,7 @@ class KnownManifest(NamedTuple):
 
 @dataclass(slots=True)
 class Known:
-    """Results of earlier reads of a store, so that the next read needs few commands."""
+    """Cache of a store's manifests and requests, with which the next read needs few commands."""
 
     manifests: dict[bytes, KnownManifest] = field(default_factory=dict)
     requests: dict[bytes, OtherRequest] = field(default_factory=dict)  # the most recently queried ones are last

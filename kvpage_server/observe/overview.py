@@ -159,7 +159,7 @@ class ConnectionFigures:
 
 @dataclass(frozen=True, slots=True)
 class DiskFigures:
-    """The disk tier."""
+    """State of the disk tier. Sizes are in bytes."""
 
     values: int = _of("disk_values")
     bytes: int = _of("disk_bytes")
