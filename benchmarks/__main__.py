@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: all benchmarks, or the named ones."""
+"""`python -m benchmarks`: run all benchmarks, or the named ones."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ ALL = (
     "http_api",
     "without_ids",
 )
-TOOLS = ("profile", "states", "vllm_policies")  # that are run when they are named
+TOOLS = ("profile", "states", "vllm_policies")  # benchmarks that run only if they are named
 
 
 def main() -> None:
-    """Run them in turn. Whatever stands behind the names is for each of them."""
+    """Run the benchmarks one after the other. Each gets the arguments after the names."""
     words = sys.argv[1:]
     names = list(takewhile(lambda word: not word.startswith("-"), words))
     options = words[len(names) :]

@@ -36,9 +36,9 @@ from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.pages import PageTier
 from engine.tiers.store import AgentCacheStore, CacheConfig
 
-SOONER = {256: 6.0, 1024: 30.0, 2048: 50.0, 4000: 80.0}  # times, from the page server, by tokens
-FILE, MLX_LM = 1.3, 1.0  # times as long as with these, at most
-MOST_PREFILLED = 3 * 1024  # tokens, in all prefills of one context
+SOONER = {256: 6.0, 1024: 30.0, 2048: 50.0, 4000: 80.0}  # targets: prefill time / page server time, by tokens
+FILE, MLX_LM = 1.3, 1.0  # targets: at most so many times the time with our file, and with mlx-lm's
+MOST_PREFILLED = 3 * 1024  # tokens in all prefills of one context, at most
 QUESTION = " And what else does the keeper have to know?"  # the prompt of a returning agent
 ANSWER = 4  # tokens, which are compared
 POOL_BLOCKS = 64
@@ -56,7 +56,7 @@ class Machine:
     spec: ModelCacheSpec
 
     def batch(self, pool: BlockPool) -> BlockPoolBatchEngine:
-        """A batch engine with that pool."""
+        """Return a batch engine with this pool."""
         return BlockPoolBatchEngine(self.model, self.tokenizer, self.spec, pool)
 
 
@@ -67,7 +67,7 @@ class Turn:
     name: str
     prompt: Tokens
     answer: Tokens
-    reused: int  # tokens, at least
+    reused: int  # tokens that must be reused, at least
 
 
 @dataclass(frozen=True)
@@ -101,13 +101,13 @@ class Tier:
     name: str
     engine: AgentEngine
     store: AgentCacheStore
-    forget: Callable[[], object]  # the contexts in memory
+    forget: Callable[[], object]  # drops contexts from memory, so that the tier is used
 
 
 def compute(
     machine: Machine, batch: BlockPoolBatchEngine, tokens: Tokens, most_prefilled: int = MOST_PREFILLED
 ) -> Remembered:
-    """Full prefill, several times where it is short; the context is the caller's to free."""
+    """Measure full prefill, of a short prompt several times. The caller frees the returned context."""
     agent_id, name = f"agent-{len(tokens)}", f"{len(tokens):,} tokens"
     taken = []
     for again in reversed(range(max(1, most_prefilled // len(tokens)))):
@@ -151,7 +151,7 @@ def tiers(
 
 
 def _moved(context: AgentBlocks, ids: Sequence[int]) -> AgentBlocks:
-    """The same context under the ids of another pool."""
+    """Return the context with block ids of another pool."""
     blocks = [type(block)(i, block.tokens, block.layers) for i, block in zip(ids, context.blocks, strict=True)]
     return AgentBlocks(context.agent_id, context.tokens, tuple(blocks), context.fingerprint)
 
@@ -166,7 +166,7 @@ def _remember(keep: Callable[[AgentBlocks], object], pool: BlockPool, remembered
 def _forgetter(
     store: AgentCacheStore, pool: BlockPool, remember: Callable[[], object], *, to_memory: bool
 ) -> Callable[[], object]:
-    """Returns a function that brings the tier to the state before the last turn."""
+    """Return a function that resets the tier to its state before the last turn."""
 
     def forget() -> None:
         if to_memory:
@@ -204,7 +204,7 @@ def come_back(tier: Tier, agent_id: str, turn: Turn) -> float:
 
 
 def come_back_by_mlx_lm(machine: Machine, file: Path, held: int, turn: Turn) -> float:
-    """The same with a file of `held` tokens that mlx-lm has saved, and mlx-lm's generate_step."""
+    """Return the same for a file of `held` tokens that mlx-lm has saved, with mlx-lm's generate_step."""
     started = time.perf_counter()
     cache = load_prompt_cache(str(file))
     trim_prompt_cache(cache, held - turn.reused)
@@ -223,14 +223,14 @@ def _check_answer(where: str, answer: Tokens, turn: Turn) -> None:
 def first_tokens(
     machine: Machine, remembered: Sequence[Remembered], found: dict[str, Tier], directory: Path, rounds: int
 ) -> Iterator[Finding]:
-    """Measure each tier, full prefill, our own files and mlx-lm's; in turns."""
+    """Yield the findings: each tier, full prefill, our files and mlx-lm's files, measured in turns."""
     for one in remembered:
         file = directory / "context.safetensors"
         save_prompt_cache(str(file), cache_of(machine, one))
         for turn in one.turns:
             print(f"{turn.name} ...", flush=True)
             taken: dict[str, list[float]] = {name: [] for name in (*found, MLX_LM_FILE)}
-            for round_ in range(-1, rounds):  # the first warms up
+            for round_ in range(-1, rounds):  # round -1 is a warm-up
                 seconds = {name: come_back(tier, one.agent_id, turn) for name, tier in found.items()}
                 seconds[MLX_LM_FILE] = come_back_by_mlx_lm(machine, file, len(one.context), turn)
                 if round_ >= 0:
@@ -262,13 +262,13 @@ def _times_as_long(turn: Turn, taken: dict[str, list[float]]) -> Iterator[Findin
 def times_as_long(
     work: str, other: str, ours: Sequence[float], theirs: Sequence[float], template: str, at_most: float
 ) -> Finding:
-    """Compare measurements made in pairs; `template` has places for the two medians."""
+    """Return the ratio of measurements made in pairs. `template` is the text with places for the two medians."""
     ratio = median(a / b for a, b in zip(ours, theirs, strict=True))
     return Finding(work, other, "times as long", template.format(median(ours), median(theirs)), ratio, at_most=at_most)
 
 
 def cache_of(machine: Machine, one: Remembered) -> Cache:
-    """mlx-lm's cache with its context, evaluated."""
+    """Return an evaluated cache of mlx-lm with the context."""
     cache = kvcache.reconstruct(machine.spec, one.context.blocks, len(one.context))
     mx.eval([layer.state for layer in cache])
     return cache

@@ -14,7 +14,7 @@ SIZES = {"L": 2, "D": 64, "H": 4, "Dh": 16, "KV": 2, "F": 128, "Words": 97}
 
 
 def decoder(sizes: dict[str, int] = SIZES) -> Model:
-    """Random weights, the same for the same sizes."""
+    """Return a model with random weights, which are the same for the same sizes."""
     random = np.random.default_rng(0)
 
     def matrix(rows: int, columns: int) -> mx.array:
@@ -39,7 +39,7 @@ def decoder(sizes: dict[str, int] = SIZES) -> Model:
 
 
 class Plain:
-    """The same decoder, written in MLX as one would."""
+    """The same decoder, written in plain MLX."""
 
     GROWTH = 256
 

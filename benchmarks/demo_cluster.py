@@ -23,7 +23,7 @@ from benchmarks.valkey_cluster import Cluster, Node
 from engine.demo.story import QUESTIONS, ProcessError, Turn, ask, running_engine, say, share_reused
 
 _DIES_AFTER = 0.5  # seconds for which the second master does not answer, while it is asked
-_WITHIN = 60.0  # seconds, for a replica to take over
+_WITHIN = 60.0  # seconds until a replica has taken over, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Outcome:
     uninterrupted: tuple[Turn, ...]
 
     def promises(self) -> dict[str, bool]:
-        """Return the promises, and whether each was kept."""
+        """Return a sentence for each promise, and whether it was kept."""
         same = [turn.text for turn in self.turns] == [turn.text for turn in self.uninterrupted]
         text = f"the text is {'' if same else 'not '}that of the uninterrupted conversation"
         lost = [turn for turn in self.turns[1:] if share_reused(turn) < 0.9]
@@ -52,7 +52,7 @@ def _computed(turns: tuple[Turn, ...]) -> str:
 
 
 def run(model: str, console: Console) -> Outcome:
-    """Have the conversations. Raises ProcessError."""
+    """Run both conversations, and print the progress on `console`. Raises ProcessError."""
     handbook = files("engine.demo").joinpath("handbook.txt").read_text(encoding="utf-8")
     opening = [{"role": "system", "content": f"Answer from this handbook.\n\n{handbook}"}]
     with ExitStack() as stack:
@@ -87,7 +87,7 @@ def run(model: str, console: Console) -> Outcome:
 
 
 def _holders(cluster: Cluster) -> list[tuple[Node, int]]:
-    """The masters that have something, and how many keys."""
+    """Return the masters that have keys, and the number of keys of each."""
     found = [(node, node.ask("DBSIZE")) for node in _living_masters(cluster)]
     return [(node, keys) for node, keys in found if keys]
 
@@ -107,7 +107,7 @@ def _kill(node: Node) -> None:
 
 
 def _await_whole(cluster: Cluster) -> None:
-    """Until all slots are served again. Raises ProcessError."""
+    """Wait until all slots are served again. Raises ProcessError."""
     deadline = time.monotonic() + _WITHIN
     while any(node.info_of("CLUSTER", "INFO")["cluster_state"] != "ok" for node in _living_masters(cluster)):
         if time.monotonic() > deadline:
@@ -137,7 +137,7 @@ def table(outcome: Outcome) -> Table:
 
 
 def main() -> None:
-    """Exits with 1 when a promise is not kept."""
+    """Run the demonstration, and exit with 1 if a promise was not kept."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo_cluster", description=__doc__)
     parser.add_argument("--model", default="models/smollm2", help="its directory")
     console = Console()

@@ -29,15 +29,15 @@ SMOLLM2 = Path(__file__).parent.parent / "models" / "smollm2"
 PROMPTS = [
     f"{opening} {topic}. " * 4 for opening in ("Tell me about", "Write a poem on") for topic in ("the sea", "a lamp")
 ]
-TOKENS = 32  # an answer
+TOKENS = 32  # of each answer
 AT_LEAST = 0.95
 INTRO = f"{len(PROMPTS)} prompts at once, {TOKENS} tokens each; tokens a second, medians of the ratios of each round"
 
-Answers = list[list[int]]  # token ids, an answer a prompt
+Answers = list[list[int]]  # token ids of the answer to each prompt
 
 
 def ours(loaded: Any, tokenizer: Any, spec: ModelCacheSpec, prompts: Answers) -> tuple[float, Answers]:
-    """Return the seconds, and the answers."""
+    """Answer the prompts with our batch engine. Return the seconds, and the answers."""
     started = time.perf_counter()
     pool = BlockPool()
     batch = BlockPoolBatchEngine(loaded, tokenizer, spec, pool)
@@ -50,7 +50,7 @@ def ours(loaded: Any, tokenizer: Any, spec: ModelCacheSpec, prompts: Answers) ->
 
 
 def theirs(loaded: Any, tokenizer: Any, prompts: Answers) -> tuple[float, Answers]:
-    """Likewise, with mlx-lm alone."""
+    """Answer the prompts with mlx-lm's BatchGenerator. Return the seconds, and the answers."""
     started = time.perf_counter()
     stop = [[token] for token in tokenizer.eos_token_ids]
     generator = BatchGenerator(loaded, stop_tokens=stop, prefill_step_size=SchedulerConfig().prefill_chunk)
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
     spec = ModelCacheSpec.probe(loaded, tokenizer)
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
     pairs = []
-    for turn in range(-1, 2 if quick else 9):  # the first round warms up
+    for turn in range(-1, 2 if quick else 9):  # round -1 is a warm-up
         (one, answers), (other, expected) = ours(loaded, tokenizer, spec, prompts), theirs(loaded, tokenizer, prompts)
         if answers != expected:
             raise AssertionError(f"the engine said {answers}, mlx-lm {expected}")

@@ -35,21 +35,21 @@ from engine.spec import BLOCK_TOKENS, ModelCacheSpec
 
 HEADS, HEAD_DIM = 8, 256  # of Gemma 3 12B, which has 48 layers
 SIZES = ((1, 12), (4, 24), (8, 30), (16, 30), (32, 48))  # blocks, layers
-UNUSED = 1  # rows of the last block: a prompt that is known entirely is restored but for its last token
-GRAPH_MS, COPIES = 5.0, 1.5  # the targets
-MOVED = 8 << 30  # bytes, about so many in the rounds of a size
-ROUNDS_WITH_NEW_MEMORY = 3  # they take long
-RING = 512 << 20  # bytes: more than any CPU's cache
+UNUSED = 1  # rows of the last block that are not restored, because the last token of a prompt is always computed
+GRAPH_MS, COPIES = 5.0, 1.5  # targets: milliseconds of the graph, and times the duration of plain copies
+MOVED = 8 << 30  # bytes that all rounds of a size copy, about
+ROUNDS_WITH_NEW_MEMORY = 3  # few, because each takes long
+RING = 512 << 20  # bytes; larger than any CPU's cache
 INTRO = (
     f"{HEADS} KV heads of {HEAD_DIM}, float16, blocks of {BLOCK_TOKENS} tokens; "
     "time beside a plain copy of the same bytes, medians of the ratios of each round"
 )
 
-Timed = Callable[[], float]  # seconds that it took
+Timed = Callable[[], float]  # runs the work, and returns its duration in seconds
 
 
 def hollow_model(layers: int) -> nn.Module:
-    """One that keeps what Gemma 3 12B does, were all its layers global, and has hardly any weights."""
+    """Return a model with the caches of Gemma 3 12B, if all its layers were global, and hardly any weights."""
     small = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 8, "rms_norm_eps": 1e-6}
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": HEAD_DIM}
     model = llama.Model(llama.ModelArgs("llama", num_hidden_layers=layers, **small, **heads))
@@ -58,7 +58,7 @@ def hollow_model(layers: int) -> nn.Module:
 
 
 class Case:
-    """A context of so many blocks in so many layers."""
+    """A context of `blocks` blocks in `layers` layers."""
 
     def __init__(self, blocks: int, layers: int) -> None:
         self.spec = ModelCacheSpec.probe(hollow_model(layers), SimpleNamespace(get_vocab=dict))
@@ -74,7 +74,7 @@ class Case:
 
     @cached_property
     def cache(self) -> kvcache.Cache:
-        """With the blocks' tokens; made when it is first asked for, since it takes as much memory as they do."""
+        """A cache with the tokens of the blocks. It is made at the first use, because it is as large as the blocks."""
         return kvcache.reconstruct(self.spec, self.blocks, self.tokens)
 
     @property
@@ -83,7 +83,7 @@ class Case:
         return self.tokens * self.spec.token_nbytes
 
     def sources(self) -> list[NDArray[np.uint8]]:
-        """The blocks' memory."""
+        """Return the memory of the blocks' arrays."""
         arrays: list[Any] = [array for block in self.blocks for layer in block.layers for array in layer]
         return [np.frombuffer(memoryview(array).cast("B"), np.uint8) for array in arrays]
 
@@ -95,11 +95,11 @@ class Case:
                     raise AssertionError(f"{self.name}: blocks have changed on their way")
 
     def extract(self) -> tuple[KVBlock, ...]:
-        """Copies of the blocks from the cache."""
+        """Return blocks with copies of the cache's rows."""
         return kvcache.extract(self.spec, self.cache, range(len(self.blocks)), self.tokens)
 
     def reconstruct_graph(self) -> float:
-        """Without evaluating it."""
+        """Time the construction of a cache from blocks, without its evaluation."""
         started = time.perf_counter()
         cache = kvcache.reconstruct(self.spec, self.blocks, self.tokens)
         seconds = time.perf_counter() - started
@@ -107,7 +107,7 @@ class Case:
         return seconds
 
     def extract_graph(self) -> float:
-        """The copies of every block, not evaluated."""
+        """Time the construction of blocks from the cache, without their evaluation."""
         started = time.perf_counter()
         copies = kvcache.cut(self.spec, self.cache, [*range(0, self.tokens, BLOCK_TOKENS), self.tokens])
         seconds = time.perf_counter() - started
@@ -115,7 +115,7 @@ class Case:
         return seconds
 
     def reconstruct_eager(self) -> float:
-        """With all bytes in their place."""
+        """Time the construction of a cache from blocks, and its evaluation."""
         started = time.perf_counter()
         cache = kvcache.reconstruct(self.spec, self.blocks, self.tokens)
         mx.eval([[layer.keys, layer.values] for layer in cache])
@@ -124,7 +124,7 @@ class Case:
         return seconds
 
     def extract_eager(self) -> float:
-        """Likewise."""
+        """Time the construction of blocks from the cache, and their evaluation."""
         started = time.perf_counter()
         blocks = self.extract()
         seconds = time.perf_counter() - started
@@ -136,11 +136,11 @@ class Ring:
     """Target memory of copies: writes reach the machine's memory and do not stay in the CPU's cache."""
 
     def __init__(self) -> None:
-        self._memory = np.ones(RING, np.uint8)  # of zeros, the system would provide nothing yet
+        self._memory = np.ones(RING, np.uint8)  # the system provides memory only when it is written, and not for zeros
         self._at = 0
 
     def copy(self, sources: Sequence[NDArray[np.uint8]]) -> float:
-        """All of them, to where the last copy ended."""
+        """Copy all sources behind the last copy, and return the seconds."""
         started = time.perf_counter()
         for source in sources:
             self._at = self._at if self._at + len(source) <= RING else 0
@@ -150,7 +150,7 @@ class Ring:
 
 
 def copy_into_new_memory(sources: Sequence[NDArray[np.uint8]], nbytes: int) -> float:
-    """Into pages that the system has yet to provide."""
+    """Copy all sources into new memory of the system, and return the seconds."""
     started = time.perf_counter()
     with mmap.mmap(-1, nbytes) as memory:
         target = np.frombuffer(memory, np.uint8)
@@ -163,7 +163,7 @@ def copy_into_new_memory(sources: Sequence[NDArray[np.uint8]], nbytes: int) -> f
 
 
 def measure(case: Case, *, rounds: int, graphs: int) -> Iterator[Finding]:
-    """Measure one size."""
+    """Yield the findings of one size."""
     moved = f"{case.name}, {case.nbytes / 1e9:.2f} GB"
     sources = case.sources()
     ring = Ring()

@@ -50,9 +50,9 @@ from engine.tiers.pages import PageTier
 from engine.tiers.store import AgentCacheStore
 
 SMOLLM2 = Path(__file__).parent.parent / "models" / "smollm2"
-SAVING = 0.05  # of a generation's wall time, at most
+SAVING = 0.05  # target: share of a generation's wall time, at most
 ROUNDS, QUICK_ROUNDS = 7, 1
-SAVED, QUICK_SAVED = (512, 64), (256, 16)  # tokens of a prompt and of its answer, when saving is measured
+SAVED, QUICK_SAVED = (512, 64), (256, 16)  # tokens of the prompt and of the answer of a saved context
 COLOURS = {"hot": "tab:green", SERVER: "tab:orange", "cold file": "tab:blue"}
 INTRO = (
     "SmolLM2-135M in float32; time to first token, from the prompt's arrival on, of an agent that comes back with the "
@@ -62,7 +62,7 @@ INTRO = (
 
 
 def loads(machine: Machine, one: Remembered, url: str, directory: Path, rounds: int) -> Iterator[Finding]:
-    """Measure a context from the page server, in memory and evaluated, compared with files in the page cache."""
+    """Yield the findings for the load of a context from the page server, compared with files in the page cache."""
     pool = BlockPool(POOL_BLOCKS)
     pages, cold = PageTier(url, machine.spec, pool), SafetensorsCacheAdapter(machine.spec, pool, directory / "checked")
     pages.save(one.context)
@@ -150,7 +150,7 @@ def saving(machine: Machine, tokens: Tokens, url: str, rounds: int, answer_token
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(-1, rounds):
         for name, one in engines.items():
-            prompt = [turn + 10, *tokens]  # of which nothing is known
+            prompt = [turn + 10, *tokens]  # which no tier has
             errors: list[Exception] = []
             started = time.perf_counter()
             one.submit("saved", prompt, max_tokens=answer_tokens, on_done=lambda _: None, on_error=errors.append)
@@ -174,7 +174,9 @@ def saving(machine: Machine, tokens: Tokens, url: str, rounds: int, answer_token
 
 
 def write_plot(findings: Sequence[Finding], remembered: Sequence[Remembered], path: Path) -> None:
-    """Time to first token over the length of the context, a line a tier. Needs matplotlib."""
+    """Write a chart of the time to first token over the length of the context, with a line for each tier. Needs
+    matplotlib.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
@@ -210,7 +212,7 @@ def main(arguments: list[str] | None = None) -> None:
     text = tokenizer.encode(files("engine.demo").joinpath("handbook.txt").read_text(encoding="utf-8")) * 4
     sizes, rounds = ([256, 300], QUICK_ROUNDS) if quick else (list(SOONER), ROUNDS)
     batch = machine.batch(BlockPool())
-    compute(machine, batch, text[300:400])  # warms up
+    compute(machine, batch, text[300:400])  # warm-up
     remembered = []
     for size in sizes:
         print(f"{size:,} tokens ...", flush=True)

@@ -1,4 +1,4 @@
-"""Measurements compared with their targets: in the terminal, as JSON, as Markdown."""
+"""Measurements and their targets, printed in the terminal and written as JSON and Markdown."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Finding:
-    """One figure. `at_least` or `at_most` is its target, if it has one."""
+    """One measurement. `at_least` or `at_most` is its target, if it has one."""
 
     work: str
     against: str
     what: str  # GB/s, CPU s/GB, ...
-    measured: str  # the figures that were compared, for people
+    measured: str  # the compared figures, as text
     value: float  # their ratio, or the figure itself
     at_least: float | None = None
     at_most: float | None = None
-    note: str = ""  # such as who waited for whom
+    note: str = ""  # a remark, such as which side waited
 
     @property
     def target(self) -> str:
-        """For people."""
+        """Return the target as text; empty without one."""
         if self.at_least is not None:
             return f"≥ {self.at_least:.3g}"
         return f"≤ {self.at_most:.3g}" if self.at_most is not None else ""
 
     @property
     def met(self) -> bool | None:
-        """Whether the target was; None without one."""
+        """Return whether the target was met; None without one."""
         if self.at_least is not None:
             return self.value >= self.at_least
         return self.value <= self.at_most if self.at_most is not None else None
 
     @property
     def cells(self) -> list[str]:
-        """Its line of a table."""
+        """Return the cells of its row in the table."""
         met = {True: "yes", False: "**no**", None: ""}[self.met]
         return [self.work, self.against, self.what, self.measured, f"{self.value:.3g}", self.target, met, self.note]
 
@@ -55,13 +55,13 @@ COLUMNS = ["work", "against", "", "measured", "ratio or figure", "target", "met"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of Markdown."""
+    """Return a table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
 
 
 def show(findings: list[Finding], title: str) -> None:
-    """In the terminal."""
+    """Print the findings in the terminal, under a title."""
     table = Table(*COLUMNS, title=title, title_justify="left")
     for finding in findings:
         style = {True: "green", False: "red", None: ""}[finding.met]
@@ -72,7 +72,9 @@ def show(findings: list[Finding], title: str) -> None:
 
 
 def write(findings: list[Finding], name: str, about: dict[str, Any], *, intro: str) -> None:
-    """`results/NAME.json` and `results/NAME.md`."""
+    """Write the findings to `results/NAME.json` and `results/NAME.md`. `about` describes the machine and the
+    versions.
+    """
     RESULTS.mkdir(exist_ok=True)
     found = {"machine": {**machine(), **about}, "findings": [{**asdict(f), "met": f.met} for f in findings]}
     (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -37,8 +37,11 @@ from engine.commands.talk import ask
 from engine.startup import Engine, Options
 
 SMOLLM2 = Path(__file__).parent.parent / "models" / "smollm2"
-SOONER = 20.0  # times, a returning agent, from the store
-ADDED_MS, ADDED_SHARE = 5.0, 0.03  # to the first token, to the time of the others, at most
+SOONER = 20.0  # target: for a returning agent, mlx_lm.server takes so many times as long
+ADDED_MS, ADDED_SHARE = (
+    5.0,
+    0.03,
+)  # targets: milliseconds added to the first token, and share added to the others, at most
 START_WITHIN = 120.0  # seconds
 TURNS = ("How long did the longest fog last?", "What is the name of the boat?", "Who keeps the log?")
 ANSWER = 8  # tokens
@@ -53,12 +56,12 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Reply:
-    """One streamed answer, as its client saw it."""
+    """One streamed answer, as the client has received it."""
 
     first: float  # seconds to the first text
     text: str
-    gaps: Sequence[float]  # between one text and the next
-    kvpage: dict[str, Any]  # {} from others
+    gaps: Sequence[float]  # seconds between two texts
+    kvpage: dict[str, Any]  # our statistics; {} from other servers
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Api:
     model: str
 
     def ask(self, messages: Messages, *, agent: str | None = None, max_tokens: int = ANSWER) -> Reply:
-        """One answer, the likeliest."""
+        """Return the likeliest answer to a conversation."""
         body: dict[str, Any] = {"model": self.model, "messages": messages, "max_tokens": max_tokens}
         body |= {"temperature": 0, "stream": True, **({"agent_id": agent} if agent else {})}
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
@@ -93,7 +96,7 @@ class Api:
 
 @contextmanager
 def _serving(model: str, *command: str) -> Iterator[Api]:
-    """Start a server with a port as its last argument; it answers when the block begins."""
+    """Start a server, with a port as its last argument, and wait until it answers. End it after the block."""
     port = free_port()
     with TemporaryFile("w+", encoding="utf-8") as log:
         process = subprocess.Popen(
@@ -122,21 +125,21 @@ def _answers(api: Api) -> bool:
 
 @contextmanager
 def ours(store: str) -> Iterator[Api]:
-    """kvpage-engine serve."""
+    """Run `kvpage-engine serve` during the block."""
     with _serving("smollm2", "-m", "engine.cli", "serve", "--model", str(SMOLLM2), "--store", store) as api:
         yield api
 
 
 @contextmanager
 def theirs() -> Iterator[Api]:
-    """mlx_lm.server."""
+    """Run `mlx_lm.server` during the block."""
     with _serving("default_model", "-c", THEIR_SERVER, "--model", str(SMOLLM2), "--log-level", "ERROR") as api:
         yield api
 
 
 @dataclass
 class Conversation:
-    """The same one, with both; `seconds` to the first token, by turn, ours and theirs."""
+    """The same conversation with both servers. `seconds` has the times to the first token by turn, ours and theirs."""
 
     name: str
     opening: str
@@ -147,9 +150,9 @@ class Conversation:
         self.tiers: list[str] = []
 
     def turn(self, we: Api, they: Api) -> None:
-        """The next question to both."""
+        """Send the next question to both servers."""
         self.messages.append({"role": "user", "content": TURNS[len(self.seconds)]})
-        if len(self.seconds) % 2:  # the first one warms the machine for the other
+        if len(self.seconds) % 2:  # the server that is asked first warms the machine up, so they take turns
             other, mine = they.ask(self.messages), we.ask(self.messages, agent=self.name)
         else:
             mine, other = we.ask(self.messages, agent=self.name), they.ask(self.messages)
@@ -161,7 +164,9 @@ class Conversation:
 
 
 def against_theirs(store: str, words: int, rounds: int) -> list[Finding]:
-    """Two turns of each conversation with both, and a third after both were restarted."""
+    """Return the findings of two turns of each conversation with both servers, and of a third after a restart of
+    both.
+    """
     book = files("engine.demo").joinpath("handbook.txt").read_text(encoding="utf-8").split() * 2
     conversations = [Conversation(f"keeper-{i}", f"Copy {i}. {' '.join(book[:words])}") for i in range(rounds)]
     with ours(store) as we, theirs() as they:
@@ -199,7 +204,7 @@ def overhead(store: str, tokens: int, rounds: int) -> list[Finding]:
     prompt = inside.tokenizer.apply_chat_template(question, add_generation_prompt=True)
     first, pairs = [], []
     with ours(store) as api:
-        for turn in range(-1, rounds):  # the first one warms up
+        for turn in range(-1, rounds):  # turn -1 is a warm-up
             reply = api.ask(question, agent="sailor", max_tokens=tokens)
             times = _times_of(inside, prompt, tokens)
             if turn >= 0:
@@ -224,14 +229,14 @@ def overhead(store: str, tokens: int, rounds: int) -> list[Finding]:
 
 
 def _times_of(inside: Engine, prompt: Sequence[int], tokens: int) -> list[float]:
-    """Return the time of each token."""
+    """Return the seconds of each token of an answer by the engine `inside`."""
     times: list[float] = []
     ask(inside, "sailor", prompt, max_tokens=tokens, on_token=lambda _: times.append(time.perf_counter()))
     return times
 
 
 def _times(work: str, against: str, pairs: Sequence[tuple[float, float]], at_least: float | None = None) -> Finding:
-    """How many times sooner the second of each pair is."""
+    """Return the ratio of the two times of each pair, as a finding."""
     measured = "{1:.3f} / {0:.3f}".format(*(median(seconds) for seconds in zip(*pairs, strict=True)))
     sooner = median(slow / quick for slow, quick in pairs)
     return Finding(work, against, "seconds to the first token", measured, sooner, at_least=at_least)

@@ -32,39 +32,39 @@ FORMATS = {
     "4-bit, groups of 64": (64, 4),
 }
 TARGETS = {"8-bit, groups of 64": 1.01}
-STEP = 64  # tokens at a time
+STEP = 64  # tokens of a step
 INTRO = "perplexity of SmolLM2-135M on engine/demo/handbook.txt, and how many times that with float32 keys and values"
 
 
 class Unpacked:
-    """A quantised cache that gives attention the dequantised values."""
+    """A quantised cache that returns dequantised values to attention."""
 
     def __init__(self, packed: QuantizedKVCache) -> None:
         self.packed = packed
 
     @property
     def offset(self) -> int:
-        """Tokens that it holds."""
+        """Number of tokens in the cache."""
         return int(self.packed.offset)
 
     def make_mask(self, *args: Any, **kwargs: Any) -> Any:
-        """Its own."""
+        """Return the mask of the quantised cache."""
         return self.packed.make_mask(*args, **kwargs)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, ...]:
-        """Keep them, and return all that is kept."""
+        """Append keys and values, and return all of them, dequantised."""
         kept = self.packed.update_and_fetch(keys, values)
         group_size, bits = self.packed.group_size, self.packed.bits
         return tuple(mx.dequantize(words, scales, biases, group_size, bits) for words, scales, biases in kept)
 
 
 def empty_cache(loaded: Any, quantised: tuple[int, int] | None) -> list[Any]:
-    """Return a cache of a group size and bits, or in the model's own dtype."""
+    """Return an empty cache, quantised by (group size, bits), or in the model's own dtype."""
     return [QuantizedKVCache(*quantised) for _ in loaded.layers] if quantised else make_prompt_cache(loaded)
 
 
 def perplexity(loaded: Any, tokens: list[int], cache: list[Any]) -> float:
-    """Return the perplexity of the tokens after the first, each given all before it."""
+    """Return the perplexity of the tokens after the first one, each predicted from all tokens before it."""
     surprise = 0.0
     for start in range(0, len(tokens) - 1, STEP):
         read = tokens[start : min(start + STEP, len(tokens) - 1)]

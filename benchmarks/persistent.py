@@ -27,18 +27,18 @@ from engine.persistent.dtypes import DTYPES
 from engine.persistent.state import Journal, Layout, Table
 
 ENTRIES = 4096
-SHAPE = (8, 128)  # of an entry: 4 KiB in float32
+SHAPE = (8, 128)  # shape of an entry, 4 KiB in float32
 INTRO = "time of ours / of the same in plain MLX; ratios are medians of the ratios of each pair"
-DECODERS = {  # a toy, layers as SmolLM2-135M has them, and as a model of 1B
+DECODERS = {  # a small one, and layers with the sizes of SmolLM2-135M and of a model with 1B parameters
     "2 layers of 64": {"L": 2, "D": 64, "H": 4, "Dh": 16, "KV": 2, "F": 128, "Words": 97},
     "6 layers of 576": {"L": 6, "D": 576, "H": 9, "Dh": 64, "KV": 3, "F": 1536, "Words": 4096},
     "2 layers of 2048": {"L": 2, "D": 2048, "H": 32, "Dh": 64, "KV": 8, "F": 8192, "Words": 4096},
 }
-Pair = tuple[float, float]  # seconds of ours, of plain MLX's
+Pair = tuple[float, float]  # seconds of ours, and of plain MLX
 
 
 def pairs(ours: Callable[[], None], plain: Callable[[], None], count: int) -> list[Pair]:
-    """Each measured `count` times, in turn, after a tenth of that for warming up."""
+    """Time both functions `count` times in turn, after a tenth of that as warm-up."""
     found = []
     for turn in range(-max(1, count // 10), count):
         seconds = []
@@ -52,7 +52,7 @@ def pairs(ours: Callable[[], None], plain: Callable[[], None], count: int) -> li
 
 
 def slice_of_a_table(count: int) -> list[Pair]:
-    """The first half of a table, and of an array that has it in the same bytes, read and added up."""
+    """Time a sum over the first half of a table, and of an array with the same bytes."""
     rows = mx.random.normal((ENTRIES, *SHAPE))
     table = Table(Layout("K", DTYPES["f32"], SHAPE, indices=("t",)), journal := Journal())
     for t in range(ENTRIES):
@@ -64,7 +64,7 @@ def slice_of_a_table(count: int) -> list[Pair]:
 
 
 def append_to_a_table(count: int) -> list[Pair]:
-    """An entry written to a table of 4,096 that keeps growing, and to an array that has room for all."""
+    """Time the append of an entry to a table of 4,096 entries, and a write to an array that is large enough."""
     entry = mx.random.normal(SHAPE)
     journal = Journal()
     table = Table(Layout("K", DTYPES["f32"], SHAPE, indices=("t",)), journal)
@@ -98,7 +98,7 @@ def decode_step(sizes: dict[str, int], graph: Path, count: int) -> list[Pair]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print; `--quick` for fewer pairs."""
+    """Print the table; with `--quick`, of fewer pairs."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks persistent")
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args(argv).quick

@@ -1,4 +1,4 @@
-"""Ports of the loopback for servers that are about to start."""
+"""Free ports of the loopback interface for servers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from itertools import cycle
 FIRST, END = 10_000, 32_000  # below the ephemeral ports of Linux and macOS
 _begin = random.SystemRandom().randrange(FIRST, END)
 _next = cycle([*range(_begin, END), *range(FIRST, _begin)])
-_KEPT = 64  # ports whose server may not have started yet, or may have stopped for a moment
-_marks: deque[socket.socket] = deque()  # UDP sockets of the same numbers: no other process is given these ports
+_KEPT = 64  # number of recent ports that are reserved, because their server may start or restart
+_marks: deque[socket.socket] = (
+    deque()
+)  # UDP sockets with the same numbers, which reserve the ports against other processes
 
 
 def free_port() -> int:
-    """One that nobody listens on, and another each time.
+    """Return a port on which no process listens, another one at each call.
 
     A port that the system chooses may be given to somebody else before the server is there: to a server of another
     process, or to a client. One of these is not, and each process begins somewhere else. If two processes try the same

@@ -27,13 +27,13 @@ from benchmarks.pages.work import KIB, ORDERS, blocks, mixed_pages, pages
 from benchmarks.servers import Server, pin_client, start_kvpage
 from kvpage_server.bench import LLAMA3_16, machine
 
-SECONDS, QUICK_SECONDS = 5, 1  # that each of the two samplers looks at a path
+SECONDS, QUICK_SECONDS = 5, 1  # seconds for which each of the two samplers runs
 LINES = 30
 LAYERS_FASTEST = list(ORDERS)[1]
 
 
 class Driven(NamedTuple):
-    """A server that can be kept busy, and how many pages each write or read of all generations moves."""
+    """A server with a client, and the number of pages that a write or read of all generations transfers."""
 
     server: Server
     way: Way
@@ -77,7 +77,9 @@ USUAL = [path for path in PATHS if "sockets" not in path and "mixed" not in path
 
 
 def profile(path: str, core: str, *, quick: bool = False) -> Iterator[str]:
-    """The lines for people. Unless it is `quick`, the cost of a page is kept for the table of docs/performance.md."""
+    """Profile a path, and yield lines to print. Unless `quick`, store the cost of a page for the table of
+    docs/performance.md.
+    """
     seconds = QUICK_SECONDS if quick else SECONDS
     op, driver = path.split("-", 1)
     with ExitStack() as stack:
@@ -99,7 +101,7 @@ def profile(path: str, core: str, *, quick: bool = False) -> Iterator[str]:
 
 
 def _drive(steps: Sequence[Step], seconds: float) -> int:
-    """How many times all of them were done."""
+    """Repeat the steps for `seconds`, and return the number of repetitions."""
     times, until = 0, time.monotonic() + seconds
     while time.monotonic() < until:
         for step in steps:
@@ -131,7 +133,7 @@ def _perf(pid: int, steps: Sequence[Step], seconds: int) -> Generator[str, None,
 
 
 def _py_spy(pid: int, steps: Sequence[Step], seconds: int) -> Iterator[str]:
-    """The functions of Python. The time of a call into compiled code counts for the calling line."""
+    """Yield the Python functions with most samples. The time of compiled code counts for the line that calls it."""
     with tempfile.TemporaryDirectory() as directory:
         raw = Path(directory) / "raw"
         options = ["--function", "--threads", "--duration", str(seconds), "--rate", "400", "--format", "raw"]
@@ -174,7 +176,7 @@ def _functions(raw: str) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Profile the paths that are named, or the usual ones."""
+    """Profile the named paths, or the usual ones."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks profile",
         formatter_class=argparse.RawDescriptionHelpFormatter,

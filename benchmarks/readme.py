@@ -1,4 +1,4 @@
-"""README's table of first tokens from each tier: its figures, written anew."""
+"""README's table of the time to first token from each tier."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _TURNS = (("", "hot"), ("", "page server"), ("", "cold file"), (" and a question
 
 
 def rewrite_tiers(findings: list[Finding]) -> None:
-    """Replace the former measurements. Raises KeyError if some are missing."""
+    """Write the measurements into README. Raises KeyError if some are missing."""
     README.write_text(with_first_tokens(README.read_text(encoding="utf-8"), findings), encoding="utf-8")
 
 
 def with_first_tokens(text: str, findings: list[Finding]) -> str:
-    """A text with the figures of the rows that begin with a context: seconds, and how many times sooner that is."""
+    """Return the text with new figures in the rows of the contexts: seconds, and the ratio to full prefill."""
     by_work = {found.work: found for found in findings if found.what == "times sooner"}
     for tokens in _CONTEXTS:
         tiers = [by_work[f"{tokens} tokens{turn} from {tier}"] for turn, tier in _TURNS]
@@ -32,7 +32,7 @@ def with_first_tokens(text: str, findings: list[Finding]) -> str:
 
 
 def _with_row(text: str, beginning: str, cells: Iterable[str]) -> str:
-    """A text with these cells behind the first one of the row that begins like that."""
+    """Return the text with `cells` after the first cell of the row that starts with `beginning`."""
     row = re.compile(rf"^(\| {re.escape(beginning)}[^|]*)\|.*$", re.MULTILINE)
     text, count = row.subn(rf"\1| {' | '.join(cells)} |", text)
     if count != 1:

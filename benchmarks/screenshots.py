@@ -92,7 +92,7 @@ def main(target: Path) -> None:
 
 
 def chat(page: Page) -> None:
-    """A question, and the question after it."""
+    """Send two questions in the chat of the page."""
     for turn, question in enumerate(("What is the capital of France?", "And of Italy?")):
         page.locator("#agent").fill("visitor")
         page.locator("#question").fill(question)

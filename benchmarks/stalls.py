@@ -24,9 +24,9 @@ from benchmarks.turns import Turns
 from benchmarks.worst import MANY, Scene, Words, scene_name, scenes, spell
 
 BUDGET = 10.0  # milliseconds
-_SETTLE = 0.15  # seconds without anything to do
-_PATIENCE = 60.0  # seconds for one reply
-_FEW = 100  # connections: thousands that end at once are many events of a turn, whatever the server does
+_SETTLE = 0.15  # seconds of rest, so that earlier work has ended
+_PATIENCE = 60.0  # seconds, timeout of a reply
+_FEW = 100  # connections whose end is measured, at most: the end of thousands is many events of one turn in any case
 _COMMANDS_PER_PIPELINE = 256  # commands that are sent before their replies are read
 _OPTIONS = (
     *("--client-query-buffer-limit", "1gb", "--proto-max-bulk-len", "512mb", "--maxmemory-clients", "3gb"),
@@ -35,7 +35,7 @@ _OPTIONS = (
 
 
 class Figures(NamedTuple):
-    """Milliseconds: of the loop's longest turn, that a PING waited, and that the command took."""
+    """Milliseconds of the loop's longest turn, of the longest wait of a PING, and of the command."""
 
     turn: float
     waited: float
@@ -50,7 +50,7 @@ class Figures(NamedTuple):
 
 
 class Replies:
-    """A connection that reads replies without looking into them."""
+    """A connection that reads replies without storing them."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -68,7 +68,7 @@ class Replies:
                     raise ValueError(f"{words[0].decode()} {words[1:2]}: {line.decode()}")
 
     def send(self, words: Words) -> None:
-        """Send a command; a large value is not copied first."""
+        """Send a command, without a copy of a large value."""
         data = spell([*words[:-1], b""]) if len(words[-1]) > 1 << 20 else b""
         if not data:
             self._sock.sendall(spell(words))
@@ -78,7 +78,7 @@ class Replies:
         self._sock.sendall(b"\r\n")
 
     def skip(self) -> bytes:
-        """Read a reply; its first line."""
+        """Read a reply, and return its first line."""
         line = self._file.readline()
         if not line:
             raise ConnectionError("the connection ended")
@@ -93,7 +93,7 @@ class Replies:
 
 
 class Side:
-    """A server, and who PINGs it."""
+    """A server, and the process that sends PINGs to it."""
 
     def __init__(self, server: Server, pings: Connection) -> None:
         self.server = server
@@ -105,7 +105,7 @@ class Side:
         self.longest()
 
     def longest(self) -> tuple[float, float]:
-        """Milliseconds of the longest turn and the longest wait of a PING, since this was asked before."""
+        """Return the milliseconds of the longest turn, and of the longest wait of a PING, since the last call."""
         self._pings.send(True)
         return self.turns.longest(), float(self._pings.recv())
 
@@ -136,9 +136,11 @@ class Side:
 
 
 def _ping(port: int, orders: Connection) -> None:
-    """In a process of its own: at each order the longest wait since the one before, in milliseconds."""
+    """Run the process that sends PINGs. At each message, send back the longest wait since the last one, in
+    milliseconds.
+    """
     longest = 0.0
-    while True:  # the scene may close it
+    while True:  # the scene may close this connection
         with socket.create_connection(("127.0.0.1", port)) as sock, suppress(ConnectionError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             answer = b"+PONG"
@@ -156,7 +158,7 @@ def _ping(port: int, orders: Connection) -> None:
 
 @contextmanager
 def _pinging(port: int) -> Iterator[Connection]:
-    """Somebody who PINGs all the while."""
+    """Run the process that sends PINGs during the block."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.Process(target=_ping, args=(port, theirs), daemon=True)
     process.start()
@@ -169,7 +171,7 @@ def _pinging(port: int) -> Iterator[Connection]:
 
 @contextmanager
 def _started(*options: str) -> Iterator[Server]:
-    """The server, on a loop that measures its turns, with files that it may rewrite."""
+    """Run the server on a loop that measures its turns, with files that it may rewrite."""
     with tempfile.TemporaryDirectory() as directory:
         configured, users = Path(directory, "kvpage.conf"), Path(directory, "users.acl")
         users.touch()

@@ -24,7 +24,7 @@ END = 4096  # tokens of the context
 
 
 def windows(layers: int, heads: int, head_dim: int, window: int) -> list[Any]:
-    """The caches of so many layers with windows, full."""
+    """Return full caches of `layers` layers with windows."""
     caches = [RotatingKVCache(window) for _ in range(layers)]
     for cache in caches:
         cache.update_and_fetch(*(mx.random.normal((1, heads, END, head_dim), mx.bfloat16) for _ in "kv"))
@@ -34,7 +34,7 @@ def windows(layers: int, heads: int, head_dim: int, window: int) -> list[Any]:
 
 
 def recurrences(layers: int, heads: int, key_dim: int, value_dim: int, channels: int) -> list[Any]:
-    """The caches of so many layers with a convolution and a recurrence."""
+    """Return caches of `layers` layers with a convolution and a recurrence."""
     caches = [ArraysCache(2) for _ in range(layers)]
     for cache in caches:
         cache[0] = mx.random.normal((1, 3, channels), mx.bfloat16)
@@ -51,7 +51,7 @@ MODELS: dict[str, tuple[Callable[..., list[Any]], tuple[int, ...]]] = {
 
 
 def row(name: str, rounds: int) -> str:
-    """A line of the table."""
+    """Return a row of the table."""
     make, geometry = MODELS[name]
     caches = make(*geometry)
     codecs = [codec for i, cache in enumerate(caches) if isinstance(codec := describe(i, cache), StateLayer)]

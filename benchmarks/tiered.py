@@ -1,4 +1,4 @@
-"""Speed of the tiered store's disk: reads of values on disk only, a stop and a start with very many pages.
+"""Speed of the disk of the tiered store: reads of values on disk only, and stop and start with very many pages.
 
 Servers have one core, the client the other. Ratios are medians of the ratios of each round. `python -m benchmarks pages
 --only default_store` measures the disk's cost if memory suffices.
@@ -29,14 +29,14 @@ from benchmarks.servers import Server, pin_client, start_kvpage
 from kvpage_server.bench import GB, LLAMA3_16
 from kvpage_server.client import PageClient
 
-ALMOST_NOTHING = "1mb"  # of memory: so that values are read from disk
+ALMOST_NOTHING = "1mb"  # maxmemory, so that values are read from disk
 INTRO = "on disk alone / in memory; ratios are medians of the ratios of each round"
 MEMORY, DISK = "memory", "disk"
 TARGETS = {"read": {MEMORY: Target(speed=0.5)}}
 
 
 def _from_disk(plan: Plan) -> Iterator[Finding]:
-    """Measure GB/s relative to a store in memory."""
+    """Yield the GB/s of reads from disk, relative to a store in memory."""
     trials = Trials(DISK)
     works = (pages(256, 64 * KIB, "an engine's order"), blocks(8, LLAMA3_16))
     for _ in range(plan.sets):
@@ -64,7 +64,7 @@ def _from_disk(plan: Plan) -> Iterator[Finding]:
 
 
 def _read_and_fetched(server: Server) -> np.ndarray[Any, Any]:
-    """How many values were read so far, and how many of them had to be fetched from disk."""
+    """Return the numbers of values that were read, and that were fetched from disk."""
     info = server.admin.info("everything")
     return np.array([info["keyspace_hits"], info["disk_fetched"]])
 
@@ -91,7 +91,7 @@ def _end(size: int) -> Finding:
 
 
 def _sequential(path: Path, size: int) -> float:
-    """Seconds that a file of `size` bytes takes until it is on disk."""
+    """Return the seconds to write a file of `size` bytes and to synchronise it."""
     piece = os.urandom(4 * KIB**2)
     began = time.perf_counter()
     with path.open("wb") as file:
@@ -105,7 +105,7 @@ def _sequential(path: Path, size: int) -> float:
 
 
 def _restarts(pages: int) -> Iterator[Finding]:
-    """Measure a start with very many pages, which were stored one by one."""
+    """Yield the findings of a start with very many pages, which were stored one by one."""
     with TemporaryDirectory() as place:
         options = ("--store", "tiered", "--dir", place)
         with start_kvpage(*options) as server:
@@ -127,7 +127,7 @@ def _use_index(server: Server, pages: int) -> None:
     """Query the index alone: the number of pages, and whether a block of each request is complete."""
     assert server.admin.dbsize() == pages
     for request in range(pages // PAGES_A_REQUEST):
-        block = request * PAGES_A_REQUEST // PAGES_A_BLOCK + 1  # in the one before it, another request's pages end
+        block = request * PAGES_A_REQUEST // PAGES_A_BLOCK + 1  # the block before it has pages of the request before
         assert server.admin.execute_command("KVPAGEPREFIX", PAGES_A_BLOCK, 0, 1, f"request{request}", block) == 1
 
 

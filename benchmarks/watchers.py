@@ -1,4 +1,4 @@
-"""Who watches a server: Prometheus, which asks for its figures every second, and browsers that have its page open.
+"""Monitoring of a server: Prometheus, which scrapes its metrics every second, and browsers with its page open.
 
 ``python -m benchmarks.watchers PORT DASHBOARDS`` prints "watching" when each dashboard has received an event, and
 watches until its input ends; then it prints the number of scrapes and events.
@@ -56,7 +56,7 @@ async def _watch(port: int, dashboards: int) -> Counter[str]:
 
 @asynccontextmanager
 async def _asked(port: int, path: str) -> AsyncIterator[asyncio.StreamReader]:
-    """The answer, from the line after its status on."""
+    """Yield the reply to a request, from its headers on."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = f"Host: 127.0.0.1\r\nConnection: close\r\nAuthorization: Bearer {TOKEN}"
     writer.write(f"GET {path} HTTP/1.1\r\n{head}\r\n\r\n".encode())

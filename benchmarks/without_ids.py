@@ -33,12 +33,12 @@ SMOLLM2 = Path(__file__).parent.parent / "models" / "smollm2"
 THEIR_SERVER = "import engine, mlx_lm.server; mlx_lm.server.main()"  # with the same BLAS as ours
 ONE_THREAD = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
 START_WITHIN = 120.0  # seconds
-SETTLE = 3.0  # seconds that the engine has to write behind before a kill
+SETTLE = 3.0  # seconds before a kill, in which the engine writes its contexts
 ANSWER = 16  # tokens
-RESTARTED = 0.1  # of the time that computing takes, at most
-ELSEWHERE = 0.95  # of the tokens before a turn are reused by a second engine, at least
-REUSED = 0.97  # of the tokens before a turn are reused, at least
-ADDED = 1.05  # times the time of a turn without a store, at most
+RESTARTED = 0.1  # target: share of the time of computing, at most
+ELSEWHERE = 0.95  # target: share of the tokens before a turn that a second engine reuses, at least
+REUSED = 0.97  # target: share of the tokens before a turn that are reused, at least
+ADDED = 1.05  # target: times the duration of a turn without a store, at most
 WORDS = "fog boat light keeper sea wind log tide rock oil lamp storm night ship harbour gull salt rope".split()  # noqa: SIM905
 INTRO = "SmolLM2-135M in float32 over HTTP, without agent ids; seconds as a client sees them, medians"
 
@@ -47,7 +47,7 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Reply:
-    """One streamed answer, as its client saw it."""
+    """One streamed answer, as the client has received it."""
 
     first: float  # seconds to the first text
     whole: float  # seconds to the end
@@ -74,13 +74,13 @@ class Process:
         self.kill()
 
     def kill(self) -> None:
-        """End it with SIGKILL."""
+        """End the server with SIGKILL."""
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGKILL)
         self._process.wait()
 
     def wait(self, answers: Any) -> None:
-        """Return when it answers."""
+        """Wait until the server answers."""
         deadline = time.monotonic() + START_WITHIN
         while not answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -103,7 +103,7 @@ class Api(Process):
             return False
 
     def ask(self, messages: Messages, max_tokens: int = ANSWER) -> Reply:
-        """One answer, the likeliest."""
+        """Return the likeliest answer to a conversation."""
         body = {"model": self._model, "messages": messages, "max_tokens": max_tokens, "temperature": 0, "stream": True}
         body["stream_options"] = {"include_usage": True}
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
@@ -116,7 +116,7 @@ class Api(Process):
         whole = time.perf_counter() - asked
         connection.close()
         texts, first, usage = [], 0.0, dict[str, Any]()
-        for when, line in lines:  # read when all are there: the client's own work is not the server's
+        for when, line in lines:  # parsed after the end of the stream, so that the client's work is not measured
             chunk = json.loads(line[6:])
             usage = chunk.get("usage") or usage
             if text := chunk["choices"] and chunk["choices"][0]["delta"].get("content"):
@@ -129,7 +129,7 @@ class Api(Process):
 
 
 class Pages(Process):
-    """A page server with its embedded store in a directory, which outlives it."""
+    """A page server with its files in a directory, which still exists after it."""
 
     def __init__(self, directory: str) -> None:
         store = Path(directory, "pages")
@@ -150,25 +150,27 @@ class Pages(Process):
 
 
 def ours(directory: str, pages: Pages | None) -> Api:
-    """kvpage-engine serve."""
+    """Return `kvpage-engine serve`, not started yet."""
     store = ("--store", pages.url) if pages else ()
     return Api("smollm2", "-m", "engine.cli", "serve", "--model", str(SMOLLM2), *store, directory=directory)
 
 
 def theirs(directory: str) -> Api:
-    """mlx_lm.server."""
+    """Return `mlx_lm.server`, not started yet."""
     command = ("-c", THEIR_SERVER, "--model", str(SMOLLM2), "--log-level", "ERROR")
     return Api("default_model", *command, directory=directory)
 
 
 def sentence(seed: int, count: int) -> str:
-    """So many random words, which are a little more tokens, and a question."""
+    """Return a text of `count` random words, and a question."""
     rng = random.Random(seed)
     return f"{seed} {' '.join(rng.choice(WORDS) for _ in range(count))}. What is the capital of France?"
 
 
 def asked_again(directory: str, prompts: int, length: int) -> list[Finding]:
-    """Prompts that differ from their first words on, each asked twice, and once more after a kill of all servers."""
+    """Return the findings of prompts with different beginnings, each sent twice, and again after a kill of all
+    servers.
+    """
     asked: list[Messages] = [[{"role": "user", "content": sentence(i, length)}] for i in range(prompts)]
     rounds: list[list[tuple[Reply, Reply]]] = []
     for again in (False, True):
@@ -212,7 +214,7 @@ def growing(directory: str, conversations: int, turns: int, more: int) -> list[F
     started for each turn but the first, answers the same from the store."""
     talks: list[Messages] = [[] for _ in range(conversations)]
     before = [0] * conversations  # tokens of the last prompt and its answer
-    here: list[tuple[int, int]] = []  # tokens that were reused, and that precede the turn
+    here: list[tuple[int, int]] = []  # reused tokens, and tokens before the turn
     elsewhere: list[tuple[int, int]] = []
     with Pages(directory) as pages, ours(directory, pages) as we, theirs(directory) as they:
         for turn in range(turns):
@@ -227,7 +229,7 @@ def growing(directory: str, conversations: int, turns: int, more: int) -> list[F
                 if mine.text != their.text:
                     raise AssertionError(f"we said {mine.text!r}, mlx_lm.server {their.text!r}")
                 if turn:
-                    here.append((min(mine.cached, before[i]), before[i]))  # the other engine has asked this, too
+                    here.append((min(mine.cached, before[i]), before[i]))  # the other engine has answered this as well
                 before[i] = mine.total
                 messages.append({"role": "assistant", "content": mine.text})
     what = f"{conversations} conversations of {turns} turns of {more} words"
@@ -238,7 +240,7 @@ def growing(directory: str, conversations: int, turns: int, more: int) -> list[F
 
 
 def saving(directory: str, length: int, rounds: int) -> Finding:
-    """The whole time of a turn with a store, compared with that without one."""
+    """Return the finding of the duration of a turn with a store, compared with a turn without one."""
     pairs = []
     with Pages(directory) as pages, ours(directory, pages) as with_store, ours(directory, None) as alone:
         for i in range(-1, rounds):
@@ -252,13 +254,13 @@ def saving(directory: str, length: int, rounds: int) -> Finding:
 
 
 def _share(work: str, against: str, pairs: Sequence[tuple[int, int]], at_least: float) -> Finding:
-    """The sum of the first numbers as a share of the sum of the second ones."""
+    """Return the sum of the first numbers as a share of the sum of the second ones, as a finding."""
     reused, reusable = (sum(counts) for counts in zip(*pairs, strict=True))
     return Finding(work, against, "tokens", f"{reused:,} / {reusable:,}", reused / reusable, at_least=at_least)
 
 
 def _seconds(work: str, against: str, pairs: Sequence[tuple[float, float]], at_most: float | None = None) -> Finding:
-    """How many times the second of each pair the first takes."""
+    """Return the ratio of the two times of each pair, as a finding."""
     measured = "{:.3f} / {:.3f}".format(*(median(seconds) for seconds in zip(*pairs, strict=True)))
     ratio = median(mine / other for mine, other in pairs)
     return Finding(work, against, "seconds", measured, ratio, at_most=at_most)

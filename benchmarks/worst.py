@@ -16,9 +16,9 @@ from kvpage_server.commands.table import TABLE, WORDS_PER_STEP
 from kvpage_server.glob import LONGEST
 
 MANY = 100_000
-_LAYERS, _HEADS = 125, 8  # of a block: a thousand pages
+_LAYERS, _HEADS = 125, 8  # layers and heads of a block with a thousand pages
 _PAGES = _LAYERS * _HEADS
-_LONG = b"[a-z]" * (LONGEST // 5 - 3)  # the part of a pattern that takes longest to be made ready
+_LONG = b"[a-z]" * (LONGEST // 5 - 3)  # the part of a pattern that takes longest to compile
 
 # The cost of these does not depend on their arguments or on existing keys.
 _PLAIN = """acl|cat acl|genpass acl|whoami client|caching client|getname client|getredir client|id client|info
@@ -50,12 +50,12 @@ class Scene(NamedTuple):
 
     @property
     def command(self) -> str:
-        """The row of the table that it is about."""
+        """Return the name of the command's row in the table."""
         return row_of(self.words)
 
 
 def row_of(words: Words) -> str:
-    """The name of the row of the table that some words call."""
+    """Return the name of the row in the command table for a command's words."""
     name = words[0].lower().decode()
     sub = f"{name}|{words[1].lower().decode('latin1')}" if len(words) > 1 else name
     return sub if sub in TABLE else name
@@ -68,7 +68,7 @@ def spell(words: Sequence[bytes]) -> bytes:
 
 
 def scenes(many: int) -> Iterator[Scene]:
-    """Every command with its worst arguments, of which there are so many."""
+    """Yield every command with its worst arguments, `many` of them."""
     for family in (
         _keys,
         _pages,
@@ -94,7 +94,7 @@ def scene_name(scene: Scene) -> str:
 
 
 def _with_arguments(name: str) -> Words:
-    """The fewest words that a command takes."""
+    """Return a command with the smallest number of arguments."""
     words = name.encode().split(b"|")
     return words + [b"1"] * (abs(TABLE[name].arity) - len(words))
 

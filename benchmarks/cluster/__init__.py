@@ -1,4 +1,6 @@
-"""`python -m benchmarks cluster`: clients of several servers, and an engine that restores contexts from several."""
+"""`python -m benchmarks cluster`: clients of several servers, and an engine that restores contexts from several
+servers.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from benchmarks.findings import show, write
 
 
 def main(words: list[str]) -> None:
-    """Measure, show, and write down."""
+    """Measure, print the findings, and write them to `results/`."""
     from benchmarks.cluster import a_client_each, clients, first_token  # clients' processes need none of it
     from benchmarks.pages import tables
 

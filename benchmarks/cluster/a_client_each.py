@@ -23,7 +23,7 @@ TWO_CLIENTS = "one kvpage-server, two clients"
 
 
 def _client(parent: Connection, url: str, work: int, blocks: int, number: int) -> None:
-    """Write and read as often as the parent says."""
+    """Run a client process: write and read all batches for each message of the parent."""
     unpin(0)
     its = Work(list(WORKS)[work], blocks, b"of-%d" % number)
     with PageClient(url, deadline=60) as client:
@@ -55,7 +55,7 @@ def _clients(url: str, work: int, blocks: int, count: int) -> Iterator[list[Conn
 
 
 def _pass(clients: Sequence[Connection], op: str, nbytes: int) -> float:
-    """GB/s of all clients together."""
+    """Return the sum of the GB/s of all clients, which start at the same time."""
     started = time.perf_counter()
     for client in clients:
         client.send(op)
@@ -68,7 +68,7 @@ def _pass(clients: Sequence[Connection], op: str, nbytes: int) -> float:
 
 
 def measured(quick: bool) -> list[Finding]:
-    """Measure blocks of each size."""
+    """Return the findings for blocks of each size."""
     findings: list[Finding] = []
     with start_kvpage() as alone, start_kvpage() as first, start_kvpage() as second:
         servers = (alone, first, second)
@@ -88,7 +88,7 @@ def _of_work(servers: Sequence[Server], work: int, blocks: int, rounds: int, nby
         _clients(one, work, blocks, 2) as crowded,
         _clients(both, work, blocks, 2) as side_by_side,
     ):
-        for turn in range(-1, rounds):  # the first is for warming up
+        for turn in range(-1, rounds):  # turn -1 is a warm-up
             for name, clients in (("", alone), (TWO_CLIENTS, crowded), (TWO, side_by_side)):
                 for op in ("write", "read"):
                     rate = _pass(clients, op, nbytes)

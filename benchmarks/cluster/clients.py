@@ -43,7 +43,7 @@ _SERVER = ("--maxmemory", "4gb")
 
 @dataclass(frozen=True)
 class Client:
-    """How a batch is written, and how it is read into its memory."""
+    """The functions with which a client writes a batch, and reads it into its memory."""
 
     write: Callable[[], Any]
     read: Callable[[], Any]
@@ -51,7 +51,7 @@ class Client:
 
 @dataclass(frozen=True)
 class Pass:
-    """A batch, moved once."""
+    """Measurements of one transfer of a batch."""
 
     gb_per_s: float
     cpu_s_per_gb: float
@@ -86,7 +86,7 @@ def _redis_py(stack: ExitStack, cluster: Cluster, work: Work) -> Client:
 
 
 def _glide_sync(stack: ExitStack, cluster: Cluster, work: Work) -> tuple[Client, Client]:
-    """One value after the other, received into memory; and a batch."""
+    """Return two clients: one sends a command for each value, the other a batch."""
     addresses = [glide_sync.NodeAddress("127.0.0.1", node.port) for node in cluster.nodes]
     client = glide_sync.GlideClusterClient.create(
         glide_sync.GlideClusterClientConfiguration(addresses, request_timeout=_TIMEOUT)
@@ -117,7 +117,7 @@ def _glide_sync(stack: ExitStack, cluster: Cluster, work: Work) -> tuple[Client,
 
 
 def _glide(stack: ExitStack, cluster: Cluster, work: Work) -> Client:
-    """All values at once."""
+    """Return a client that writes and reads all values concurrently."""
     loop = asyncio.new_event_loop()
     stack.callback(loop.close)
     addresses = [glide.NodeAddress("127.0.0.1", node.port) for node in cluster.nodes]
@@ -136,7 +136,7 @@ def _glide(stack: ExitStack, cluster: Cluster, work: Work) -> Client:
 
 
 class Work:
-    """Blocks of a shape, and where they are read into."""
+    """Blocks of one shape, and the memory into which they are read."""
 
     def __init__(self, shape: BlockShape, count: int, req_id: bytes = b"cluster") -> None:
         self.shape = shape
@@ -148,11 +148,11 @@ class Work:
 
     @staticmethod
     def name_of(shape: BlockShape, count: int) -> str:
-        """For people."""
+        """Return the name of the work in the tables."""
         return f"{count} of {spell(shape.nbytes)}"
 
     def copy(self, values: list[Any]) -> None:
-        """Copy a client's results to their places."""
+        """Copy the values that a client has returned into the memory for reads."""
         for into, value in zip(self.into, values, strict=True):
             into[:] = np.frombuffer(value, np.uint8)
 
@@ -165,7 +165,7 @@ def _pass(move: Callable[[], Any], nbytes: int) -> Pass:
 
 
 def _round_trips(cluster: Cluster, work: Work) -> Iterator[Finding]:
-    """Measure one call for all blocks."""
+    """Yield the number of round trips of one call for all blocks."""
     with PageClient(cluster.url, deadline=60) as client:
         client.mset_blocks(work.names, work.shape, work.bodies)
         assert client._several
@@ -199,7 +199,7 @@ def _measured(
             "glide-sync, a batch": batch,
             "glide, all at once": _glide(stack, three, work),
         }
-        for turn in range(-1, rounds):  # the first is for warming up
+        for turn in range(-1, rounds):  # turn -1 is a warm-up
             for name, client in clients.items():
                 for op, move in (("write", client.write), ("read", client.read)):
                     if op == "read":

@@ -30,14 +30,14 @@ _ROWS = (  # of clients.py and a_client_each.py, which need more than this to be
 
 
 def _found(name: str) -> list[dict[str, Any]]:
-    """Return the measurements, if there are any."""
+    """Return the measurements in a file of `results/`; empty if there is none."""
     path = RESULTS / f"{name}.json"
     found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["findings"] if path.exists() else []
     return found
 
 
 def clients() -> str:
-    """Writing / reading, by the size of blocks."""
+    """Return the table of writes and reads, by the size of blocks."""
     known = {(one["work"], one["against"], one["what"]): one for one in _found("cluster")}
     works = [work.removeprefix("write ") for work, who, what in known if (who, what) == ("PageClient", "GB/s")]
     works = list(dict.fromkeys(work for work in works if not work.startswith("read ")))
@@ -55,7 +55,7 @@ def clients() -> str:
 
 
 def coming_back() -> str:
-    """Seconds to the first token, and how many times that of the page server."""
+    """Return the table of seconds to the first token, and their ratio to the page server's."""
     cells: dict[str, list[str]] = {}
     heads = dict.fromkeys(["", "page server"])
     for one in _found("cluster_engine"):

@@ -1,4 +1,4 @@
-"""Many pages or blocks with one command, compared with Valkey: batches of single pages, blocks, absent pages."""
+"""Commands for many pages or blocks, compared with Valkey: batches of single pages, blocks, absent pages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENGINES, *OTHERS = ORDERS
 SMALL = {"write": {VALKEY: Target(cpu=0.95, speed=1.1)}, "read": {VALKEY: Target(cpu=0.75, speed=1.3)}}
 LARGE = {"write": {VALKEY: Target(cpu=1.15, speed=0.95)}, "read": {VALKEY: Target(cpu=1.1, speed=0.95)}}
 
-SIZES = {1: 900, 4: 900, 16: 256, 32: 256, 64: 256, 256: 256}  # KiB, and how many at once
+SIZES = {1: 900, 4: 900, 16: 256, 32: 256, 64: 256, 256: 256}  # KiB of a page, and pages of a batch
 MIXED = 256
 
 
@@ -44,7 +44,7 @@ def _targets(size: int) -> dict[str, dict[str, Target]]:
 
 
 def batch_findings(plan: Plan) -> list[Finding]:
-    """redis-server is measured as well with keys in an engine's order."""
+    """Return the findings of batches. redis-server is measured only with keys in an engine's order."""
     trials = Trials(OURS)
     for _ in range(plan.sets):
         with ExitStack() as stack:
@@ -81,7 +81,9 @@ PIECES = "there 4096 pages of 4 KiB"
 
 
 def block_findings(plan: Plan) -> list[Finding]:
-    """Valkey is always asked by the ordinary client: to PageClient a block there is so many pages."""
+    """Return the findings of blocks. Valkey always has the ordinary client, because PageClient stores a block there
+    as pages.
+    """
     trials = Trials(OURS)
     for _ in range(plan.sets):
         with ExitStack() as stack:
@@ -107,11 +109,11 @@ def block_findings(plan: Plan) -> list[Finding]:
 
 HALF, ALL = "half of them absent", "all of them present"
 ABSENT_TARGETS = {"read": {ALL: Target(cpu=1.1)}}
-ABSENT_SIZES = {4: 900, 16: 256, 64: 256}  # KiB, and how many are present
+ABSENT_SIZES = {4: 900, 16: 256, 64: 256}  # KiB of a page, and present pages of a batch
 
 
 def absent_findings(plan: Plan) -> list[Finding]:
-    """Every other page that is asked for is absent."""
+    """Return the findings of reads in which every second page is absent."""
     trials = Trials(HALF)
     for _ in range(plan.sets):
         with start_kvpage() as server, server.connect() as sock:
@@ -135,5 +137,5 @@ def absent_findings(plan: Plan) -> list[Finding]:
 
 
 def absent(key: PageKey) -> PageKey:
-    """A page that nobody has stored."""
+    """Return the key of an absent page."""
     return PageKey(key.req_id, key.layer, key.head, key.page + 1000, key.kv_type)

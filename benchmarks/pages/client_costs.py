@@ -26,12 +26,12 @@ from kvpage_server.page import BlockShape, DType, KVType, Plane
 
 # -- Two clients of one server in turn: GB/s, the client's own CPU time, and the share of waiting ----------------------
 
-Way = tuple[Callable[[int], Any], Callable[[int, Any], bool]]  # moves a generation, and checks it
+Way = tuple[Callable[[int], Any], Callable[[int, Any], bool]]  # transfers a generation, and checks the result
 
 
 @dataclass(frozen=True)
 class Pass:
-    """All generations, moved once."""
+    """Measurements of one transfer of all generations."""
 
     gb_per_s: float
     cpu_s_per_gb: float  # of this process, the client
@@ -93,7 +93,7 @@ _SIZES = (  # pages at once, bytes of each, and how many times redis-py's GB/s
 
 
 def _redis_py_findings(server: Server, rounds: int) -> Iterator[Finding]:
-    """Writes and reads, and reads with checksums verified. Raises AssertionError for wrong bytes."""
+    """Yield the findings of writes, reads, and reads that verify checksums. Raises AssertionError for wrong bytes."""
     for count, nbytes, targets in _SIZES:
         yield from _of_size(server, PageWork(count, nbytes, GENERATIONS), targets, rounds)
 
@@ -168,7 +168,7 @@ _BLOCK_GENERATIONS = 2
 
 
 def _receiving_findings(server: Server, rounds: int) -> Iterator[Finding]:
-    """PageClient, and AsyncPageClient on uvloop. Raises AssertionError for wrong bytes."""
+    """Yield the findings of PageClient, and of AsyncPageClient on uvloop. Raises AssertionError for wrong bytes."""
     work = Blocks(_BLOCKS, _BLOCK, _BLOCK_GENERATIONS)
     loop = uvloop.new_event_loop()
     with closing(loop), PageClient(server.url) as client, server.connect() as sock:
@@ -195,7 +195,7 @@ def _receiving_findings(server: Server, rounds: int) -> Iterator[Finding]:
 
 
 def _bare(sock: socket.socket, work: Blocks) -> Way:
-    """Receive bytes in place, and ignore the bytes between them."""
+    """Return a loop that receives bodies in place, and ignores the bytes between them."""
     between = bytearray(b"\r\n$%d\r\n" % work.nbytes)
     before, after = bytearray(len(b"*%d\r\n" % work.count) + len(between) - 2), bytearray(2)
 
@@ -224,7 +224,7 @@ def _bare(sock: socket.socket, work: Blocks) -> Way:
 
 
 def client_findings(plan: Plan) -> Iterator[Finding]:
-    """Measure one server."""
+    """Yield the findings of all clients with one server."""
     rounds = plan.sets * plan.rounds
     print("page clients ...", flush=True)
     with start_kvpage() as server:

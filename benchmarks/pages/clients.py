@@ -21,17 +21,17 @@ Step = Callable[[], None]
 
 OK = b"+OK\r\n"
 ABSENT = b"$-1\r\n"
-_PIECES = 512  # of a `sendmsg`
-_JOINED = 512  # bytes below which pieces are joined
+_PIECES = 512  # pieces of a `sendmsg`, at most
+_JOINED = 512  # pieces with fewer bytes are joined
 
 
 class Wrong(AssertionError):
-    """A reply differs from the written bytes, or is invalid."""
+    """Error: a reply differs from the written bytes, or is invalid."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a client writes and reads each generation of something."""
+    """The functions with which a client writes and reads each generation of a work."""
 
     writes: list[Step]
     reads: list[Step]
@@ -39,23 +39,23 @@ class Way:
 
 
 def must_be(read: bytes | memoryview, written: bytes | memoryview) -> None:
-    """Raises Wrong when the two are not the same."""
-    if bytes(read) != bytes(written):  # compares much faster than views do
+    """Raise Wrong if the bytes differ."""
+    if bytes(read) != bytes(written):  # bytes are compared much faster than views
         raise Wrong("the bytes that were read are not those that were written")
 
 
 def bulk(text: bytes) -> bytes:
-    """A bulk string."""
+    """Return a text as a bulk string of RESP."""
     return b"$%d\r\n%b\r\n" % (len(text), text)
 
 
 def spell(*words: bytes) -> bytes:
-    """A command as clients send it."""
+    """Return a command in RESP."""
     return b"*%d\r\n%b" % (len(words), b"".join(map(bulk, words)))
 
 
 def send(sock: socket.socket, pieces: Sequence[memoryview]) -> None:
-    """All of them, some hundred with a call."""
+    """Send all pieces, _PIECES with each system call."""
     left = list(pieces)
     first = 0
     while first < len(left):
@@ -77,7 +77,7 @@ def receive(sock: socket.socket, into: memoryview) -> None:
 
 
 def pieces_of(parts: Iterable[bytes | memoryview]) -> list[memoryview]:
-    """Parts as they are sent: short ones joined, long ones where they are."""
+    """Return parts as they are sent: short ones joined, long ones without a copy."""
     found: list[memoryview] = []
     short: list[bytes | memoryview] = []
     for part in parts:
@@ -94,7 +94,7 @@ def pieces_of(parts: Iterable[bytes | memoryview]) -> list[memoryview]:
 
 
 class Answers:
-    """Memory for an array of bulk strings whose lengths are known. None is an item that is absent."""
+    """Memory for replies that are arrays of bulk strings with known lengths. None is an absent item."""
 
     def __init__(self, expected: Sequence[Sequence[memoryview | None]]) -> None:
         self._expected = expected
@@ -102,11 +102,11 @@ class Answers:
         self._views = [self._memory[: _length(items)] for items in expected]
 
     def receive(self, sock: socket.socket, number: int) -> None:
-        """The answer of that number."""
+        """Receive reply number `number` into the memory."""
         receive(sock, self._views[number])
 
     def check(self, number: int) -> None:
-        """Raises Wrong when the last answer is not the one of that number."""
+        """Raise Wrong unless the last reply is the expected one with this number."""
         at = 0
         for part in _answer(self._expected[number]):
             must_be(self._memory[at : at + len(part)], part)
@@ -136,7 +136,9 @@ def way(
     *,
     oks: int = 1,
 ) -> Way:
-    """Return the requests, and their replies: OKs, and arrays of bulk strings."""
+    """Return a `Way` that sends encoded requests. The replies are `oks` OKs to a write, and an array of bulk strings
+    to a read.
+    """
     answers = Answers(expected)
     right, answer = oks * OK, memoryview(bytearray(oks * len(OK)))
 
@@ -166,29 +168,29 @@ def way(
 
 
 def kvpage_way(sock: socket.socket, work: Work | BlockWork) -> Way:
-    """The commands that a work is for."""
+    """Return a `Way` with the page commands, for pages or blocks."""
     return kvpage_pages(sock, work) if isinstance(work, Work) else kvpage_blocks(sock, work)
 
 
 def value_way(sock: socket.socket, work: Work | BlockWork) -> Way:
-    """Its values."""
+    """Return a `Way` with MSET and MGET, for pages or blocks."""
     return values(sock, work) if isinstance(work, Work) else block_values(sock, work)
 
 
 def kvpage_pages(sock: socket.socket, work: Work) -> Way:
-    """KVPAGEMSET and KVPAGEMGET."""
+    """Return a `Way` with KVPAGEMSET and KVPAGEMGET."""
     reads = [kvpagemget(batch.keys) for batch in work.batches]
     return way(sock, map(_kvpagemset, work.batches), reads, [batch.bodies for batch in work.batches])
 
 
 def values(sock: socket.socket, work: Work) -> Way:
-    """MSET and MGET, under the keys of the pages."""
+    """Return a `Way` with MSET and MGET of the pages' keys."""
     keys = [[bytes(key) for key in batch.keys] for batch in work.batches]
     return _values(sock, keys, [batch.bodies for batch in work.batches])
 
 
 def kvpage_blocks(sock: socket.socket, work: BlockWork) -> Way:
-    """KVBLOCKSET as often as there are blocks, pipelined, and KVBLOCKMGET."""
+    """Return a `Way` with a pipeline of KVBLOCKSET, one for each block, and KVBLOCKMGET."""
     writes = [_kvblocksets(work, generation) for generation in range(len(work.names))]
     reads = [
         spell(b"KVBLOCKMGET", b"%d" % len(names), *(word for req_id, page in names for word in (req_id, b"%d" % page)))
@@ -198,13 +200,13 @@ def kvpage_blocks(sock: socket.socket, work: BlockWork) -> Way:
 
 
 def block_values(sock: socket.socket, work: BlockWork) -> Way:
-    """MSET and MGET of a value a block."""
+    """Return a `Way` with MSET and MGET of a value for each block."""
     keys = [[b"block:%b:%d" % name for name in names] for names in work.names]
     return _values(sock, keys, work.bodies)
 
 
 def block_page_values(sock: socket.socket, work: BlockWork) -> Way:
-    """MSET and MGET of the pages that the blocks consist of, a value each."""
+    """Return a `Way` with MSET and MGET of a value for each page of the blocks."""
     spans = list(work.shape.page_spans())
     keys = [
         [b"kv:%b:%d:%d" % (*name, number) for name in names for number in range(work.shape.pages)]
@@ -220,28 +222,28 @@ def _values(sock: socket.socket, keys: list[list[bytes]], bodies: list[list[memo
 
 
 def name_words(key: PageKey) -> tuple[bytes, bytes, bytes, bytes, bytes]:
-    """The five words that name a page."""
+    """Return the five words that name a page."""
     return key.req_id, b"%d" % key.layer, b"%d" % key.head, b"%d" % key.page, b"%d" % key.kv_type
 
 
 def shape_words(nbytes: int) -> tuple[bytes, bytes, bytes, bytes]:
-    """The four between its name and its body: bytes, in one row, for ever."""
+    """Return the four words between name and body of KVPAGESET: ttl 0, uint8, one row, `nbytes` columns."""
     return b"%d" % DType.UINT8, b"1", b"%d" % nbytes, b"0"
 
 
 def kvpagemget(keys: Sequence[PageKey]) -> bytes:
-    """The request for these pages."""
+    """Return the KVPAGEMGET request for pages."""
     return spell(b"KVPAGEMGET", b"%d" % len(keys), *(word for key in keys for word in name_words(key)))
 
 
 def kvpageset(key: PageKey, body: memoryview) -> list[memoryview]:
-    """The request that stores one page."""
+    """Return the pieces of a KVPAGESET request."""
     words = (b"KVPAGESET", *name_words(key), *shape_words(len(body)))
     return pieces_of((b"*11\r\n%b$%d\r\n" % (b"".join(map(bulk, words)), len(body)), body, b"\r\n"))
 
 
 def set_value(key: bytes, body: memoryview) -> list[memoryview]:
-    """The request that stores one value."""
+    """Return the pieces of a SET request."""
     return pieces_of((b"*3\r\n%b%b$%d\r\n" % (bulk(b"SET"), bulk(key), len(body)), body, b"\r\n"))
 
 
@@ -279,16 +281,16 @@ def _mset(keys: list[bytes], bodies: list[memoryview]) -> Iterator[bytes | memor
 #
 # It speaks to Redis and Valkey as well: there pages go as values with MSET and MGET, each with its 64 bytes of header.
 
-DEADLINE = 60.0  # seconds
+DEADLINE = 60.0  # seconds, of a call
 
 
 def connect_page_client(url: str) -> PageClient:
-    """A client that believes checksums, as the ordinary one does."""
+    """Return a PageClient that does not verify checksums, like the ordinary client."""
     return PageClient(url, verify=False, deadline=DEADLINE)
 
 
 def page_client_pages(client: PageClient, work: Work) -> Way:
-    """`mset` and `mget_into`."""
+    """Return a `Way` with `mset` and `mget_into`."""
     stored = [
         [Page(key, body, DType.UINT8, 1, len(body)) for key, body in zip(batch.keys, batch.bodies, strict=True)]
         for batch in work.batches
@@ -308,7 +310,7 @@ def page_client_pages(client: PageClient, work: Work) -> Way:
 
 
 def page_client_blocks(client: PageClient, work: BlockWork) -> Way:
-    """`mset_blocks` and `mget_blocks_into`."""
+    """Return a `Way` with `mset_blocks` and `mget_blocks_into`."""
     places = _places([len(body) for body in work.bodies[0]])
 
     def writing(number: int) -> Step:

@@ -1,4 +1,4 @@
-"""The command line: which kinds of rows, and how much of each."""
+"""The command line of `python -m benchmarks pages`: the kinds of rows, and the number of rounds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ INTRO = "kvpage-server / the other; ratios are medians of the ratios of each rou
 
 
 class Kind(NamedTuple):
-    """A kind of rows of the table."""
+    """A kind of rows of the table, with the function that measures it."""
 
     findings: Callable[[Plan], Iterable[Finding]]  # starts the servers it needs
     about: str

@@ -26,7 +26,7 @@ CPU, SPEED = "CPU s/GB", "GB/s"
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured."""
+    """The amount of work of a run."""
 
     quick: bool = False
     against: Path | None = None  # an older checkout, to compare the core's Python twin with
@@ -38,12 +38,12 @@ class Plan:
 
     @property
     def rounds(self) -> int:
-        """With each set."""
+        """Return the number of rounds with each set of servers."""
         return 2 if self.quick else 3
 
     @property
     def least(self) -> int:
-        """Bytes of a pass."""
+        """Return the bytes of a pass, at least."""
         return (24 if self.quick else 160) * 1024 * 1024
 
 
@@ -57,9 +57,9 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Pass:
-    """All generations, moved some times."""
+    """Measurements of one pass: the transfer of all generations, several times."""
 
-    cpu_s_per_gb: float  # of the server, the kernel's for it included
+    cpu_s_per_gb: float  # of the server, including the kernel's time for it
     gb_per_s: float
 
 
@@ -76,7 +76,7 @@ def compare(
     least = plan.least if least is None else least
     passes: Passes = {name: [] for name in contestants}
     names = list(contestants)
-    for turn in range(-1, plan.rounds):  # the first round warms up
+    for turn in range(-1, plan.rounds):  # round -1 is a warm-up
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             found = one_pass(contestants[name], op, nbytes, 0 if turn < 0 else least)
@@ -86,7 +86,9 @@ def compare(
 
 
 def one_pass(contestant: Contestant, op: str, nbytes: int, least: int) -> Pass:
-    """At least so many bytes; for none every generation is moved once, and all that is read is looked at."""
+    """Transfer at least `least` bytes, and return the measurements. If it is 0, transfer each generation once, and
+    check all reads.
+    """
     server, way = contestant.server, contestant.way
     steps = way.writes if op == "write" else way.reads
     before, started = server.cpu_seconds(), time.perf_counter()
@@ -104,7 +106,7 @@ def one_pass(contestant: Contestant, op: str, nbytes: int, least: int) -> Pass:
 
 
 def together(sets: Iterable[Passes]) -> Passes:
-    """The rounds of all sets of the same contestants."""
+    """Return the rounds of all sets of the same contestants in one mapping."""
     found: Passes = {}
     for passes in sets:
         for name, rounds in passes.items():
@@ -113,28 +115,28 @@ def together(sets: Iterable[Passes]) -> Passes:
 
 
 def cpu_of(found: Pass) -> float:
-    """For `middle` and `ratio`."""
+    """Return the CPU seconds per GB of a pass, for `middle` and `ratio`."""
     return found.cpu_s_per_gb
 
 
 def speed_of(found: Pass) -> float:
-    """Likewise."""
+    """Return the GB/s of a pass, for `middle` and `ratio`."""
     return found.gb_per_s
 
 
 def middle(passes: Passes, name: str, of: Callable[[Pass], float]) -> float:
-    """The median of a contestant's rounds."""
+    """Return the median of a contestant's rounds."""
     return median(map(of, passes[name]))
 
 
 def ratio(passes: Passes, name: str, other: str, of: Callable[[Pass], float]) -> float:
-    """The median of the ratios of each round."""
+    """Return the median of the rounds' ratios between two contestants."""
     return median(of(ours) / of(theirs) for ours, theirs in zip(passes[name], passes[other], strict=True))
 
 
 @dataclass(frozen=True)
 class Target:
-    """At most so many times the other's CPU time, at least so many times its GB/s."""
+    """Targets relative to another server: CPU time at most `cpu` times, GB/s at least `speed` times the other's."""
 
     cpu: float | None = None
     speed: float | None = None
@@ -162,14 +164,14 @@ class Trials:
         ops: Iterable[str] = OPS,
         least: int | None = None,
     ) -> None:
-        """Write, then read. `targets` are those of each op relative to each other server."""
+        """Measure writes, then reads, of one set of servers. `targets` has the target by op and other server."""
         print(f"{work} ...", flush=True)
         for op in ops:
             self._sets.setdefault((op, work), []).append(compare(contestants, op, nbytes, plan, least))
             self._targets[op, work] = targets.get(op, {})
 
     def findings(self) -> Iterator[Finding]:
-        """Yield the findings of each op relative to each other server."""
+        """Yield the findings of all sets, for each op and each other server."""
         for (op, work), sets in self._sets.items():
             passes = together(sets)
             for other in passes:
@@ -179,7 +181,7 @@ class Trials:
 
 
 def beside(work: str, passes: Passes, ours: str, other: str, target: Target) -> Iterator[Finding]:
-    """Yield one server's cost and speed relative to another one's: CPU first."""
+    """Yield the CPU time and the speed of one server relative to another one."""
 
     def finding(what: str, of: Callable[[Pass], float], at_least: float | None, at_most: float | None) -> Finding:
         measured = " / ".join(f"{middle(passes, name, of):.3f}" for name in (ours, other))

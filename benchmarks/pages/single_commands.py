@@ -61,7 +61,7 @@ from kvpage_server.bench import GB
 
 Request = list[memoryview]
 
-ALONE_SIZES = {4: 1024, 16: 1024, 64: 512, 256: 256}  # KiB, and how many pages
+ALONE_SIZES = {4: 1024, 16: 1024, 64: 512, 256: 256}  # KiB of a page, and pages of a batch
 ALONE_TARGETS = {
     1: {4: Target(2.0, 0.75), 16: Target(2.0, 0.75), 64: Target(2.0, 0.75), 256: Target(1.2, 0.75)},
     16: {4: Target(2.2, 0.5), 16: Target(2.2, 0.5), 64: Target(1.6, 0.7), 256: Target(1.2, 0.9)},
@@ -70,7 +70,7 @@ CPU, RATE = "CPU, µs", "1000/s"
 
 
 def one_at_a_time_findings(plan: Plan) -> Iterator[Finding]:
-    """Microseconds of the server a command, and commands a second."""
+    """Yield the server's CPU microseconds for a command, and commands per second."""
     commands = 1000 if plan.quick else 6000
     found: dict[tuple[str, int, int], list[Passes]] = {}
     for _ in range(plan.sets):
@@ -103,7 +103,7 @@ def alone_name(op: str, size: int, count: int) -> str:
 
 
 def spell_sockets(count: int) -> str:
-    """For people."""
+    """Return a number of sockets as text."""
     return "one socket" if count == 1 else "sixteen sockets"
 
 
@@ -118,13 +118,13 @@ def _alone_findings(op: str, count: int, size: int, passes: Passes) -> Iterator[
 
 
 def kvpage_way(sockets: Sequence[socket.socket], batch: Batch) -> Way:
-    """KVPAGESET and KVPAGEGET."""
+    """Return a `Way` with KVPAGESET and KVPAGEGET."""
     sets = list(map(kvpageset, batch.keys, batch.bodies))
     return _way(sockets, sets, [spell(b"KVPAGEGET", *name_words(key)) for key in batch.keys], batch.bodies)
 
 
 def value_way(sockets: Sequence[socket.socket], batch: Batch) -> Way:
-    """SET and GET."""
+    """Return a `Way` with SET and GET."""
     keys = list(map(bytes, batch.keys))
     return _way(sockets, list(map(set_value, keys, batch.bodies)), [spell(b"GET", key) for key in keys], batch.bodies)
 
@@ -153,7 +153,7 @@ def _way(sockets: Sequence[socket.socket], sets: list[Request], gets: list[bytes
 
 
 def _in_turn(sockets: Sequence[socket.socket], requests: list[Request], read: Callable[[socket.socket], None]) -> Step:
-    """All requests, at most one outstanding on each socket."""
+    """Return a step that sends all requests, with at most one outstanding on each socket."""
 
     def step() -> None:
         asked = islice(cycle(sockets), len(requests))
@@ -173,7 +173,7 @@ def _in_turn(sockets: Sequence[socket.socket], requests: list[Request], read: Ca
 _LATENCY_SIZE = 16 * 1024
 _LATENCY_CALLS = 500  # a round
 _LATENCY_AT_MOST = 1.15
-STORED = ("KVPAGESET", "latency", 0, 0, 0, 0, 8, 128, 128, 0)  # and a body
+STORED = ("KVPAGESET", "latency", 0, 0, 0, 0, 8, 128, 128, 0)  # a body follows
 ASKED = b"*6\r\n$9\r\nKVPAGEGET\r\n$7\r\nlatency\r\n" + 4 * b"$1\r\n0\r\n"
 
 
@@ -198,7 +198,7 @@ def latency_findings(plan: Plan) -> list[Finding]:
 
 
 def _latency_rounds(ours: Server, redis: Server, count: int) -> list[tuple[float, float]]:
-    """Seconds of KVPAGEGET and of GET, each the median of a round."""
+    """Return for each round the median seconds of KVPAGEGET and of GET."""
     body = Random(0).randbytes(_LATENCY_SIZE)
     ours.admin.execute_command(*STORED, body)
     redis.admin.set("latency", body)
@@ -209,7 +209,7 @@ def _latency_rounds(ours: Server, redis: Server, count: int) -> list[tuple[float
 
 
 def getter(sock: socket.socket, question: bytes, body: bytes) -> Callable[[], None]:
-    """Asks, and receives the answer, which is right the first time."""
+    """Return a function that sends a request and receives its reply, after a check of the first reply."""
     answer = b"$%d\r\n%b\r\n" % (len(body), body)
     view = memoryview(bytearray(len(answer)))
 
@@ -223,7 +223,7 @@ def getter(sock: socket.socket, question: bytes, body: bytes) -> Callable[[], No
 
 
 def _latency_round(get: Callable[[], None]) -> float:
-    """Seconds of the call in the middle."""
+    """Return the median seconds of a round's calls."""
     times = []
     for _ in range(_LATENCY_CALLS):
         started = time.perf_counter()
@@ -243,7 +243,7 @@ Rates = dict[str, float]  # requests a second by command
 
 
 def run_redis_benchmark(server: Server, *, pipeline: int, requests: int) -> Rates:
-    """One run of redis-benchmark. Raises CalledProcessError when it fails."""
+    """Run redis-benchmark, and return its rates. Raises CalledProcessError if it fails."""
     command = ["redis-benchmark", "-p", str(server.port), "--csv", "-t", "ping_mbulk,set,get", "-c", "50", "-d", "3"]
     command += ["-P", str(pipeline), "-n", str(requests)]
     output = subprocess.run(command, check=True, capture_output=True, encoding="utf-8").stdout
@@ -251,7 +251,7 @@ def run_redis_benchmark(server: Server, *, pipeline: int, requests: int) -> Rate
 
 
 def small_command_findings(plan: Plan) -> list[Finding]:
-    """None, and a line that says why, where there is no redis-benchmark."""
+    """Return the findings of redis-benchmark. If it is not installed, print that, and return none."""
     if shutil.which("redis-benchmark") is None:
         print("no small commands: redis-benchmark is missing. On Debian or Ubuntu: sudo apt-get install redis-tools")
         return []
@@ -267,9 +267,9 @@ def small_command_findings(plan: Plan) -> list[Finding]:
 def _small_commands_compared(
     ours: Server, theirs: Server, *, pipeline: int, rounds: int, requests: int
 ) -> list[Finding]:
-    """Both servers in turn, each first every other time."""
+    """Return the findings of both servers, measured in turns with an alternating order."""
     pairs: list[tuple[Rates, Rates]] = []
-    for turn in range(rounds + 1):  # the first round warms up
+    for turn in range(rounds + 1):  # round 0 is a warm-up
         order = (ours, theirs) if turn % 2 else (theirs, ours)
         rates = {server.name: run_redis_benchmark(server, pipeline=pipeline, requests=requests) for server in order}
         pairs.append((rates[ours.name], rates[theirs.name]))
@@ -299,11 +299,11 @@ LMCACHE_TARGETS = {  # relative to Valkey
     **{(256, op): Target(1.3, 0.9) for op in ("store", "load")},
     **{(2048, op): Target(1.05, 1.0) for op in ("store", "load")},
 }
-_LMCACHE_TIMEOUT = 120  # seconds of a run
+_LMCACHE_TIMEOUT = 120  # seconds of a run, at most
 
 
 def lmcache_findings(plan: Plan) -> Iterator[Finding]:
-    """None, and a line that says why, where LMCache is not installed."""
+    """Yield the findings of LMCache's benchmark. If LMCache is not installed, print that, and yield none."""
     command = os.environ.get("LMCACHE") or shutil.which("lmcache")
     if not command:
         print("nothing of LMCache, which is several GB with torch: LMCACHE=... says where its command is")
@@ -315,7 +315,7 @@ def lmcache_findings(plan: Plan) -> Iterator[Finding]:
             for name, start in ((OURS, start_kvpage), (VALKEY, start_valkey), (REDIS, start_redis))
         }
         for size in (64,) if plan.quick else LMCACHE_SIZES:
-            for turn in range(2 * plan.sets):  # two runs of theirs may differ by a third
+            for turn in range(2 * plan.sets):  # twice, because two runs may differ by a third
                 print(f"LMCache, values of {size} KB, round {turn + 1} ...", flush=True)
                 for name, server in servers.items():
                     for op in ("store", "load"):
@@ -329,7 +329,7 @@ def lmcache_findings(plan: Plan) -> Iterator[Finding]:
 
 
 def _run_lmcache(command: str, server: Server, op: str, size: int) -> Pass:
-    """One run of theirs. Raises CalledProcessError when it fails, AssertionError when not everything succeeded."""
+    """Run LMCache's benchmark once. Raises CalledProcessError if it fails, AssertionError if an operation failed."""
     adapter = {"type": "resp", "host": "127.0.0.1", "port": server.port, "num_workers": 4}
     rounds = LMCACHE_SIZES[size]
     with tempfile.TemporaryDirectory() as directory:
@@ -354,5 +354,5 @@ def _run_lmcache(command: str, server: Server, op: str, size: int) -> Pass:
     assert result["total_success"] == rounds * LMCACHE_KEYS, (
         f"{server.name} answered {result['total_success']} of them well"
     )
-    moved = (rounds + 1) * LMCACHE_KEYS * size * 1024 / GB  # the first round is for warming up
+    moved = (rounds + 1) * LMCACHE_KEYS * size * 1024 / GB  # with one warm-up round
     return Pass(cpu / moved, rounds * LMCACHE_KEYS * size * 1024 / GB / (result["duration_avg_ms"] * rounds / 1000))

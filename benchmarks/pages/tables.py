@@ -31,21 +31,21 @@ class Found:
         self._by_name = {(each.work, each.against, each.what): each for each in self.findings}
 
     def one(self, work: str, against: str, what: str) -> Finding:
-        """Raises KeyError for a missing measurement."""
+        """Return a measurement. Raises KeyError if it is missing."""
         return self._by_name[work, against, what]
 
     def knows(self, work: str, against: str, what: str) -> bool:
-        """Whether that was measured."""
+        """Return whether a measurement exists."""
         return (work, against, what) in self._by_name
 
     def ratio(self, works: Sequence[str], against: str, what: str) -> float:
-        """The worst of several: of CPU time the most, of others the least."""
+        """Return the worst ratio of several works: the largest of CPU time, the smallest of others."""
         ratios = [self.one(work, against, what).value for work in works]
         return max(ratios) if what.startswith("CPU") else min(ratios)
 
 
 def found() -> Found:
-    """All that results are kept of."""
+    """Return the measurements of all files in `results/`."""
     findings: list[Finding] = []
     for path in sorted(RESULTS.glob("pages-*.json")):
         kept: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["findings"]
@@ -106,7 +106,9 @@ SUMMARY: list[tuple[str, str, tuple[str, str], list[Works]]] = [
 
 
 def summary(known: Found) -> str:
-    """README's: the ordinary client, and of three orders of keys the worst. Missing measurements are left out."""
+    """Return README's table: the ordinary client, and the worst of three orders of keys. Missing measurements are
+    omitted.
+    """
 
     def cell(against: str, what: str, op: str, all_works: list[Works]) -> str:
         ratios = (
@@ -124,7 +126,7 @@ def summary(known: Found) -> str:
 
 
 def batches(known: Found, more: str = "") -> str:
-    """CPU time over Valkey's, and GB/s over its in brackets, by size and order of keys."""
+    """Return the table of CPU time relative to Valkey's, with GB/s in brackets, by size and order of keys."""
 
     def cell(work: str) -> str:
         return f"{known.one(work, VALKEY, CPU).value:.2f} ({known.one(work, VALKEY, SPEED).value:.2f})"
@@ -137,12 +139,12 @@ def batches(known: Found, more: str = "") -> str:
 
 
 def batches_by_page_client(known: Found) -> str:
-    """The same through PageClient."""
+    """Return the same table for PageClient."""
     return batches(known, ", PageClient")
 
 
 def alone(known: Found) -> str:
-    """One command at a time: CPU over Valkey's, the rate over its, and our microseconds."""
+    """Return the table of single commands: CPU time and rate relative to Valkey's, and our microseconds."""
     cpu, rate = ALONE
 
     def cell(work: str) -> str:
@@ -173,7 +175,7 @@ def others(known: Found) -> str:
 
 
 def missed(known: Found) -> str:
-    """Targets that were not met."""
+    """Return the list of targets that were not met."""
     rows = [
         [each.work, each.against, each.what, each.measured, f"{each.value:.3g}", each.target]
         for each in known.findings
@@ -202,14 +204,14 @@ _TABLE = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- end of table -->)", re.D
 
 
 def rewrite() -> None:
-    """Replace the former measurements. Raises KeyError if some are missing."""
+    """Write the tables into the documents. Raises KeyError if a measurement is missing."""
     known = found()
     for document in DOCUMENTS:
         document.write_text(with_tables(document.read_text(encoding="utf-8"), known), encoding="utf-8")
 
 
 def with_tables(text: str, known: Found) -> str:
-    """A text with its tables as they are now."""
+    """Return a document's text with the current tables."""
 
     elsewhere = {"profile": shares.table, **cluster.TABLES}
 
@@ -227,8 +229,8 @@ BAR_WIDTH = 0.27
 
 
 def write_picture() -> None:
-    """`results/pages.png`."""
-    from matplotlib.figure import Figure  # of the extra `bench`; other commands do without it
+    """Write `results/pages.png`. Needs matplotlib."""
+    from matplotlib.figure import Figure  # part of the extra `bench`, which other commands do not need
 
     known = found()
     figure = Figure(figsize=(10, 3.6), layout="constrained")
@@ -245,6 +247,6 @@ def write_picture() -> None:
 
 
 def _cost(known: Found, work: str, server: str) -> float:
-    """Ours stands before the other's."""
+    """Return a server's CPU seconds per GB; the text of a measurement has ours first."""
     ours, theirs = known.one(work, VALKEY if server == OURS else server, CPU).measured.split(" / ")
     return float(ours if server == OURS else theirs)

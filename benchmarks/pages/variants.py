@@ -44,11 +44,11 @@ from kvpage_server.page import HEADER_SIZE, BlockShape, DType, PageKey, Plane
 
 TIERED, MEMORY = "tiered", "memory"
 STORE_TARGETS = {"write": {MEMORY: Target(speed=0.75)}, "read": {MEMORY: Target(speed=0.9)}}
-STORE_SIZES = {4: 900, 16: 256, 64: 256, 256: 256}  # KiB, and how many at once
+STORE_SIZES = {4: 900, 16: 256, 64: 256, 256: 256}  # KiB of a page, and pages of a batch
 
 
 def default_store_findings(plan: Plan) -> list[Finding]:
-    """All writes are on disk before the first read, so that reads are measured without them."""
+    """Return the findings of the default store. All writes are on disk before the first read."""
     trials = Trials(TIERED)
     for _ in range(plan.sets):
         with ExitStack() as stack:
@@ -74,7 +74,7 @@ def default_store_findings(plan: Plan) -> list[Finding]:
 _FEW = 10_000
 _PAGES_PER_CALL = 2000
 PAGES_A_REQUEST, PAGES_A_BLOCK = 5000, 512
-_ROWS, _COLUMNS = 2, 128  # bytes of the pages that only fill the store
+_ROWS, _COLUMNS = 2, 128  # rows and bytes of a row of the pages that fill the store
 _BODY = _ROWS * _COLUMNS
 _SHAPE = BlockShape(32, 8, _ROWS, (Plane(0, DType.UINT8, _COLUMNS), Plane(1, DType.UINT8, _COLUMNS)))  # 512 pages
 
@@ -105,7 +105,7 @@ def growth_findings(plan: Plan) -> Iterator[Finding]:
 
 
 def _bytes_a_page(server: Server, fill: Callable[[Server, int], int], pages: int) -> float:
-    """Return the resident memory per byte of bodies."""
+    """Return the resident bytes per page, without its body."""
     fill(server, 1)
     before = server.resident()
     filled = fill(server, pages)
@@ -113,7 +113,7 @@ def _bytes_a_page(server: Server, fill: Callable[[Server, int], int], pages: int
 
 
 def fill_with_pages(server: Server, count: int) -> int:
-    """Store so many pages one by one, 512 a block; how many they are."""
+    """Store `count` pages one by one, 512 for each block. Return their number."""
     body = bytes(_BODY)
     with PageClient(server.url, deadline=60) as client:
         for start in range(0, count, _PAGES_PER_CALL):
@@ -151,12 +151,12 @@ def _slower(small: Server, large: Server, count: int, plan: Plan) -> Iterator[Fi
 # -- The core's reference implementation compared with an older checkout, for pages that are not small -----------------
 
 TWIN, OLDER = "the Python twin", "the older checkout"
-SLOWER = 1.3  # times, at most
+SLOWER = 1.3  # target: times as slow, at most
 TWIN_TARGETS = {op: {OLDER: Target(cpu=SLOWER, speed=1 / SLOWER)} for op in ("write", "read")}
 
 
 def twin_findings(plan: Plan) -> list[Finding]:
-    """None, and a line that says why, without an older checkout."""
+    """Return the findings of the reference implementation. Without an older checkout, print that, and return none."""
     if plan.against is None:
         print("no Python twin beside an older checkout: --against TREE names one")
         return []
@@ -192,28 +192,28 @@ DASHBOARDS_OF = {SCRAPED: 0, WATCHED: DASHBOARDS}
 WATCHED_TARGETS = {SCRAPED: Target(cpu=1.01, speed=0.99), WATCHED: Target()}
 MOST_SLOWER = 1.1
 MOST_OF_A_CORE = 0.01
-WATCHED_ROUNDS = 14  # with each set of three
-PASS_BYTES = 2 << 30  # a second
+WATCHED_ROUNDS = 14  # rounds with each of three sets of servers
+PASS_BYTES = 2 << 30  # bytes of a pass; it takes a second
 READ_SECONDS = 1.0
-IDLE_SECONDS = 20.0  # includes requests that dashboards send every five seconds
+IDLE_SECONDS = 20.0  # long enough for requests that dashboards send every five seconds
 
 
 @dataclass(frozen=True)
 class WatchedWork:
-    """Work of a server with and without monitoring."""
+    """A server, and its measurements with and without monitoring."""
 
     contestant: Contestant
     nbytes: int  # of a generation
-    get: Callable[[], None]  # one page
+    get: Callable[[], None]  # reads one page
     watched: Callable[[str], AbstractContextManager[None]]
 
     def one_pass(self, op: str, who: str, least: int) -> Pass:
-        """Writes or reads of 16 KiB."""
+        """Return the measurements of a pass of 16 KiB pages while `who` watches."""
         with self.watched(who):
             return one_pass(self.contestant, op, self.nbytes, least)
 
     def slow_read(self, who: str, seconds: float) -> float:
-        """Seconds that 99 of 100 single reads do not exceed."""
+        """Return the 99th percentile of single reads in seconds, while `who` watches."""
         times = []
         with self.watched(who):
             end = time.perf_counter() + seconds
@@ -223,7 +223,7 @@ class WatchedWork:
         return sorted(times)[99 * len(times) // 100]
 
     def idle(self, who: str, seconds: float) -> tuple[float, float]:
-        """CPU seconds a second of the store and of the process that answers HTTP, while nobody asks for pages."""
+        """Return the CPU seconds per second of the server and of its HTTP process, without requests for pages."""
         with self.watched(who):
             before, began = self._cpu(), time.perf_counter()
             time.sleep(seconds)
@@ -237,11 +237,11 @@ class WatchedWork:
 
 @dataclass
 class WatchedFound:
-    """Findings of each set of rounds."""
+    """Measurements of all sets of rounds."""
 
     passes: dict[str, list[Passes]]  # by op
-    slow: list[dict[str, float]]  # seconds of the slow reads, a round each
-    idle: list[dict[str, tuple[float, float]]]  # CPU seconds a second of store and HTTP, a set each
+    slow: list[dict[str, float]]  # 99th percentile of reads in seconds, for each round
+    idle: list[dict[str, tuple[float, float]]]  # CPU seconds per second of server and HTTP process, for each set
 
 
 @contextmanager
@@ -263,7 +263,7 @@ def _working() -> Iterator[WatchedWork]:
 
 
 def _time_beside(server: Server) -> float:
-    """CPU seconds of the process that answers HTTP."""
+    """Return the CPU seconds of the server's HTTP process."""
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
     return sum(cpu_seconds(int(pid)) for pid in children.read_text(encoding="utf-8").split())
 
@@ -292,13 +292,13 @@ def watched_findings(plan: Plan) -> Iterator[Finding]:
 
 
 def _measure_watched(work: WatchedWork, plan: Plan, found: WatchedFound) -> None:
-    """Rounds of one server, in each of which everybody watches it in turn."""
+    """Measure the rounds of one server. In each round, each kind of monitoring watches it in turn."""
     rounds, least, seconds, idle = (
         (1, plan.least, 1.0, 2.0) if plan.quick else (WATCHED_ROUNDS, PASS_BYTES, READ_SECONDS, IDLE_SECONDS)
     )
     names = [ALONE, *WATCHED_TARGETS]
     for op in OPS:
-        work.one_pass(op, ALONE, 0)  # warms up, and is looked at
+        work.one_pass(op, ALONE, 0)  # a warm-up, whose reads are checked
         found.passes[op].append({who: [] for who in names})
     for turn in range(rounds):
         print("16 KiB, watched and not ...", flush=True)
@@ -319,7 +319,7 @@ CLIENT_SECONDS = 1.0
 
 
 def rate_together(servers: list[Server], op: str) -> float:
-    """GB/s of as many clients as there are servers, each a process."""
+    """Return the sum of the GB/s of one client process for each server."""
     rates: SimpleQueue[float] = multiprocessing.SimpleQueue()
     start = multiprocessing.Barrier(len(servers))
     clients = [multiprocessing.Process(target=_move_pages, args=(server.port, op, start, rates)) for server in servers]
@@ -349,7 +349,7 @@ def _move_pages(port: int, op: str, start: Barrier, rates: SimpleQueue[float]) -
 
 
 def process_findings(plan: Plan) -> Iterator[Finding]:
-    """Writes and reads."""
+    """Yield the findings of writes and reads with one and two servers."""
     print("two servers with a client each ...", flush=True)
     with start_kvpage() as one, start_kvpage() as other:
         for server in (one, other):

@@ -14,15 +14,15 @@ from kvpage_server.page import BlockShape, PageKey
 KIB = 1024
 GENERATIONS = 8
 _REQ_ID = b"kvpage-bench"
-_POOL = 1 << 20  # bytes in which bodies begin
+_POOL = 1 << 20  # bytes of the pool in which bodies begin
 _STEP = 1021  # between one body's beginning and the next one's; a prime, so no two begin at the same place
 
-SHORT, LONGEST = 3, 300 * 1000  # bytes of a body where lengths are mixed
+SHORT, LONGEST = 3, 300 * 1000  # bytes of the shortest and the longest body of mixed lengths
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Pages that are moved together. No two bodies of a work are the same."""
+    """Pages that are transferred together. No two bodies of a work are equal."""
 
     keys: list[PageKey]
     bodies: list[memoryview]
@@ -30,29 +30,31 @@ class Batch:
 
 @dataclass(frozen=True)
 class Work:
-    """The same lengths under other names in each generation, so that nothing is found in the processor's cache."""
+    """Batches of pages, one for each generation, with the same lengths and other names, so that the CPU's cache has
+    none.
+    """
 
     name: str
     batches: list[Batch]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the bodies of a batch."""
+        """Return the bytes of the bodies of a batch."""
         return sum(map(len, self.batches[0].bodies))
 
 
 def _in_an_engines_order(count: int, generation: int) -> list[PageKey]:
-    """A block after the other, there layer after layer, head after head, K and V."""
+    """Return keys in the order of an engine: by block, layer, head, K and V."""
     return [PageKey(_REQ_ID, i // 16, i // 2 % 8, generation, i % 2) for i in range(count)]
 
 
 def _layers_fastest(count: int, generation: int) -> list[PageKey]:
-    """The layer differs from each page to the next."""
+    """Return keys in an order in which each page has another layer than the page before."""
     return [PageKey(_REQ_ID, i % 32, i // 32 % 8, generation, i // 256) for i in range(count)]
 
 
 def _at_random(count: int, generation: int) -> list[PageKey]:
-    """Every page has a request of its own; ids have 1 to 10 digits, layers and heads 1 to 5."""
+    """Return random keys: each page has a request of its own; ids have 1 to 10 digits, layers and heads 1 to 5."""
     noise = random.Random(f"{count} {generation}")
 
     def number(digits: int, below: int) -> int:
@@ -74,12 +76,14 @@ ORDERS: dict[str, Callable[[int, int], list[PageKey]]] = {
 
 
 def pages(count: int, nbytes: int, order: str) -> Work:
-    """Pages of one length."""
+    """Return the work with `count` pages of `nbytes` bytes."""
     return _work(f"{count} pages of {spell(nbytes)}", [nbytes] * count, order)
 
 
 def mixed_pages(count: int, order: str) -> Work:
-    """Every fourth body has 3 bytes; the others have 1 to 300 KB, as many below as above 17 KB."""
+    """Return the work with mixed lengths: every fourth body has 3 bytes, the others 1 to 300 KB, half of them below
+    17 KB.
+    """
     noise = random.Random(count)
     lengths = [SHORT if i % 4 == 3 else int(1000 * (LONGEST / 1000) ** noise.random()) for i in range(count)]
     return _work(mixed_name(count), lengths, order)
@@ -100,7 +104,7 @@ def _work(name: str, lengths: Sequence[int], order: str) -> Work:
 
 @dataclass(frozen=True)
 class BlockWork:
-    """Blocks of one shape, likewise."""
+    """Batches of blocks of one shape, one for each generation, with other names."""
 
     name: str
     shape: BlockShape
@@ -109,12 +113,12 @@ class BlockWork:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a batch."""
+        """Return the bytes of the bodies of a batch."""
         return len(self.names[0]) * self.shape.nbytes
 
 
 def blocks(count: int, shape: BlockShape) -> BlockWork:
-    """So many blocks a batch."""
+    """Return the work with `count` blocks in a batch."""
     number = numbers()
     names = [[(_REQ_ID, next(number)) for _ in range(count)] for _ in range(GENERATIONS)]
     all_bodies = [bodies([shape.nbytes] * count, generation) for generation in range(GENERATIONS)]
@@ -122,7 +126,7 @@ def blocks(count: int, shape: BlockShape) -> BlockWork:
 
 
 def bodies(lengths: Sequence[int], generation: int) -> list[memoryview]:
-    """Pieces of one pool of noise, each from a place of its own."""
+    """Return bodies with these lengths: pieces of one pool of noise, each with another beginning."""
     noise = memoryview(_noise(_POOL + max(lengths)))
     first = generation * len(lengths)
     starts = ((first + i) * _STEP % _POOL for i in range(len(lengths)))
