@@ -1,7 +1,9 @@
 """The batch engine compared with mlx-lm's own BatchGenerator: the same prompts, the same tokens, on the real small
 model.
 
-The engine's time includes its other work: text from tokens, and the contexts as blocks.
+The engine's time includes its other work: text from tokens, and the contexts as blocks. Two more rows compare the
+engine with itself: eight answers that each have other parameters with eight of the likeliest tokens, and the first
+tokens of eight answers to one prompt with the first token of one.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from mlx_lm.generate import BatchGenerator
 from benchmarks.findings import Finding, show, write
 from engine import model
 from engine.batch_engine import BlockPoolBatchEngine
+from engine.generation.sampling import Sampling
 from engine.pool import BlockPool
-from engine.scheduling.request import SchedulerConfig
+from engine.scheduling.request import SchedulerConfig, Token
 from engine.spec import ModelCacheSpec
 
 SMOLLM2 = Path(__file__).parent.parent / "models" / "smollm2"
@@ -32,6 +35,19 @@ PROMPTS = [
 TOKENS = 32  # of each answer
 AT_LEAST = 0.95
 INTRO = f"{len(PROMPTS)} prompts at once, {TOKENS} tokens each; tokens a second, medians of the ratios of each round"
+
+EIGHT = [
+    Sampling(1.0, seed=0),
+    Sampling(1.0, top_p=0.9, seed=1),
+    Sampling(0.7, top_k=40, seed=2),
+    Sampling(1.0, min_p=0.05, seed=3),
+    Sampling(1.0, xtc_probability=0.5, seed=4),
+    Sampling(repetition_penalty=1.1),
+    Sampling(0.7, presence_penalty=0.5, frequency_penalty=0.5, seed=5),
+    Sampling(logit_bias={0: -100.0}, min_tokens=8),
+]
+PROMPT_TOKENS = 1024
+ALL_FIRST = 1.3  # at most, of the first token of one answer
 
 Answers = list[list[int]]  # token ids of the answer to each prompt
 
@@ -47,6 +63,37 @@ def ours(loaded: Any, tokenizer: Any, spec: ModelCacheSpec, prompts: Answers) ->
     for answer in done.values():
         pool.free(answer.blocks.block_ids, answer.agent_id)
     return seconds, [list(done[uid].tokens) for uid in uids]
+
+
+def decoding(loaded: Any, tokenizer: Any, spec: ModelCacheSpec, prompts: Answers, choices: list[Sampling]) -> float:
+    """Return the tokens a second of one answer for each of `choices`."""
+    pool = BlockPool()
+    batch = BlockPoolBatchEngine(loaded, tokenizer, spec, pool)
+    for i, choice in enumerate(choices):
+        batch.submit(f"agent-{i}", prompts[i % len(prompts)], max_tokens=TOKENS, sampler=choice)
+    started, tokens = time.perf_counter(), 0
+    for done in batch.step():
+        tokens += len(done.tokens)
+        pool.free(done.blocks.block_ids, done.agent_id)
+    return tokens / (time.perf_counter() - started)
+
+
+def first_tokens(loaded: Any, tokenizer: Any, spec: ModelCacheSpec, count: int) -> float:
+    """Return the seconds until each of `count` answers to one prompt has its first token."""
+    pool, prompt = BlockPool(), (tokenizer.encode(PROMPTS[0]) * 64)[:PROMPT_TOKENS]
+    batch = BlockPoolBatchEngine(loaded, tokenizer, spec, pool)
+    arrived: dict[int, float] = {}
+
+    def on_token(token: Token) -> None:
+        arrived.setdefault(token.uid, time.perf_counter())
+
+    started = time.perf_counter()
+    first = batch.submit("agent-0", prompt, max_tokens=2, on_token=on_token, forked=count > 1)
+    for i in range(1, count):
+        batch.fork(first, f"agent-{i}", max_tokens=2, sampler=Sampling(1.0, seed=i), on_token=on_token)
+    for done in batch.step():
+        pool.free(done.blocks.block_ids, done.agent_id)
+    return max(arrived.values()) - started
 
 
 def theirs(loaded: Any, tokenizer: Any, prompts: Answers) -> tuple[float, Answers]:
@@ -76,13 +123,17 @@ def main(arguments: list[str] | None = None) -> None:
     loaded, tokenizer = model.load(SMOLLM2)
     spec = ModelCacheSpec.probe(loaded, tokenizer)
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
-    pairs = []
+    pairs, mixed, forked = [], [], []
     for turn in range(-1, 2 if quick else 9):  # round -1 is a warm-up
         (one, answers), (other, expected) = ours(loaded, tokenizer, spec, prompts), theirs(loaded, tokenizer, prompts)
         if answers != expected:
             raise AssertionError(f"the engine said {answers}, mlx-lm {expected}")
+        plain, varied = (decoding(loaded, tokenizer, spec, prompts, some) for some in ([Sampling()] * 8, EIGHT))
+        alone, together = (first_tokens(loaded, tokenizer, spec, count) for count in (1, 8))
         if turn >= 0:
             pairs.append((one, other))
+            mixed.append((varied, plain))
+            forked.append((together, alone))
     tokens = sum(map(len, answers))
     speeds = [tokens / median(seconds) for seconds in zip(*pairs, strict=True)]
     finding = Finding(
@@ -93,9 +144,26 @@ def main(arguments: list[str] | None = None) -> None:
         median(other / one for one, other in pairs),
         at_least=AT_LEAST,
     )
-    show([finding], INTRO)
+    parameters = Finding(
+        "8 answers with 8 sets of parameters",
+        "the likeliest tokens",
+        "tokens/s",
+        "{:.1f} / {:.1f}".format(*map(median, zip(*mixed, strict=True))),
+        median(varied / plain for varied, plain in mixed),
+        at_least=AT_LEAST,
+    )
+    forks = Finding(
+        f"first tokens of 8 answers to {PROMPT_TOKENS} tokens",
+        "one answer",
+        "seconds",
+        "{:.2f} / {:.2f}".format(*map(median, zip(*forked, strict=True))),
+        median(together / alone for together, alone in forked),
+        at_most=ALL_FIRST,
+    )
+    findings = [finding, parameters, forks]
+    show(findings, INTRO)
     if not quick:
-        write([finding], "engine_batch", {"rounds": len(pairs), "load": os.getloadavg()}, intro=INTRO)
+        write(findings, "engine_batch", {"rounds": len(pairs), "load": os.getloadavg()}, intro=INTRO)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,21 @@ from ..scheduling.request import EngineClosedError, Token
 from .auth import Tenant
 from .openai.errors import ApiError, invalid
 from .openai.reading import Reader
-from .openai.schema import ChatBody, CompletionBody, CompletionFields
-from .openai.shapes import ChatLikelihoods, ChatShape, Envelope, Shape, TextLikelihoods, TextShape
+from .openai.schema import MAX_ANSWERS, ChatBody, CompletionBody, CompletionFields
+from .openai.shapes import (
+    CHAT,
+    TEXT,
+    ChatLikelihoods,
+    ChatShape,
+    Envelope,
+    Kind,
+    Shape,
+    TextLikelihoods,
+    TextShape,
+    usage_of,
+)
 from .service import Service
-from .worker import Generation, Prompt
+from .worker import Answers, Prompt
 
 # -- Replies: one JSON object, or a stream of server-sent events -------------------------------------------------------
 
@@ -37,23 +48,29 @@ _Result = TypeVar("_Result")
 
 
 async def answer(
-    service: Service, request: Request, generation: Generation, shape: Shape, body: CompletionFields
+    service: Service,
+    request: Request,
+    answers: Answers,
+    shapes: Sequence[Shape],
+    envelope: Envelope,
+    body: CompletionFields,
 ) -> Response:
-    """Return the reply to a request: the complete answer, or a stream if the body requests it.
+    """Return the reply to a request: the complete answers, or a stream if the body requests it.
 
-    `generation` is the queued answer, `shape` the format of the reply. The answer is cancelled when the client
-    disconnects, and at the time limit. A stream is returned after its first token, so that an earlier error has an HTTP
-    status of its own. Raises ApiError, ClientDisconnect.
+    `answers` are queued, `shapes` are their formats. The answers are cancelled when the client disconnects, and at the
+    time limit. A stream is returned after its first token, so that an earlier error has an HTTP status of its own.
+    Raises ApiError, ClientDisconnect.
     """
     with ExitStack() as ends:
-        ends.callback(generation.cancel)
-        deadline = _abandon_in_time(generation, request, service.limits.seconds, ends)
+        ends.callback(answers.cancel)
+        deadline = _abandon_in_time(answers, request, service.limits.seconds, ends)
         try:
             if body.stream:
-                first = await anext(generation, None)
+                first = await anext(answers)
             else:
-                async for token in generation:
-                    await _run(shape, partial(shape.add, token))
+                async for index, event in answers:
+                    if isinstance(event, Token):
+                        await _run(shapes[index], partial(shapes[index].add, event))
         except ClientDisconnect:
             service.metrics.cancelled.inc()
             raise
@@ -61,11 +78,23 @@ async def answer(
             raise refusal(error, service) from error
         if body.stream:
             usage = body.stream_options.include_usage
-            events = _events(service, generation, first, shape, usage)
-            return _Stream(events, service, generation, deadline, ends.pop_all())
-    assert generation.answer
-    service.answered(generation)
-    return JSONResponse(await _run(shape, partial(shape.whole, generation.answer)))
+            events = _events(service, answers, first, shapes, envelope, usage)
+            return _Stream(events, service, answers, deadline, ends.pop_all())
+    service.answered(answers)
+    choices = [await _run(shapes[i], partial(shapes[i].choice, whole)) for i, whole in enumerate(answers.whole)]
+    return JSONResponse(envelope.whole(_best(choices, shapes, body), answers.of_prompts, answers.whole))
+
+
+def _best(choices: list[dict[str, Any]], shapes: Sequence[Shape], body: CompletionFields) -> list[dict[str, Any]]:
+    """Return the `n` of `best_of` choices of each prompt whose tokens have the highest mean log-probability."""
+    means = [shape.mean_logprob for shape in shapes if isinstance(shape, TextShape)]
+    if body.choices == body.n or not means:
+        return choices
+    best: list[dict[str, Any]] = []
+    for start in range(0, len(choices), body.choices):
+        ranked = sorted(range(start, start + body.choices), key=lambda i: -means[i])
+        best += [choices[i] for i in ranked[: body.n]]
+    return [choice | {"index": index} for index, choice in enumerate(best)]
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
@@ -105,20 +134,20 @@ async def _client_disconnects(receive: Receive) -> None:
         pass
 
 
-async def _cancel_on_disconnect(generation: Generation, receive: Receive) -> None:
+async def _cancel_on_disconnect(answers: Answers, receive: Receive) -> None:
     await _client_disconnects(receive)
-    generation.abandon(ClientDisconnect())
+    answers.abandon(ClientDisconnect())
 
 
-def _abandon_in_time(generation: Generation, request: Request, seconds: float, ends: ExitStack) -> float:
+def _abandon_in_time(answers: Answers, request: Request, seconds: float, ends: ExitStack) -> float:
     """Start to watch an answer: when its client disconnects, or after `seconds`, it is abandoned.
 
     Closing `ends` stops the watching. Return the deadline, in the event loop's time.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
-    ends.callback(asyncio.ensure_future(_cancel_on_disconnect(generation, request.receive)).cancel)
-    ends.callback(loop.call_at(deadline, generation.abandon, TimeoutError()).cancel)
+    ends.callback(asyncio.ensure_future(_cancel_on_disconnect(answers, request.receive)).cancel)
+    ends.callback(loop.call_at(deadline, answers.abandon, TimeoutError()).cancel)
     return deadline
 
 
@@ -129,11 +158,11 @@ class _Stream(StreamingResponse):
     """
 
     def __init__(
-        self, events: AsyncIterator[bytes], service: Service, generation: Generation, deadline: float, ends: ExitStack
+        self, events: AsyncIterator[bytes], service: Service, answers: Answers, deadline: float, ends: ExitStack
     ) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._service = service
-        self._generation = generation
+        self._answers = answers
         self._deadline = deadline
         self._ends = ends
 
@@ -147,27 +176,33 @@ class _Stream(StreamingResponse):
             except ClientDisconnect:
                 log.info("a client left its answer")
             finally:
-                if not self._generation.answer:
+                if not self._answers.complete:
                     self._service.metrics.cancelled.inc()
 
 
 async def _events(
-    service: Service, generation: Generation, first: Token | None, shape: Shape, usage: bool
+    service: Service,
+    answers: Answers,
+    first: tuple[int, Token | Answer],
+    shapes: Sequence[Shape],
+    envelope: Envelope,
+    usage: bool,
 ) -> AsyncIterator[bytes]:
-    """Yield the server-sent events of a stream: the opening, the `first` token (None if the answer has none), the other
-    tokens, and the end.
+    """Yield the server-sent events of a stream: the openings with the `first` event, the further tokens, and the ends.
 
-    With `usage`, the last event before the end has the numbers of tokens. An exception becomes an event with the error.
+    With `usage`, an event before the end has the numbers of tokens. An exception becomes an event.
     """
     try:
-        if events := _encoded([*shape.opening(), *(shape.chunks(first) if first else ())]):
+        index, event = first
+        opening = _encoded(chunk for shape in shapes for chunk in shape.opening())
+        if events := opening + await _run(shapes[index], partial(_next, shapes[index], event)):
             yield events
-        async for token in generation:
-            if events := await _run(shape, partial(_next, shape, token)):
+        async for index, event in answers:
+            if events := await _run(shapes[index], partial(_next, shapes[index], event)):
                 yield events
-        assert generation.answer
-        service.answered(generation)
-        yield await _run(shape, partial(_ending, shape, generation.answer, usage=usage))
+        service.answered(answers)
+        counts = [envelope.chunk(usage=usage_of(answers.of_prompts, answers.whole))] if usage else []
+        yield _encoded(counts) + b"data: [DONE]\n\n"
     except ClientDisconnect:
         raise
     except Exception as error:  # noqa: BLE001 - the status was sent already: an event has the error
@@ -179,12 +214,8 @@ async def _run(shape: Shape, make: Callable[[], _Result]) -> _Result:
     return await asyncio.to_thread(make) if shape.may_take_long else make()
 
 
-def _next(shape: Shape, token: Token) -> bytes:
-    return _encoded(shape.chunks(token))
-
-
-def _ending(shape: Shape, whole: Answer, *, usage: bool) -> bytes:
-    return _encoded([*shape.closing(whole), *([shape.usage(whole)] if usage else [])]) + b"data: [DONE]\n\n"
+def _next(shape: Shape, event: Token | Answer) -> bytes:
+    return _encoded(shape.chunks(event) if isinstance(event, Token) else shape.closing(event))
 
 
 def _encoded(chunks: Iterable[dict[str, Any]]) -> bytes:
@@ -200,66 +231,92 @@ async def chat(request: Request) -> Response:
     prompts = service.prompts
     logprobs = body.top_logprobs if body.logprobs else None
     tokens = await unless_disconnected(request, prompts.of_chat(body))
-    prompt, given = _prompt(service, request, tenant, body, tokens, body.limit, logprobs, continues=prompts.keeps_space)
     first = next((message.content for message in body.messages if message.role == "user"), None)
-    prompt = replace(prompt, label=service.label(first or ""))
+    asked, given = _prompts(
+        service, request, tenant, body, [(tokens, first)], body.limit, logprobs, continues=prompts.keeps_space
+    )
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
-    reader = Reader(prompts.markup, tokens, tools, several=body.parallel_tool_calls)
-    likelihoods = None if logprobs is None else ChatLikelihoods(prompts.token_text, logprobs)
-    shape = ChatShape(_envelope(service, body, given), reader, likelihoods)
-    return await answer(service, request, service.ask(prompt), shape, body)
+    envelope = _envelope(service, CHAT, body, given)
+    shapes = []
+    for i in range(len(asked)):
+        reader = Reader(prompts.markup, tokens, tools, several=body.parallel_tool_calls)
+        likelihoods = None if logprobs is None else ChatLikelihoods(prompts.token_text, logprobs)
+        shapes.append(ChatShape(envelope, i, reader, likelihoods))
+    return await answer(service, request, service.ask(asked), shapes, envelope, body)
 
 
 async def complete(request: Request) -> Response:
-    """Reply to POST /v1/completions with the continuation of a text."""
+    """Reply to POST /v1/completions with the continuations of texts."""
     service: Service = request.app.state.service
     tenant = service.tokens.tenant(request)
     body = await service.parsed(CompletionBody, request)
     service.check_model(body.model)
     prompts = service.prompts
-    tokens = await unless_disconnected(request, prompts.of_text(body.prompt))
-    prompt, given = _prompt(service, request, tenant, body, tokens, body.max_tokens, body.logprobs)
-    prompt = replace(prompt, label=service.label(body.prompt if isinstance(body.prompt, str) else ""))
-    likelihoods = None if body.logprobs is None else TextLikelihoods(prompts.token_text, tokens, body.logprobs)
-    shape = TextShape(_envelope(service, body, given), likelihoods)
-    return await answer(service, request, service.ask(prompt), shape, body)
+    texts = [(await unless_disconnected(request, prompts.of_text(prompt)), prompt) for prompt in body.prompt]
+    logprobs = body.logprobs if body.choices == body.n else max(1, body.logprobs or 0)  # best_of compares them
+    labelled = [(tokens, prompt if isinstance(prompt, str) else None) for tokens, prompt in texts]
+    asked, given = _prompts(service, request, tenant, body, labelled, body.max_tokens, logprobs)
+    envelope = _envelope(service, TEXT, body, given)
+    shapes = []
+    for i, one in enumerate(asked):
+        likelihoods = None if body.logprobs is None else TextLikelihoods(prompts.token_text, one.tokens, body.logprobs)
+        prompt = texts[i // body.choices][1]
+        echo = "" if not body.echo else prompt if isinstance(prompt, str) else prompts.token_text.of(prompt)
+        shapes.append(TextShape(envelope, i, likelihoods, echo))
+    return await answer(service, request, service.ask(asked), shapes, envelope, body)
 
 
-def _prompt(
+def _prompts(
     service: Service,
     request: Request,
     tenant: Tenant,
     body: CompletionFields,
-    tokens: Sequence[int],
+    texts: Sequence[tuple[Sequence[int], str | None]],
     max_tokens: int | None,
     logprobs: int | None,
     *,
     continues: bool = True,
-) -> tuple[Prompt, str | None]:
-    """Return the prompt for the engine, and the client's name for its agent; None without a name.
+) -> tuple[list[Prompt], str | None]:
+    """Return the prompts for the engine, one for each choice, and the client's name for the agent; None without a name.
 
-    `tokens` are the token ids of the prompt. `max_tokens` and `logprobs` are None if the request does not set them.
-    With `continues`, the text of the answer keeps a space at its beginning. Raises ApiError (400).
+    `texts` are the token ids of each prompt, with its first text of a user, if it has one. `max_tokens` and `logprobs`
+    are None if the request does not set them. With `continues`, the text of the answer keeps a space at its beginning.
+    The context of the first choice is that of the agent. Raises ApiError (400).
     """
     agent_id, given = service.agent(request, tenant, body)
+    if given is not None and len(texts) > 1:
+        raise invalid(f"agent_id: is for one prompt, got {len(texts)} prompts", "agent_id")
+    if len(texts) * body.choices > MAX_ANSWERS:
+        raise invalid(f"prompt: {len(texts) * body.choices} answers, the most in a request are {MAX_ANSWERS}", "prompt")
     limit = max_tokens or service.limits.max_tokens
     if body.min_tokens > limit:
         raise invalid(f"min_tokens: {body.min_tokens} is above the limit of {limit} tokens", "min_tokens")
     service.prompts.check_ids(body.stop_token_ids, "stop_token_ids")
     service.prompts.check_ids(body.logit_bias, "logit_bias")
-    prompt = Prompt(
-        agent_id=agent_id,
-        keep=given is not None,
-        tokens=tokens,
-        max_tokens=limit,
-        sampling=body.sampling(service.prompts.kept_by_xtc),
-        stop=body.stop,
-        stop_tokens=body.stop_token_ids,
-        continues=continues,
-        logprobs=0 if logprobs is None else max(1, logprobs),  # with 0, the token's own logprob would be missing
-    )
-    return prompt, given
+    sampling = body.sampling(service.prompts.kept_by_xtc)
+    asked: list[Prompt] = []
+    for tokens, text in texts:
+        leader = len(asked)
+        for i in range(body.choices):
+            named = given is not None and not i
+            seed = None if sampling.seed is None else sampling.seed + i
+            prompt = Prompt(
+                agent_id=agent_id if named or not asked else service.unnamed(request, tenant),
+                keep=named,
+                tokens=tokens,
+                max_tokens=limit,
+                sampling=replace(sampling, seed=seed),
+                stop=body.stop,
+                stop_tokens=body.stop_token_ids,
+                continues=continues,
+                logprobs=0 if logprobs is None else max(1, logprobs),  # with 0, the token's own would be missing
+                leader=leader if i else None,
+                label=service.label(text or ""),
+            )
+            asked.append(prompt)
+    return asked, given
 
 
-def _envelope(service: Service, body: CompletionFields, given: str | None) -> Envelope:
-    return Envelope(body.model, service.engine.spec.fingerprint, given, counts=body.stream_options.include_usage)
+def _envelope(service: Service, kind: Kind, body: CompletionFields, given: str | None) -> Envelope:
+    counts = body.stream_options.include_usage
+    return Envelope(kind, body.model, service.engine.spec.fingerprint, given, counts=counts)

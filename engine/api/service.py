@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from .openai.prompts import Prompts
 from .openai.schema import CompletionFields, RequestBody
 from .openai.templates import Renderer
 from .watching import MOST_WATCHERS, Watching
-from .worker import EngineThread, Generation, Prompt
+from .worker import Answers, EngineThread, Prompt
 
 # -- /: the page in the browser, and its events ------------------------------------------------------------------------
 
@@ -210,8 +211,11 @@ class Service:
                 if is_unnamed(given):
                     raise invalid(f"{param} must not be that of a prompt without a name: {shortened(given)}", param)
                 return tenant.agent(given, param), given
-        token = request.headers.get("Authorization", "")
-        return tenant.agent(unnamed_agent(token), "agent_id"), None
+        return self.unnamed(request, tenant), None
+
+    def unnamed(self, request: Request, tenant: Tenant) -> str:
+        """Return the engine's id of a new agent for a prompt without a name."""
+        return tenant.agent(unnamed_agent(request.headers.get("Authorization", "")), "agent_id")
 
     def label(self, text: str) -> str:
         """Return the label of a context without a name, which `kvpage` and the web pages show.
@@ -223,21 +227,22 @@ class Service:
             return words[:LABEL_LETTERS]
         return "#" + hashlib.blake2b(text.encode(errors="replace"), digest_size=4).hexdigest()
 
-    def answered(self, generation: Generation) -> None:
-        """Count a complete answer in the metrics, and add it to the history for the web page."""
-        assert generation.answer
-        self.metrics.answered(generation.answer, generation.prompt.agent_id)
-        prompt = generation.prompt
-        self.watching.answered(generation.answer, kept=prompt.keep, label=prompt.label)
+    def answered(self, answers: Answers) -> None:
+        """Count the complete answers to a request in the metrics, and add them to the history for the web page."""
+        for generation in answers.generations:
+            assert generation.answer
+            prompt = generation.prompt
+            self.metrics.answered(generation.answer, prompt.agent_id)
+            self.watching.answered(generation.answer, kept=prompt.keep, label=prompt.label)
 
-    def ask(self, prompt: Prompt) -> Generation:
-        """Queue a prompt, and return its answer. Raises ApiError (429) if the queue is full and the tenant has its
-        share of it.
+    def ask(self, prompts: Sequence[Prompt]) -> Answers:
+        """Queue the prompts of a request, and return their answers. Raises ApiError (429) if the queue has no room for
+        all of them and the tenant has its share of it.
         """
         assert self.engine
-        tenant, queue = tenant_of(prompt.agent_id), self.limits.queue
-        has, share = self.worker.pending_of(tenant), self.tokens.share(queue)
-        if self.worker.pending >= queue and has >= share:
+        tenant, queue = tenant_of(prompts[0].agent_id), self.limits.queue
+        has, share, more = self.worker.pending_of(tenant), self.tokens.share(queue), len(prompts) - 1
+        if self.worker.pending + more >= queue and has + more >= share:
             yours = f", {has} of them yours" if tenant else ""
             raise ApiError(429, f"{queue} prompts wait already{yours}: the queue is full", None, "queue_full", 1)
-        return self.worker.generate(prompt, tenant)
+        return self.worker.generate(prompts, tenant)

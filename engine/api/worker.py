@@ -45,42 +45,29 @@ class Prompt:
     stop_tokens: Collection[int] = ()
     continues: bool = True  # whether the text of the answer keeps a space at its beginning
     logprobs: int = 0
+    leader: int | None = None  # the index of a prompt of the same tokens, before it in the request
     label: str = ""  # the text that `kvpage` and the web pages show for a context without a name
 
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """An answer that is being computed. The event loop iterates over its tokens, and then reads `answer`."""
+    """One answer that is being computed."""
 
     prompt: Prompt
     tenant: str
-    _ended: Callable[
-        [Generation], bool
-    ]  # called at the end: removes it from the pending ones, returns whether it was one
+    index: int  # among the answers to a request
+    leader: Generation | None  # the answer with which its prompt is computed
+    _ended: Callable[[Generation], bool]  # called at the end: returns whether it was pending
     _drop: Callable[[Generation], None]  # called by `cancel`: ends the computation
+    _events: asyncio.Queue[tuple[Generation, Event]]
     uid: int | None = None  # the engine's id of the prompt; set and read on the engine's thread
     cancelled: bool = False
     answer: Answer | None = None
     context: contextvars.Context = field(default_factory=contextvars.copy_context)  # has the request's trace
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    _events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Token:
-        """Wait for the next token. Raises the engine's exception, or the exception given to `abandon`."""
-        if not self.answer:
-            event = await self._events.get()
-            if isinstance(event, Token):
-                return event
-            if isinstance(event, Exception):
-                raise event
-            self.answer = event
-        raise StopAsyncIteration
 
     def receive(self, event: Event) -> None:
-        """Add an event to the iteration. Thread-safe."""
+        """Add an event to the request's iteration. Thread-safe."""
         self._loop.call_soon_threadsafe(self._arrived, event)
 
     def cancel(self) -> None:
@@ -90,14 +77,63 @@ class Generation:
             self._drop(self)
 
     def abandon(self, why: Exception) -> None:
-        """Cancel the answer. The iteration raises `why` after the tokens that were computed already."""
+        """Cancel the answer. The request's iteration raises `why` after the tokens that were computed already."""
         self.cancel()
-        self._events.put_nowait(why)
+        self._events.put_nowait((self, why))
 
     def _arrived(self, event: Event) -> None:
         if not isinstance(event, Token):
             self._ended(self)
-        self._events.put_nowait(event)
+        self._events.put_nowait((self, event))
+
+
+class Answers:
+    """The answers to one request. The event loop iterates over the tokens of all, each with the index of its answer.
+    The last event of an answer is the complete Answer.
+    """
+
+    def __init__(self) -> None:
+        self.events: asyncio.Queue[tuple[Generation, Event]] = asyncio.Queue()
+        self.generations: list[Generation] = []
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> tuple[int, Token | Answer]:
+        """Wait for the next event. Raises the engine's exception, or the exception given to `abandon`."""
+        if self.complete:
+            raise StopAsyncIteration
+        generation, event = await self.events.get()
+        if isinstance(event, Exception):
+            raise event
+        if isinstance(event, Answer):
+            generation.answer = event
+        return generation.index, event
+
+    @property
+    def complete(self) -> bool:
+        """Whether all answers are complete."""
+        return all(generation.answer for generation in self.generations)
+
+    @property
+    def whole(self) -> list[Answer]:
+        """All complete answers."""
+        return [generation.answer for generation in self.generations if generation.answer]
+
+    @property
+    def of_prompts(self) -> list[Answer]:
+        """The first complete answer to each prompt."""
+        return [one.answer for one in self.generations if one.answer and one.leader is None]
+
+    def cancel(self) -> None:
+        """Cancel all answers. Further calls have no effect."""
+        for generation in reversed(self.generations):  # a leader last, so that no other starts to compute its prompt
+            generation.cancel()
+
+    def abandon(self, why: Exception) -> None:
+        """Cancel all answers. The iteration raises `why` after the tokens that were computed already."""
+        self.cancel()
+        self.generations[0].abandon(why)
 
 
 class EngineThread:
@@ -152,18 +188,24 @@ class EngineThread:
         """
         return await asyncio.shield(asyncio.wrap_future(self._made))
 
-    def generate(self, prompt: Prompt, tenant: str = "") -> Generation:
-        """Queue a prompt of a tenant, and return its answer. The iteration over it raises exceptions of the engine."""
-        generation = Generation(prompt, tenant, self._remove, self._drop)
-        self._generations.add(generation)
-        self._pending[tenant] += 1
-        self._idle.clear()
-        if self._thread.is_alive() and not self._closing:
-            self._turns.setdefault(tenant, deque()).append(generation)
-            self._submit_next()
-        else:
-            generation.receive(EngineClosedError("the engine has ended"))
-        return generation
+    def generate(self, prompts: Sequence[Prompt], tenant: str = "") -> Answers:
+        """Queue the prompts of a tenant's request, and return their answers. The iteration over them raises exceptions
+        of the engine.
+        """
+        answers = Answers()
+        for index, prompt in enumerate(prompts):
+            leader = None if prompt.leader is None else answers.generations[prompt.leader]
+            generation = Generation(prompt, tenant, index, leader, self._remove, self._drop, answers.events)
+            answers.generations.append(generation)
+            self._generations.add(generation)
+            self._pending[tenant] += 1
+            self._idle.clear()
+            if self._thread.is_alive() and not self._closing:
+                self._turns.setdefault(tenant, deque()).append(generation)
+            else:
+                generation.receive(EngineClosedError("the engine has ended"))
+        self._submit_next()
+        return answers
 
     async def call(self, work: Callable[[Engine], _Result]) -> _Result:
         """Run `work` on the thread, between two steps of the engine. Return its result, or raise its exception."""
@@ -278,6 +320,7 @@ def _submit_to(engine: AgentEngine, generation: Generation) -> None:
             logprobs=prompt.logprobs,
             keep=prompt.keep,
             label=prompt.label,
+            leader=generation.leader.uid if generation.leader else None,
             on_token=generation.receive,
             on_done=generation.receive,
             on_error=generation.receive,

@@ -6,7 +6,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,7 +116,7 @@ def generate(args: argparse.Namespace) -> int:
     """Answer one prompt: print the answer on stdout, and its reuse on stderr. Return 1 if the context could not be
     saved, else 0. Raises Failure.
     """
-    prompt = _read(sys.stdin.read) if args.prompt == "-" else args.prompt
+    prompt = _read_all() if args.prompt == "-" else args.prompt
     if not prompt:
         raise Failure("the prompt is empty")
     engine = open_engine(args)
@@ -130,16 +131,26 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def chat(args: argparse.Namespace) -> int:
-    """Answer each line of stdin until it ends. Return 1 if the context could not be saved, else 0. Raises Failure."""
+    """Answer each line of stdin until it ends. A line that cannot be decoded is reported and left out.
+
+    Return 1 if a line was left out or the context could not be saved, else 0. Raises Failure.
+    """
     from ..generation.text import rendering, template_writes_space
 
     messages = _transcript(args)
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
     engine = open_engine(args)
+    left_out = False
     try:
         if not engine.tokenizer.has_chat_template:
             raise Failure(f"{engine.model_id} has no chat template; `kvpage-engine generate --raw` goes on with a text")
         keeps_space = not template_writes_space(rendering(engine.tokenizer))
         while line := _line():
+            if not _is_unicode(line):
+                left_out = True
+                print(f"kvpage-engine: this line is not {sys.stdin.encoding}, and is left out", file=sys.stderr)
+                continue
             messages.append({"role": "user", "content": line})
             answer = _say(engine, args, _tokens(engine, messages), continues=keeps_space)
             messages.append({"role": "assistant", "content": answer.text})
@@ -148,7 +159,7 @@ def chat(args: argparse.Namespace) -> int:
                 _write(args.transcript, messages)
     finally:
         unsaved = engine.close()
-    return int(unsaved > 0)
+    return int(unsaved > 0 or left_out)
 
 
 def _say(engine: Engine, args: argparse.Namespace, tokens: list[int], *, continues: bool = False) -> Answer:
@@ -165,21 +176,26 @@ def _tokens(engine: Engine, messages: Messages) -> list[int]:
     return list(engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True))
 
 
-def _read(read: Callable[[], str]) -> str:
-    """Return the result of `read`, a function that reads standard input. Raises Failure for input that cannot be
-    decoded.
-    """
+def _read_all() -> str:
+    """Return standard input. Raises Failure for input that cannot be decoded."""
     try:
-        return read()
-    except UnicodeDecodeError as error:
+        text = sys.stdin.read()
+        text.encode()  # the locale may decode a wrong byte as half of a surrogate pair
+    except UnicodeError as error:
         raise Failure(f"the input is not {sys.stdin.encoding}: {error}") from error
+    return text
+
+
+def _is_unicode(text: str) -> bool:
+    """Return whether a text has no halves of surrogate pairs, which stand for bytes that cannot be decoded."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _line() -> str:
     """Return the next line that is not blank; "" at the end of the input."""
     try:
         while True:
-            line = _read(lambda: input("> " if sys.stdin.isatty() else ""))
+            line = input("> " if sys.stdin.isatty() else "")
             if line.strip():
                 return line
     except EOFError:

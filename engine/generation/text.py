@@ -59,6 +59,14 @@ class TokenText:
         text = twice[len(once) :] if twice.startswith(once) else once  # decoding drops a space before the first token
         return None if REPLACEMENT in text else text.encode()
 
+    def of(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids. Bytes that are no UTF-8 become U+FFFD."""
+        text = self.after(())
+        for token in tokens:
+            text.add_token(token)
+        text.finalize()
+        return text.text
+
     def piece(self, token: int) -> str | None:
         """Return the entry of the vocabulary for a token id; None if there is none."""
         if token >= len(self._tokenizer) and not getattr(self._tokenizer, "is_fast", False):

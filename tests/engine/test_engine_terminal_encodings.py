@@ -46,9 +46,19 @@ def test_a_prompt_that_is_not_utf8_is_refused(server: RunningServer) -> None:
     assert b"argument PROMPT: expected a text in UTF-8: 'utf-8' codec can't decode byte 0xe9" in done.stderr
 
 
-@pytest.mark.parametrize("words", [("generate", "-"), ("chat",)])
-def test_input_that_cannot_be_decoded_is_refused(server: RunningServer, words: tuple[str, ...]) -> None:
-    done = run(server, *words, typed=b"caf\xe9\n")
+def test_input_that_cannot_be_decoded_is_refused(server: RunningServer) -> None:
+    done = run(server, "generate", "-", typed=b"caf\xe9\n")
     assert done.returncode == 1
-    assert b"kvpage-engine: the input is not utf-8: 'utf-8' codec can't decode byte 0xe9" in done.stderr
+    assert b"kvpage-engine: the input is not utf-8: 'utf-8' codec can't" in done.stderr
     assert b"Traceback" not in done.stderr
+
+
+def test_a_chat_leaves_out_a_line_that_cannot_be_decoded(server: RunningServer, tmp_path: Path) -> None:
+    transcript = tmp_path / "transcript"
+    words = ("chat", "--max-tokens", "2", "--transcript", str(transcript))
+    done = run(server, *words, typed=b"one\ncaf\xe9\ntwo\n")
+    assert done.returncode == 1
+    assert b"kvpage-engine: this line is not utf-8, and is left out" in done.stderr
+    assert b"Traceback" not in done.stderr
+    asked = [message["content"] for message in json.loads(transcript.read_text(encoding="utf-8"))[::2]]
+    assert asked == ["one", "two"]

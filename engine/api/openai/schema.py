@@ -33,8 +33,6 @@ from .errors import ApiError, invalid, shortened
 Values = tuple[object, ...]
 
 _IN_BOTH: dict[str, Values] = {
-    "n": (1,),
-    "best_of": (1,),
     # Fields of vLLM, SGLang, llama.cpp, mlx-lm, and services.
     "adapters": (),
     "add_special_tokens": (),
@@ -72,6 +70,7 @@ _IN_BOTH: dict[str, Values] = {
 IN_CHATS: dict[str, Values] = {
     **_IN_BOTH,
     "audio": (),
+    "best_of": (1,),
     "function_call": ("auto", "none"),
     "functions": ([],),
     "modalities": (["text"],),
@@ -92,7 +91,7 @@ IN_CHATS: dict[str, Values] = {
     "thinking": (),
     "thinking_budget": (),
 }
-IN_TEXTS: dict[str, Values] = {**_IN_BOTH, "echo": (False,), "suffix": ("",)}
+IN_TEXTS: dict[str, Values] = {**_IN_BOTH, "suffix": ("",)}
 IN_MESSAGES: dict[str, Values] = {
     "audio": (),
     "function_call": (),
@@ -109,6 +108,7 @@ MAX_STOP = 256  # characters of a stop text, which is compared with the answer a
 MAX_TOOLS = 128  # as OpenAI's API
 MAX_TOP_LOGPROBS = 20  # as OpenAI's API
 MAX_STOP_IDS = 128
+MAX_ANSWERS = 32  # to one request: the size of the engine's batch
 MAX_REPETITION_PENALTY = 10  # above about 2, texts are nonsense
 
 
@@ -157,24 +157,24 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _prompt(prompt: Any) -> str | list[int]:
-    """Return a prompt as a text or a list of token ids. The prompt may also be the only item of a list.
+def _prompts(prompt: Any) -> list[str | list[int]]:
+    """Return the prompts of a request: a text, token ids, or a list of them. Raises PydanticCustomError, ApiError."""
+    if isinstance(prompt, list) and prompt and all(isinstance(one, str | list) for one in prompt):
+        if len(prompt) > MAX_ANSWERS:
+            raise PydanticCustomError("too_long", "a request has at most {most} prompts", {"most": MAX_ANSWERS})
+        return [_prompt(one, f"prompt[{i}]") for i, one in enumerate(prompt)]
+    return [_prompt(prompt, "prompt")]
 
-    Ids are checked in Python and not by pydantic, so that other threads can run meanwhile. Raises PydanticCustomError,
-    ApiError.
+
+def _prompt(prompt: Any, name: str) -> str | list[int]:
+    """Return a text or token ids; `name` is its place in the body. Raises PydanticCustomError, ApiError.
+
+    Ids are checked in Python, so that other threads can run meanwhile.
     """
-    name = "prompt"
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
-        name, prompt = "prompt[0]", prompt[0]
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, list):
-        raise PydanticCustomError("string_type", "Input should be a valid string, or a list of token ids")
-    if any(isinstance(part, str | list) for part in prompt):
-        if len(prompt) > 1:
-            raise PydanticCustomError("unsupported_value", "this engine takes one prompt at a time")
-        if isinstance(prompt[0], str):
-            return prompt[0]
+        raise PydanticCustomError("string_type", "Input should be a valid string, token ids, or a list of them")
     for i, token in enumerate(prompt):
         if type(token) is not int or token < 0:
             param = f"{name}[{i}]"
@@ -294,6 +294,7 @@ class CompletionFields(RequestBody):
     model: str
     agent_id: str | None = None
     user: str | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] = 1
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -314,6 +315,11 @@ class CompletionFields(RequestBody):
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, max_length=MAX_STOP_IDS)] = []
     min_tokens: Annotated[int, Field(ge=0)] = 0
     ignore_eos: bool = False
+
+    @property
+    def choices(self) -> int:
+        """Number of answers to compute for each prompt."""
+        return self.n
 
     def sampling(self, kept_by_xtc: Collection[int]) -> Sampling:
         """Return the parameters of the choice of tokens. XTC excludes no token of `kept_by_xtc`."""
@@ -372,8 +378,26 @@ class CompletionBody(CompletionFields):
 
     unsupported = IN_TEXTS
 
-    prompt: Annotated[str | list[int], PlainValidator(_prompt)]
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
+    echo: bool = False
+
+    @property
+    def choices(self) -> int:
+        """Number of answers to compute for each prompt."""
+        return self.best_of or self.n
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.choices < self.n:
+            raise PydanticCustomError("invalid_value", "it must be at least n", {"field": "best_of"})
+        if self.choices > self.n and self.stream:
+            raise PydanticCustomError("invalid_value", "a stream has no best_of above n", {"field": "best_of"})
+        if self.echo and self.logprobs is not None:
+            unsupported = "this engine has no logprobs of a prompt, so echo takes none"
+            raise PydanticCustomError("unsupported_value", unsupported, {"field": "echo"})
+        return self
 
 
 class ForkBody(RequestBody):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...agent_engine import Answer
 from ...generation.text import REPLACEMENT, TokenText
@@ -87,25 +87,40 @@ def _shown(spelled: bytes | None) -> str:
     return REPLACEMENT if spelled is None else spelled.decode("utf-8", "backslashreplace")
 
 
+class Kind(NamedTuple):
+    """The names of an endpoint's objects."""
+
+    prefix: str  # of ids
+    whole: str
+    chunk: str
+
+
+CHAT = Kind("chatcmpl", "chat.completion", "chat.completion.chunk")
+TEXT = Kind("cmpl", "text_completion", "text_completion")
+
+
 class Envelope:
     """Fields that all replies to a request have in common."""
 
-    def __init__(self, model: str, fingerprint: int, agent_id: str | None, *, counts: bool) -> None:
+    def __init__(self, kind: Kind, model: str, fingerprint: int, agent_id: str | None, *, counts: bool) -> None:
         """Set the fields. `agent_id` is the client's name for the agent. With `counts`, chunks of a stream have the
         field `usage`.
         """
-        self._id = uuid.uuid4().hex
+        self._kind = kind
+        self._id = f"{kind.prefix}-{uuid.uuid4().hex}"
         self._common = {"created": int(time.time()), "model": model, "system_fingerprint": f"fp_{fingerprint:016x}"}
         self._agent_id = agent_id
         self._counts = counts
 
-    def chunk(self, prefix: str, kind: str, choices: list[Reply], **more: Any) -> Reply:
+    def chunk(self, *choices: Reply, **more: Any) -> Reply:
+        """Return a chunk of a stream, with parts of some choices."""
         usage = {"usage": None} if self._counts else {}
-        return {"id": f"{prefix}-{self._id}", "object": kind, **self._common, "choices": choices, **usage, **more}
+        return {"id": self._id, "object": self._kind.chunk, **self._common, "choices": choices, **usage, **more}
 
-    def whole(self, prefix: str, kind: str, choice: Reply, answer: Answer) -> Reply:
-        """Return the reply with the complete answer."""
-        return self.chunk(prefix, kind, [choice], usage=usage(answer), kvpage=self.kvpage(answer))
+    def whole(self, choices: Sequence[Reply], prompts: Sequence[Answer], answers: Sequence[Answer]) -> Reply:
+        """Return the complete reply to a request. `prompts` are answers, one for each prompt; `answers` are all."""
+        opening = {"id": self._id, "object": self._kind.whole, **self._common, "choices": choices}
+        return opening | {"usage": usage_of(prompts, answers), "kvpage": self.kvpage(answers[0])}
 
     def kvpage(self, answer: Answer) -> Reply:
         """Return the field `kvpage`: the reused tokens of an answer, their tier, and durations in milliseconds."""
@@ -124,8 +139,9 @@ class Envelope:
 class ChatShape:
     """Format of replies of /v1/chat/completions."""
 
-    def __init__(self, envelope: Envelope, reader: Reader, logprobs: ChatLikelihoods | None) -> None:
+    def __init__(self, envelope: Envelope, index: int, reader: Reader, logprobs: ChatLikelihoods | None) -> None:
         self._envelope = envelope
+        self._index = index
         self._reader = reader
         self._logprobs = logprobs
         self._held: list[Token] = []  # tokens without a chunk yet, because the reader holds their text back
@@ -143,16 +159,13 @@ class ChatShape:
 
     def closing(self, answer: Answer) -> Iterable[Reply]:
         yield from self._replies(self._reader.finish(answer.finish_reason), last=True)
-        choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": self._reason(answer)}
-        yield self._chunk([choice], kvpage=self._envelope.kvpage(answer))
-
-    def usage(self, answer: Answer) -> Reply:
-        return self._chunk([], usage=usage(answer))
+        choice = {"index": self._index, "delta": {}, "logprobs": None, "finish_reason": self._reason(answer)}
+        yield self._envelope.chunk(choice, kvpage=self._envelope.kvpage(answer))
 
     def add(self, token: Token) -> None:
         self._reader.read(token)
 
-    def whole(self, answer: Answer) -> Reply:
+    def choice(self, answer: Answer) -> Reply:
         self._reader.finish(answer.finish_reason)
         parsed = self._reader.parsed
         message: Reply = {"role": "assistant", "content": parsed.text, "refusal": None}
@@ -162,8 +175,7 @@ class ChatShape:
             message["content"] = parsed.text or None
             message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in parsed.calls]
         logprobs, reason = self._of(parsed.tokens), self._reason(answer)
-        choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": reason}
-        return self._envelope.whole("chatcmpl", "chat.completion", choice, answer)
+        return {"index": self._index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def _replies(self, part: AnswerPart, *, last: bool = False) -> Iterable[Reply]:
         self._held += part.tokens
@@ -177,10 +189,8 @@ class ChatShape:
             yield self._delta(delta, self._of(tokens))
 
     def _delta(self, delta: Reply, logprobs: Reply | None = None) -> Reply:
-        return self._chunk([{"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None}])
-
-    def _chunk(self, choices: list[Reply], **more: Any) -> Reply:
-        return self._envelope.chunk("chatcmpl", "chat.completion.chunk", choices, **more)
+        choice = {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+        return self._envelope.chunk(choice)
 
     def _reason(self, answer: Answer) -> str:
         called = self._reader.parsed.calls and (answer.finish_reason == "stop" or self._reader.cut)
@@ -195,55 +205,64 @@ class TextShape:
 
     may_take_long = False
 
-    def __init__(self, envelope: Envelope, logprobs: TextLikelihoods | None) -> None:
+    def __init__(self, envelope: Envelope, index: int, logprobs: TextLikelihoods | None, echo: str) -> None:
+        """Create a format for the answer `index`, whose text begins with `echo`."""
         self._envelope = envelope
+        self._index = index
         self._logprobs = logprobs
-        self._tokens: list[Token] = []
+        self._echo = echo
+        self._tokens: list[Token] = []  # without a chunk yet
+        self._logprob = 0.0  # sum of the tokens' log-probabilities
+        self._count = 0
+
+    @property
+    def mean_logprob(self) -> float:
+        """Mean log-probability of the tokens so far; 0 without a token."""
+        return self._logprob / max(1, self._count)
 
     def opening(self) -> Iterable[Reply]:
-        return ()
+        if self._echo:
+            yield self._envelope.chunk(self._choice(self._echo, (), None))
 
     def chunks(self, token: Token) -> Iterable[Reply]:
         self.add(token)
         if token.text:
-            yield self._chunk([self._choice(token.text, self._taken(), None)])
+            yield self._envelope.chunk(self._choice(token.text, self._taken(), None))
 
     def closing(self, answer: Answer) -> Iterable[Reply]:
-        yield self._chunk([self._choice("", self._taken(), answer.finish_reason)], kvpage=self._envelope.kvpage(answer))
-
-    def usage(self, answer: Answer) -> Reply:
-        return self._chunk([], usage=usage(answer))
+        choice = self._choice("", self._taken(), answer.finish_reason)
+        yield self._envelope.chunk(choice, kvpage=self._envelope.kvpage(answer))
 
     def add(self, token: Token) -> None:
         if not token.ends_text:
             self._tokens.append(token)
+            self._logprob += token.logprob or 0.0
+            self._count += 1
 
-    def whole(self, answer: Answer) -> Reply:
-        choice = self._choice(answer.text, self._taken(), answer.finish_reason)
-        return self._envelope.whole("cmpl", "text_completion", choice, answer)
-
-    def _chunk(self, choices: list[Reply], **more: Any) -> Reply:
-        return self._envelope.chunk("cmpl", "text_completion", choices, **more)
+    def choice(self, answer: Answer) -> Reply:
+        return self._choice(self._echo + answer.text, self._taken(), answer.finish_reason)
 
     def _choice(self, text: str, tokens: Sequence[Token], reason: str | None) -> Reply:
         logprobs = self._logprobs.of(tokens) if self._logprobs else None
-        return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _taken(self) -> list[Token]:
         tokens, self._tokens = self._tokens, []
         return tokens
 
 
-# Both formats: `opening`, `chunks`, `closing` and `usage` return the chunks of a stream. For an answer that is not
-# streamed, `add` takes each token, and `whole` returns the reply.
+# Both formats: `opening`, `chunks` and `closing` return the chunks of a stream. For an answer that is not streamed,
+# `add` takes each token, and `choice` returns its part of the reply.
 Shape = ChatShape | TextShape
 
 
-def usage(answer: Answer) -> Reply:
-    generated = len(answer.tokens)
+def usage_of(prompts: Sequence[Answer], answers: Sequence[Answer]) -> Reply:
+    """Return the numbers of tokens. `prompts` are answers, one for each prompt; `answers` are all."""
+    prompted = sum(answer.prompt_tokens for answer in prompts)
+    generated = sum(len(answer.tokens) for answer in answers)
     return {
-        "prompt_tokens": answer.prompt_tokens,
+        "prompt_tokens": prompted,
         "completion_tokens": generated,
-        "total_tokens": answer.prompt_tokens + generated,
-        "prompt_tokens_details": {"cached_tokens": answer.reuse.tokens},
+        "total_tokens": prompted + generated,
+        "prompt_tokens_details": {"cached_tokens": sum(answer.reuse.tokens for answer in prompts)},
     }

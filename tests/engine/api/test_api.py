@@ -253,7 +253,8 @@ BAD = {
     "a top_p above 1": (asked(top_p=1.5), "top_p", 400),
     "no tokens": (asked(max_tokens=0), "max_tokens", 400),
     "tokens by the half": (asked(max_tokens=1.5), "max_tokens", 400),
-    "two answers": (asked(n=2), "n", 400),
+    "no answer": (asked(n=0), "n", 400),
+    "too many answers": (asked(n=33), "n", 400),
     "an empty stop": (asked(stop=""), "stop[0]", 400),
     "too many logprobs": (asked(logprobs=True, top_logprobs=21), "top_logprobs", 400),
     "top logprobs without logprobs": (asked(top_logprobs=3), "top_logprobs", 400),
@@ -316,18 +317,22 @@ def test_an_error_names_the_wrong_parameter(engine: RunningEngine, name: str) ->
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"prompt": ["one", "two"]}, "prompt"),
+        ({"prompt": ["one", 2]}, "prompt[0]"),
+        ({"prompt": ["a"] * 33}, "prompt"),
+        ({"prompt": ["a"] * 11, "n": 3}, "prompt"),
+        ({"prompt": ["a", "b"], "agent_id": "alice"}, "agent_id"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [97]}, "prompt"),
         ({"prompt": [-1]}, "prompt[0]"),
         ({"prompt": [[5, -1]]}, "prompt[0][1]"),
-        ({"prompt": [[5], [6]]}, "prompt"),
+        ({"prompt": [[5], []]}, "prompt"),
         ({"prompt": [[]]}, "prompt"),
         ({"prompt": [[[5]]]}, "prompt[0][0]"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": "a" * 4096}, "prompt"),
-        ({"prompt": "a", "echo": True}, "echo"),
-        ({"prompt": "a", "best_of": 2}, "best_of"),
+        ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
+        ({"prompt": "a", "best_of": 1, "n": 2}, "best_of"),
+        ({"prompt": "a", "best_of": 2, "stream": True}, "best_of"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
     ],
 )
@@ -337,8 +342,8 @@ def test_an_error_names_the_wrong_text(engine: RunningEngine, body: dict[str, An
 
 
 def test_the_allowed_values_of_a_field_are_shown_as_json(engine: RunningEngine) -> None:
-    reply = post(engine, "/v1/completions", {"model": "tiny", "prompt": "a", "echo": True})
-    assert reply.json()["error"]["message"] == "echo: this engine supports only false"
+    reply = post(engine, "/v1/completions", {"model": "tiny", "prompt": "a", "suffix": "b"})
+    assert reply.json()["error"]["message"] == 'suffix: this engine supports only ""'
 
 
 def test_openais_client_raises_its_usual_exceptions(engine: RunningEngine, client: openai.OpenAI) -> None:
