@@ -7,6 +7,7 @@ engine's threads.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import threading
 from collections.abc import Callable, Coroutine
@@ -37,6 +38,7 @@ class EventLoop:
         self._lock = threading.Lock()  # of `_open`
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvpage-loop", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # for a program that ends early: a destroyed task that is pending is an error
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the loop, and return its result. Raises RuntimeError on the loop's own thread."""
@@ -70,8 +72,9 @@ class EventLoop:
         """Cancel all coroutines, run `last`, and end the threads. It may be called again."""
         with self._lock:
             was_open, self._open = self._open, False
+        atexit.unregister(self.close)
         if was_open:
-            self.run(self._end(last))
+            asyncio.run_coroutine_threadsafe(self._end(last), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             for threads in (self.files, self._blocks):
@@ -81,19 +84,19 @@ class EventLoop:
             last.close()
 
     async def _end(self, last: Coroutine[Any, Any, None] | None) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:  # a task may start others when it is cancelled
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
         if last:
             await last
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError:  # the loop is closed
-            work.close()
-            raise
+        with self._lock:
+            if self._open:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        raise RuntimeError("the event loop is closed")
 
 
 def _log_failure(future: Future[Any]) -> None:

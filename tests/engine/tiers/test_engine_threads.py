@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Set
@@ -11,7 +14,7 @@ from pathlib import Path
 from contexts import SPEC, made, some_tokens
 from pools import pool_of
 from servers import RunningServer
-from waiting import eventually
+from waiting import PATIENCE, eventually
 
 # isort: split
 import pytest
@@ -23,7 +26,8 @@ from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.pages import PageTier
 from engine.tiers.store import AgentCacheStore, CacheConfig
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "architecture.md"
+ROOT = Path(__file__).parents[3]
+DOCUMENT = ROOT / "docs" / "architecture.md"
 MOST = 6
 OWNER = "owner"
 TOKENS = some_tokens(1, 60)
@@ -123,6 +127,42 @@ def test_the_loop_does_not_wait_for_itself() -> None:
     assert not loop.call(lambda: None)
     with pytest.raises(RuntimeError, match="closed"):
         loop.run(nothing())
+
+
+def test_work_that_is_started_during_close_is_refused() -> None:
+    loop, closing = EventLoop(), threading.Event()
+
+    async def ends_slowly() -> None:
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            closing.set()
+            await asyncio.sleep(0.2)
+
+    loop.start(ends_slowly())
+    assert eventually(lambda: loop.run(running()) == 2)
+    closer = threading.Thread(target=loop.close)
+    closer.start()
+    assert closing.wait(PATIENCE)
+    with pytest.raises(RuntimeError, match="the event loop is closed"):
+        loop.start(ends_slowly())
+    closer.join()
+
+
+async def running() -> int:
+    return len(asyncio.all_tasks())
+
+
+def test_a_program_that_ends_without_close_leaves_no_pending_task() -> None:
+    program = """
+from engine.event_loop import EventLoop
+import asyncio
+loop = EventLoop()
+loop.start(asyncio.sleep(1000))
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=PATIENCE)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_failure_in_the_background_is_logged(caplog: pytest.LogCaptureFixture) -> None:
