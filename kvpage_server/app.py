@@ -1,4 +1,4 @@
-"""`kvpage-server`: creates and connects the parts of the server, and runs it until a signal stops it."""
+"""`kvpage-server`: creates the parts of the server, connects them, and runs the server until a signal stops it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from kvpage_server.configuration.kinds import AUTO
 from kvpage_server.net.companion import Companion, missing
 from kvpage_server.net.connection_memory import keep_large_blocks_apart
 from kvpage_server.net.listener import Listener, ListenError, name_of, open_all
-from kvpage_server.service import greet, regular_work, renew_when
+from kvpage_server.service import log_start, regular_work, renew_when
 from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull
 from kvpage_server.store.keyspace import Keyspace
@@ -49,7 +49,7 @@ from kvpage_server.system.descriptors import room_for
 from kvpage_server.system.durable import private, tighten
 from kvpage_server.system.program import ends_quietly
 
-if TYPE_CHECKING:  # only a gateway needs the client and redis-py, which take as long to load as everything else
+if TYPE_CHECKING:  # only a gateway imports the client and redis-py, which takes as long as all other imports
     from kvpage_server.gateway.upstream import Upstream
 
 USAGE = f"""kvpage-server {__version__}: keeps KV pages, speaks the Redis protocol
@@ -69,8 +69,9 @@ logger = logging.getLogger("kvpage")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the server until it is stopped. Exit with status 1 if the configuration is invalid, or if an address or a
-    file cannot be used.
+    """Run the server until it is stopped.
+
+    Exit with status 1 if the configuration is invalid, or if an address or a file cannot be used.
     """
     with ends_quietly("kvpage-server"):
         _main(sys.argv[1:] if arguments is None else arguments)
@@ -109,7 +110,7 @@ def _main(words: list[str]) -> None:
     ) as error:
         sys.exit(f"kvpage-server: {error}")
     except OSError as error:
-        where = os.path.join(here, error.filename or "")  # `here` may not exist any more
+        where = os.path.join(here, error.filename or "")  # `here` may have been deleted
         sys.exit(f"kvpage-server: {where}: {error.strerror or error}")
     if check_only:
         print("the configuration is valid")
@@ -126,7 +127,7 @@ def _run(config: Config) -> None:
     server.tls = certificates.load(config)
     apply(server, (name for name in config.parameters() if name != "requirepass"))
     while server.keyspace.quotas.go_on():
-        pass  # count the use of each quota before the first write
+        pass  # count the bytes of each quota before the first write
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             runner.run(serve(server, upstream))
@@ -140,7 +141,7 @@ def _usage() -> str:
 
 
 def _check(config: Config) -> None:
-    """Raise the errors that a start would raise, as far as they can be found without access to the store."""
+    """Raise the errors that a start would raise, except those of the store and of addresses."""
     if config.metrics_port and (lacks := missing()):
         raise ConfigError(f"metrics-port: {lacks}")
     if isinstance(config.maxdisk, int) and 0 < config.maxdisk < SMALLEST_DISK:
@@ -176,8 +177,9 @@ def _check_addresses(config: Config) -> None:
 
 
 def _upstream(config: Config) -> Upstream | None:
-    """Return the connection to the cluster behind this server if it is a gateway, otherwise None. Raises
-    ConfigError.
+    """Return the connection to the cluster behind this server if it is a gateway, otherwise None.
+
+    Raises ConfigError.
     """
     if config.store != "cluster":
         if config.cluster_nodes:
@@ -195,7 +197,7 @@ def _upstream(config: Config) -> Upstream | None:
 
 
 def _open_store(config: Config) -> Keyspace:
-    """Create the keyspace. With a disk tier, load the index of the values on disk. Raises DiskError, DiskFull."""
+    """Create the keyspace. With `store tiered`, load the keys of the values on disk. Raises DiskError, DiskFull."""
     if config.store != "tiered":
         return Keyspace(maxmemory=config.maxmemory, policy=config.maxmemory_policy)
     began = time.monotonic()
@@ -215,10 +217,9 @@ def _open_store(config: Config) -> Keyspace:
 
 
 def _within_file_size(maxdisk: int) -> int:
-    """Return the limit `maxdisk` in bytes, 0 for no limit, lowered to the size that the system allows for a file
-    (`ulimit -f`).
+    """Return `maxdisk` in bytes, 0 for no limit, lowered to the size that the system allows for a file (`ulimit -f`).
 
-    As with `maxdisk`, LMDB then keeps the space that it needs for removals.
+    Below a limit that LMDB knows, it reserves the space that it needs for removals.
     """
     most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if most == resource.RLIM_INFINITY or 0 < maxdisk <= most:
@@ -247,36 +248,36 @@ def _load_users(server: Server) -> None:
 
 
 async def serve(server: Server, upstream: Upstream | None) -> None:
-    """Serve clients until a signal or SHUTDOWN, then save the store.
+    """Serve clients until a signal or SHUTDOWN, then write all queued values to disk.
 
-    Raises ListenError if an address cannot be opened; DiskError if values could not be written to disk.
+    Raises ListenError if an address cannot be opened, DiskError if values could not be written at the end.
     """
     loop = asyncio.get_running_loop()
     stopping, renewing = asyncio.Event(), asyncio.Event()
     server.stop = stopping.set
     signals.attend(loop, partial(_stop, stopping), renewing.set)
-    _have_descriptors(server.config)
+    _ensure_descriptors(server.config)
     tiered, config = server.tiered, server.config
     if tiered is not None:
         tiered.connect(
             mode=config.appendfsync,
             limit=config.write_behind_limit,
             scrub_rate=config.scrub_rate,
-            moved=partial(_renew, server),
+            moved=partial(_renew_outputs, server),
         )
     if upstream is None:
         keep_large_blocks_apart()
     else:
-        _stand_before(upstream, server)
+        _become_gateway(upstream, server)
     listener = Listener(server, loop)
     addresses = listener.start()
     http = open_all(config.metrics_bind, config.metrics_port, config.tcp_backlog) if config.metrics_port else []
     pidfile = Path(config.pidfile) if config.pidfile else None
     if pidfile:
         _write_pid(pidfile)
-    _calm_the_collector()
+    _limit_garbage_collection()
     token = config.web_token or secrets.token_urlsafe(24)
-    greet(server, addresses, list(map(name_of, http)), token)
+    log_start(server, addresses, list(map(name_of, http)), token)
     jobs = [*regular_work(server), renew_when(renewing, server)]
     if upstream is not None:
         jobs.append(upstream.begin())
@@ -289,11 +290,11 @@ async def serve(server: Server, upstream: Upstream | None) -> None:
             task.cancel()
         try:
             await _end_service(server, listener)
-        finally:  # the store is saved even after an error
+        finally:  # queued values are written even after an error
             lost = await tiered.close() if tiered is not None else ""
             if lost:
                 logger.error(lost)
-            if companion is not None:  # last, because a process that hangs takes seconds to end
+            if companion is not None:  # after the store, because a process that hangs takes seconds to end
                 await asyncio.wait([companion])
             if upstream is not None:
                 await upstream.client.close()
@@ -305,7 +306,7 @@ async def serve(server: Server, upstream: Upstream | None) -> None:
 
 
 async def _end_service(server: Server, listener: Listener) -> None:
-    """Stop to run commands, close the clients after their replies were sent, and complete all-or-none writes."""
+    """Run no more commands, close the clients after their replies were sent, and complete all-or-none writes."""
     listener.stop()
     if server.tiered is not None:
         await server.tiered.behind.settle()
@@ -315,7 +316,7 @@ async def _end_service(server: Server, listener: Listener) -> None:
     await listener.complete()
 
 
-def _stand_before(upstream: Upstream, server: Server) -> None:
+def _become_gateway(upstream: Upstream, server: Server) -> None:
     from kvpage_server.gateway.rows import Rows
     from kvpage_server.gateway.upstream import keep_memory
 
@@ -338,25 +339,25 @@ def _write_pid(path: Path) -> None:
         raise ConfigError(f"pidfile: {path} cannot be written: {error.strerror}") from None
 
 
-def _renew(server: Server) -> None:
+def _renew_outputs(server: Server) -> None:
     """Make every session read the addresses of its output again, because borrowed memory has moved."""
     for client in server.clients.values():
         client.connection.renew()
 
 
-def _have_descriptors(config: Config) -> None:
-    """Raise the limit of file descriptors to the number that maxclients needs, or lower maxclients."""
+def _ensure_descriptors(config: Config) -> None:
+    """Raise the limit of file descriptors to the number that maxclients needs. If that fails, lower maxclients."""
     most = room_for(config.maxclients, OWN_DESCRIPTORS)
     if most < config.maxclients:
         config.maxclients = most
         logger.warning("maxclients is %d: the system gives %d file descriptors", most, most + OWN_DESCRIPTORS)
 
 
-def _calm_the_collector() -> None:
+def _limit_garbage_collection() -> None:
     """Exclude existing objects from garbage collection, and raise the thresholds of the collector.
 
-    Pages have no reference cycles, and a collection that visits millions of them would stall every client. New objects
-    are visited twice, in generations of some ten thousand: each collection takes about a millisecond.
+    Pages have no reference cycles, and a collection that visits millions of them would stall every client. The
+    collector visits new objects twice, in generations of some ten thousand: each collection takes about a millisecond.
     """
     gc.collect()
     gc.freeze()

@@ -27,7 +27,7 @@ from kvpage_server.system.text import how_many
 logger = logging.getLogger("kvpage")
 
 
-def greet(server: Server, addresses: list[str], http: list[str], token: str) -> None:
+def log_start(server: Server, addresses: list[str], http: list[str], token: str) -> None:
     """Log the limits, the access rules and the addresses of a server that has started.
 
     `addresses` are for clients, `http` are the addresses of the web page. The log has the page's `token` if neither a

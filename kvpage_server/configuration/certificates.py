@@ -1,4 +1,4 @@
-"""Loading of the configured TLS certificates."""
+"""The TLS context of the server, from the configured certificates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvpage_server.bounded import read_regular
 from kvpage_server.configuration.config import Config
 
 PARAMETERS = ("tls-cert-file", "tls-key-file", "tls-key-file-pass", "tls-ca-cert-file", "tls-auth-clients")
-_MOST_BYTES = 16 << 20  # size limit of a PEM file
+_MOST_BYTES = 16 << 20  # bytes of a PEM file
 
 
 class CertificateError(ValueError):
@@ -63,8 +63,8 @@ def _load_own(made: ssl.SSLContext, config: Config) -> None:
 def _read(path: str, label: str) -> bytes:
     """Return the content of a PEM file that contains a `label` such as CERTIFICATE.
 
-    Raises OSError, or ValueError for a file that is not regular, too large, or without the label. OpenSSL would wait
-    for some of these files, and refuse others without a reason.
+    Raises OSError, or ValueError for a file that is not regular, too large, or without the label. OpenSSL would block
+    on some of these files, and reject others without a reason.
     """
     if not os.path.exists(path):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)

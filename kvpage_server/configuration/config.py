@@ -1,7 +1,7 @@
 """Configuration: `name value` lines as in redis.conf, `--name value` on the command line, CONFIG GET and SET.
 
-Each parameter is declared once, as a field of `Config` with its kind, its default, one line of documentation, and
-whether it may change while the server runs. An invalid line is an error with its number and the allowed values.
+Each parameter is declared once, as a field of `Config`, with its kind, its default, one line of documentation, and
+whether CONFIG SET may change it. An invalid line raises an error with the line's number and the allowed values.
 """
 
 from __future__ import annotations
@@ -50,11 +50,10 @@ from kvpage_server.store.disk.database import FILE, STORE_FILES
 from kvpage_server.store.eviction.policies import POLICIES
 from kvpage_server.system.durable import private_directory
 
-# -- places ------------------------------------------------------------------------------------------------------------
+# -- Paths -------------------------------------------------------------------------------------------------------------
 #
-# Checks that the files and directories in the configuration can be written, without changing them.
-#
-# So `--check-config` reports wrong paths, and a start reports them before the server is ready.
+# `--check-config` reports files and directories that cannot be written, and a start reports them before the server is
+# ready. The checks change no file.
 
 _LONGEST_SOCKET = 107 if sys.platform == "linux" else 103  # bytes of a unix socket's path at most
 
@@ -63,7 +62,7 @@ def check_paths(config: Config) -> None:
     """Check that the configured files and directories can be written, without changing them, and that the server
     would not write over another file.
 
-    Raises ConfigError, which names the parameter, the path and the reason.
+    Raises ConfigError with the parameter, the path and the reason.
     """
     _check_separate(config)
     for name, value in (("pidfile", config.pidfile), ("logfile", config.logfile)):
@@ -130,23 +129,24 @@ def _check_directory(name: str, path: Path) -> None:
     if not path.is_dir():
         raise ConfigError(f"{name}: {path} {'is not a directory' if path.exists() else 'does not exist'}")
     try:
-        TemporaryFile(dir=path).close()  # os.access says for root that /proc can be written
+        TemporaryFile(dir=path).close()  # os.access returns True for root and /proc, where no file can be created
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # existing files can still be used
             raise ConfigError(f"{name}: no file can be created in {path}: {error.strerror}") from None
 
 
-_NO_LIMIT_COUNTS_AS = 4 * 1024**3  # bytes that a share of maxmemory refers to if maxmemory is 0
-_MOST_BYTES = 64 * 1024**2  # size limit of a configuration file
-_GREAT_PAGE = 65 * 1024**2  # bytes of a large page: 64 MiB and the overhead
+_NO_LIMIT_COUNTS_AS = 4 * 1024**3  # bytes of which a share of maxmemory is computed if maxmemory is 0
+_MOST_BYTES = 64 * 1024**2  # bytes of a configuration file
+_LARGE_PAGE_COMMAND = 65 * 1024**2  # bytes of a command with a page of 64 MiB
 
 _NO_MAPS = "kvpage-server has no maps of slots: use servers side by side, or `store cluster` (docs/scaling.md)"
 _REMOVED = {"cluster-config": _NO_MAPS, "cluster-node": _NO_MAPS}  # former parameters, and their replacement
 
 
 class ConfigError(ValueError):
-    """Error: unknown parameter or invalid value. The message names the parameter, its line if it is in a file, and the
-    allowed values.
+    """Error: a parameter is unknown, or has an invalid value.
+
+    The message names the parameter, its line if it is in a file, and the allowed values.
     """
 
 
@@ -155,7 +155,7 @@ def option(
 ) -> Any:
     """Declare a parameter. Its name is the name of the field, with dashes.
 
-    CONFIG GET does not show a hidden parameter, and shows a secret parameter to administrators only.
+    CONFIG GET does not return a `hidden` parameter, and returns a `secret` one to administrators only.
     """
     metadata = {"kind": kind, "doc": doc, "mutable": mutable, "hidden": hidden, "secret": secret}
     if isinstance(default, list | dict):
@@ -289,13 +289,13 @@ class Config:
     appendonly: bool = option(choice("no"), "no", "there is no append-only file, see `store`")
 
     file: Path | None = field(default=None, metadata={"line": False})  # the configuration file
-    given: set[str] = field(default_factory=set)  # parameters on the command line
-    in_effect: dict[str, int] = field(default_factory=dict)  # the values in effect of parameters that are `auto`
-    chosen: set[str] = field(default_factory=set)  # parameters that were not given, so that the server chose them
+    given: set[str] = field(default_factory=set)  # names of parameters on the command line
+    in_effect: dict[str, int] = field(default_factory=dict)  # numbers in effect, of parameters whose value is `auto`
+    chosen: set[str] = field(default_factory=set)  # names of parameters that `choose_defaults` has set
 
     @classmethod
     def parameters(cls) -> dict[str, Field[Any]]:
-        """Return the declarations of all parameters by their names in the file."""
+        """Return the declarations of all parameters, by their names in the file."""
         return {f.name.replace("_", "-"): f for f in fields(cls) if "kind" in f.metadata}
 
     @classmethod
@@ -304,7 +304,7 @@ class Config:
         return [declared.name for declared in cls.parameters().values() if declared.metadata["kind"] is path]
 
     def set(self, name: str, values: Sequence[str]) -> None:
-        """Set a parameter to a value that is given as words, as in a line of the file. Raises ConfigError."""
+        """Set a parameter from the words of a line, or merge them into its value (`Kind.add`). Raises ConfigError."""
         declared = self.parameters().get(name.lower())
         if declared is None:
             hint = f"; {instead}" if (instead := _REMOVED.get(name.lower())) else ""
@@ -340,20 +340,21 @@ class Config:
 
     @classmethod
     def words_of(cls, name: str, value: Any) -> list[str]:
-        """Return a given value of a parameter as the words of a line of the file."""
+        """Return the value of a parameter `name` as the words of a line of the file."""
         return list(cls.parameters()[name].metadata["kind"].write(value))
 
     def get(self, name: str) -> str:
-        """Return a parameter's value as CONFIG GET shows it. For a value `auto` it is the number in effect."""
+        """Return a parameter's value as CONFIG GET returns it. For `auto`, that is the number in effect."""
         return str(self.in_effect[name]) if name in self.in_effect else " ".join(self.words(name))
 
     @classmethod
     def is_mutable(cls, name: str) -> bool:
+        """Return whether CONFIG SET may change a parameter."""
         return bool(cls.parameters()[name].metadata["mutable"])
 
     @classmethod
     def is_shown(cls, name: str, *, to_administrator: bool) -> bool:
-        """Return whether CONFIG GET shows a parameter, to an administrator or to other users."""
+        """Return whether CONFIG GET returns a parameter: to an administrator, or to other users."""
         metadata = cls.parameters()[name].metadata
         return not metadata["hidden"] and (to_administrator or not metadata["secret"])
 
@@ -365,7 +366,7 @@ class Config:
         """
         if isinstance(self.maxmemory_clients, str):
             share = int(self.maxmemory_clients.rstrip("%"))
-            return max((self.maxmemory or _NO_LIMIT_COUNTS_AS) * share // 100, _GREAT_PAGE)
+            return max((self.maxmemory or _NO_LIMIT_COUNTS_AS) * share // 100, _LARGE_PAGE_COMMAND)
         return self.maxmemory_clients
 
     @property
@@ -375,7 +376,7 @@ class Config:
         return min(self.proto_max_bulk_len, self.client_query_buffer_limit, *of_all)
 
     def load(self, path: Path) -> None:
-        """Set the parameters in all lines of a file. Raises OSError, or ConfigError, which names file and line."""
+        """Set the parameters in all lines of a file. Raises OSError, or ConfigError with the file and the line."""
         self.file = path.absolute()
         for number, name, values in read_lines(path):
             try:
@@ -396,14 +397,15 @@ def read_lines(path: Path) -> Iterator[tuple[int, str, list[str]]]:
         found = split_words(line)
         if found is None:
             raise ConfigError(f"{path}, line {number}: unbalanced quotes")
-        if not found:  # NUL bytes separate words; after a crash of the machine, a file can end with them
+        if not found:  # NUL bytes count as spaces; after a crash of the machine, a file may end with them
             raise ConfigError(f"{path}, line {number}: NUL bytes instead of a parameter's name")
         name, *values = (word.decode("utf-8", "surrogateescape") for word in found)
         yield number, name, values
 
 
 def from_arguments(arguments: Sequence[str]) -> Config:
-    """Return the configuration from the arguments of redis-server: an optional file, then `--name value ...`.
+    """Return the configuration from command-line arguments as of redis-server: an optional file, then `--name value
+    ...`.
 
     Raises ConfigError for an unknown parameter or an invalid value, OSError for a file that cannot be read.
     """
@@ -425,17 +427,15 @@ def from_arguments(arguments: Sequence[str]) -> Config:
 
 # -- defaults ----------------------------------------------------------------------------------------------------------
 #
-# Defaults of a server that was started without a configuration file.
+# Without a configuration file, two defaults depend on the machine. `maxmemory` is a quarter of the machine's memory, or
+# of the control group's limit. `dir` is the platform's directory for a user's data. The command line overrides both.
 #
-# `maxmemory` is a quarter of the machine's memory, or of the control group's limit. `dir` is the platform's directory
-# for a user's data. The command line overrides both, and with a configuration file they are not used.
-#
-# `maxdisk auto` is the default with a file, too, since other programs need the disk as well.
+# `maxdisk auto` is the default also with a file, because other programs need the disk, too.
 
 log = logging.getLogger("kvpage")
 
-SHARE = 4  # maxmemory is by default 1/4 of the memory
-SMALLEST_DISK = 16 << 20  # bytes of a store at least with `maxdisk auto`
+SHARE = 4  # without a file, maxmemory is 1/4 of the memory
+SMALLEST_DISK = 16 << 20  # least bytes of a store with `maxdisk auto`
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")  # files of cgroups: two of version 2, one of version 1
@@ -445,8 +445,8 @@ _MIB = 1 << 20
 def choose_defaults(config: Config) -> None:
     """Choose maxmemory and dir for a server without a configuration file, unless they were given on the command line.
 
-    The chosen parameters are listed in `config.chosen`. Relative file names on the command line refer to the directory
-    in which the server was started, so they become absolute.
+    Add their names to `config.chosen`. Relative file names on the command line refer to the directory in which the
+    server was started, so they become absolute.
     """
     if config.file is not None:
         return
@@ -464,7 +464,7 @@ def choose_defaults(config: Config) -> None:
 def enter_data_directory(config: Config) -> None:
     """Create the directory that `choose_defaults` has chosen, if any, and change to it. Raises ConfigError.
 
-    Log a warning about a store in the directory in which the server was started: an older version may have created it,
+    Log a warning if the directory in which the server was started has a store: older versions have created it there,
     and its user should not think that it is lost.
     """
     if "dir" not in config.chosen:
@@ -484,16 +484,14 @@ def enter_data_directory(config: Config) -> None:
 
 
 def data_directory() -> Path:
-    """Return the server's directory in the user's data directory: XDG_DATA_HOME on Linux, Application Support on
-    macOS.
-    """
+    """Return the server's directory for data: in XDG_DATA_HOME on Linux, in Application Support on macOS."""
     return user_data_path("kvpage", appauthor=False).absolute()
 
 
 def default_maxdisk(directory: Path) -> int:
-    """Return the bytes that a store in this directory may take with `maxdisk auto`.
+    """Return the limit in bytes of a store in this directory with `maxdisk auto`.
 
-    That is half of the sum of its file and the free space, but at least the size of its file, and SMALLEST_DISK.
+    It is half of the sum of the store's file and the free space, but at least the size of the file, and SMALLEST_DISK.
     """
     file = directory / FILE
     holds = file.stat().st_size if file.exists() else 0
@@ -501,8 +499,7 @@ def default_maxdisk(directory: Path) -> int:
 
 
 def default_memory(own: Path = _OWN_CGROUPS, groups: Path = _CGROUPS) -> int:
-    """Return the bytes of memory that this process may use: those of the machine, or a smaller limit of a control
-    group.
+    """Return the bytes of memory that this process may use: the machine's, or a smaller limit of a control group.
 
     `own` is the file that lists the control groups of the process, `groups` the directory of all control groups.
     """

@@ -1,6 +1,6 @@
-"""Kinds of parameters: functions that parse a value from words, and convert it back to words.
+"""Kinds of parameters: each parses a value from words, and converts it back to words.
 
-Parsers raise ValueError, which names the allowed values.
+A parser raises ValueError with a message that names the allowed values.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from kvpage_server.glob import glob
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Kind of a parameter: `read` parses a value from the words of a line, `write` converts it back to words.
+    """A kind of parameter: `read` parses a value from the words of a line, `write` converts it back to words.
 
-    If a parameter may have several lines, `add` merges a line's value with the values of the lines before. If the kind
-    is `whole`, CONFIG SET replaces all of them.
+    If a parameter may have several lines, `add` merges a line's value into the value of the lines before. CONFIG SET
+    merges in the same way, but replaces the whole value if the kind is `whole`.
     """
 
     read: Callable[[list[str]], Any]
@@ -34,7 +34,10 @@ def _one(words: list[str]) -> str:
 
 
 def _parts(words: list[str]) -> list[str]:
-    """Return the words of a value that may have several words. A single word is split at spaces, as in CONFIG SET."""
+    """Return the words of a value that may have several.
+
+    A single word is split at spaces, because CONFIG SET passes one.
+    """
     return words[0].split() if len(words) == 1 else words
 
 
@@ -151,16 +154,14 @@ def _read_memory_or_share(words: list[str]) -> int | str:
 
 
 class OutputLimit(NamedTuple):
-    """Limit of unread replies in bytes: never above `hard`, and above `soft` only for `seconds`. 0 stands for no
-    limit.
-    """
+    """Limit of unread output in bytes: never above `hard`, and above `soft` for at most `seconds`; 0 for no limit."""
 
     hard: int
     soft: int
     seconds: int
 
 
-_CLIENT_CLASSES = ("normal", "replica", "pubsub")  # Redis's classes; replicas do not exist here
+_CLIENT_CLASSES = ("normal", "replica", "pubsub")  # the classes of Redis; this server has no replicas
 
 
 def _read_output_limits(words: list[str]) -> dict[str, OutputLimit]:

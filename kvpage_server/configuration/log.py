@@ -28,9 +28,9 @@ def start(config: Config) -> None:
 
 
 def reopen(config: Config) -> None:
-    """Begin the log's file again, as it may have been moved, with a line that says so.
+    """Open the log file again, because it may have been renamed, and write a first line to it.
 
-    Raises OSError if no file can be opened, or if the line cannot be written. The log then stays in the old file.
+    Raises OSError if the file cannot be opened, or if the line cannot be written. Then the log stays in the old file.
     """
     handler, root = _handler(config), logging.getLogger()
     handler.handle(_line(logging.INFO, "SIGHUP: the log goes on here"))
@@ -62,12 +62,13 @@ def _line(level: int, message: str) -> logging.LogRecord:
 
 
 class _Lines(logging.Handler):
-    """Log on a file or stream that may fail, for example because the disk is full.
+    """Log handler for a file or stream on which writes may fail, for example because the disk is full.
 
-    The stream's buffer of some KB keeps lines that cannot be written, and writes them later. Further lines are lost.
+    Lines that cannot be written stay in the stream's buffer of some kilobytes, and are written later. When the buffer
+    is full, further lines are lost. A warning follows when writes succeed again.
     """
 
-    failure: OSError | None = None  # of the last line
+    failure: OSError | None = None  # the error of the last line
 
     def emit(self, record: logging.LogRecord) -> None:
         before, self.failure = self.failure, None
@@ -98,8 +99,9 @@ class _StandardError(_Lines, logging.StreamHandler[TextIO]):
     """Log handler for standard error. A closed terminal or pipe does not stop the server."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Point the stream at /dev/null if its terminal or pipe is closed: nobody reads this record or a later one, and
-        its descriptor must stay open. Treat other errors as `_Lines` does.
+        """Redirect the stream to /dev/null if its terminal or pipe is closed. Treat other errors as `_Lines` does.
+
+        The descriptor stays open, because otherwise the system would assign it to another file.
         """
         error = sys.exception()
         if not isinstance(error, OSError) or error.errno not in _NOBODY_READS:

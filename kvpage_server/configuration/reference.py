@@ -57,6 +57,7 @@ instead of passwords.
 
 
 def reference() -> str:
+    """Return the text of docs/configuration.md."""
     return _OPENING + "".join(_rows())
 
 
@@ -79,9 +80,7 @@ def _with_unit(word: str) -> str:
 
 
 def _allowed(kind: Kind) -> str:
-    """Return the allowed values of a kind, from its error for "?", which nearly all kinds refuse; empty for any
-    text.
-    """
+    """Return the allowed values of a kind, from its error for the value "?"; empty if it accepts any text."""
     try:
         kind.read(["?"])
     except ValueError as error:

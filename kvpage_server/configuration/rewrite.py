@@ -1,8 +1,8 @@
 """CONFIG REWRITE: writes the current configuration to the file.
 
-Comments, order and unchanged lines are kept. A line with a changed value is replaced in its place. If a parameter may
-have several lines, each line keeps its user, quotas or classes of clients. Lines of removed users and quotas are
-removed. Parameters that differ from their default and have no line are appended.
+Comments, the order of lines, and lines with unchanged values stay. A line with a changed value is replaced in its
+place. If a parameter has several lines, each line keeps its user, its quotas or its classes of clients. Lines of
+deleted users and quotas are deleted. Parameters without a line are appended if they differ from their default.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ def rewritten(old: bytes, config: Config, users: Sequence[bytes]) -> bytes:
     return b"".join(line + b"\n" for line in (*kept, *added))
 
 
-Found = list[list[bytes] | None]  # the lines that replace each old one; None if it stays unchanged
+Found = list[list[bytes] | None]  # for each old line the lines that replace it, or None if it stays
 
 
 def _whole(name: str, old: Sequence[Config | None], config: Config) -> tuple[Found, list[bytes]]:
     """Return the lines of a parameter with one value: (replacements of its old lines, lines to append).
 
-    The first old line gets the value, others are removed. `old` has the parsed old lines, None for invalid ones.
+    The first old line gets the value, and the others are deleted. `old` has the parsed old lines, None for invalid
+    ones.
     """
     if not old:
         return [], [] if config.words(name) == Config().words(name) else [_line(name, config)]
@@ -89,8 +90,9 @@ def _lines(name: str, config: Config, parts: Mapping[str, object]) -> list[bytes
 
 
 def _users(lines: Sequence[bytes], at: Iterable[int], users: Sequence[bytes]) -> tuple[Found, list[bytes]]:
-    """Return the lines of users: (replacements of the old `user` lines, which are at the indexes `at`, and lines to
-    append).
+    """Return the lines of users: (replacements of the old `user` lines, lines to append).
+
+    The old lines are at the indexes `at`.
     """
     left = {line.split(b" ")[1]: b" ".join(map(_quote, line.split(b" "))) for line in users}
     found: Found = []
@@ -102,8 +104,9 @@ def _users(lines: Sequence[bytes], at: Iterable[int], users: Sequence[bytes]) ->
 
 
 def _parsed(line: bytes) -> Config | None:
-    """Return a Config with the value of a line, or None if the line is invalid. `given` has the names of the line's
-    parts.
+    """Return a Config with the value of a line, or None if the line is invalid.
+
+    Its `given` has the names of the parts in the line, for example the patterns of quotas.
     """
     name, *values = (word.decode("utf-8", "surrogateescape") for word in _words(line))
     config = Config()
@@ -134,9 +137,9 @@ def _line(name: str, config: Config, parts: Mapping[str, object] | None = None) 
 def _quote(raw: bytes) -> bytes:
     if _PLAIN.match(raw) and not raw.startswith(b"#"):
         return raw
-    return b'"%b"' % b"".join(b"%c" % byte if _may_stand(byte) else b"\\x%02x" % byte for byte in raw)
+    return b'"%b"' % b"".join(b"%c" % byte if _needs_no_escape(byte) else b"\\x%02x" % byte for byte in raw)
 
 
-def _may_stand(byte: int) -> bool:
-    """Return whether a byte can be between quotes without an escape."""
+def _needs_no_escape(byte: int) -> bool:
+    """Return whether a byte needs no escape between quotes."""
     return 0x20 <= byte < 0x7F and byte not in b'"\\'

@@ -6,9 +6,9 @@ import resource
 
 
 def room_for(connections: int, others: int) -> int:
-    """Raise the limit for this number of connections and of other descriptors, as far as the system allows.
+    """Raise the limit of file descriptors for `connections` and `others`, as far as the system allows.
 
-    Return the number of connections that it allows.
+    Return the number of connections that fit into the limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + others

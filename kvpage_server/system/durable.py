@@ -1,9 +1,7 @@
-"""Files that survive a crash or a power failure: each appears complete or not at all, and its name stays in its
-directory.
+"""Files that survive a crash or a power failure: after it, a file is complete or does not exist.
 
 A file is written under a temporary name, flushed to disk and renamed; then its directory is flushed. A temporary name
-ends with `.tmp`, and its file is locked while a process writes it. So a `.tmp` file without a lock is left from a
-crash.
+ends with `.tmp`, and its file is locked while a process writes it. So a `.tmp` file without a lock was left by a crash.
 
 Only the owner can read these files, whatever the umask, because they may contain confidential text of tenants.
 """
@@ -28,9 +26,7 @@ log = logging.getLogger("kvpage")
 
 
 def private(path: str | Path, flags: int) -> int:
-    """Open a file and return its descriptor, as the `opener` of `open`. A file that it creates belongs to the owner
-    only.
-    """
+    """Open a file and return its descriptor, as the `opener` of `open`. Only the owner may access a created file."""
     return os.open(path, flags, _PRIVATE_FILE)
 
 
@@ -46,7 +42,7 @@ def private_directory(path: Path) -> None:
 
 
 def tighten(file: int | Path, leave: int = _PRIVATE_FILE) -> None:
-    """Remove all rights except `leave` from an existing regular file. Log a warning if they cannot be changed.
+    """Remove all permissions except `leave` from a regular file. Log a warning if that fails.
 
     Raises OSError if `file` does not exist.
     """
@@ -77,10 +73,10 @@ def flush_directory(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path, *, keep_group: bool = False) -> Iterator[BinaryIO]:
-    """Yield a new file, which replaces `path` when the caller's ``with`` block ends; after an exception, `path` is
-    unchanged.
+    """Yield a new file, which replaces `path` when the caller's ``with`` block ends.
 
-    Only the owner may read it. With `keep_group`, owner and group keep their rights to `path`. Raises OSError.
+    After an exception in the block, `path` is unchanged. Only the owner may read the file. With `keep_group`, owner and
+    group keep their permissions. Raises OSError.
     """
     file, unfinished = _create(path)
     with file:
@@ -109,7 +105,7 @@ def remove(path: Path) -> bool:
 
 
 def remove_unfinished(directory: Path) -> int:
-    """Delete temporary files that crashed processes have left. Locked ones stay. Return the number of deleted files."""
+    """Delete temporary files of crashed processes, which are not locked. Return the number of deleted files."""
     removed = 0
     for path in directory.glob(f".*{_UNFINISHED}"):
         with suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
@@ -120,9 +116,7 @@ def remove_unfinished(directory: Path) -> int:
 
 
 def _create(path: Path) -> tuple[BinaryIO, Path]:
-    """Create a temporary file in the directory of `path`, locked as long as it is open. Return the file and its
-    path.
-    """
+    """Create a temporary file in the directory of `path`, locked as long as it is open. Return it and its path."""
     while True:
         descriptor, name = mkstemp(_UNFINISHED, f".{path.stem}-", path.parent)
         file, unfinished = os.fdopen(descriptor, "r+b"), Path(name)

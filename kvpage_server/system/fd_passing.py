@@ -1,4 +1,4 @@
-"""Passing of sockets from one process to another over a unix socket, the channel, each with a short text."""
+"""Passing of sockets, each with a short text, from one process to another over a channel: a pair of unix sockets."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ _WORDS = 128  # bytes of the text, which is cut or padded with zeros
 
 
 def hand_over(channel: socket.socket, sock: socket.socket, words: str) -> None:
-    """Send a socket and a text of up to 128 bytes to the other process. The caller closes its own descriptor. Raises
-    OSError.
-    """
+    """Send a socket and a text to the other process. The caller closes its own descriptor. Raises OSError."""
     message = words.encode("utf-8", "surrogateescape")[:_WORDS].ljust(_WORDS, b"\0")
     if socket.send_fds(channel, [message], [sock.fileno()]) < _WORDS:
         raise OSError("the channel is full")

@@ -1,4 +1,4 @@
-"""Settings of glibc's malloc for freed memory. With another C library, these functions have no effect."""
+"""Control of glibc's malloc over freed memory. With another C library, these functions have no effect."""
 
 from __future__ import annotations
 

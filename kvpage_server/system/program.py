@@ -19,9 +19,7 @@ _SIMILAR = {**dict(zip("▁▂▃▄▅▆▇█", ".:-=+*%#", strict=True)), "�
 
 
 def fit_streams() -> None:
-    """Make output streams replace characters that their encoding lacks, and read ASCII input as UTF-8, which includes
-    ASCII.
-    """
+    """Make output streams replace characters that their encoding lacks, and read ASCII input as UTF-8."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors=_ERRORS)
@@ -39,10 +37,9 @@ def _codec(stream: TextIOWrapper) -> str:
 
 
 def _similar(error: UnicodeError) -> tuple[str, int]:
-    """Return ASCII text for characters that an encoding lacks: a similar character for a decoration, JSON's escape for
-    others.
+    """Return ASCII text for characters that an encoding lacks: a similar character, or else JSON's escape.
 
-    This is the error handler of codecs that `fit_streams` uses.
+    This is a codec error handler, which `fit_streams` installs.
     """
     if not isinstance(error, UnicodeEncodeError):
         raise error
@@ -59,10 +56,10 @@ PIPE_CLOSED = 141  # 128 + SIGPIPE
 
 @contextmanager
 def ends_quietly(program: str) -> Iterator[None]:
-    """Run the caller's ``with`` block. Exit with a line on stderr on Ctrl-C, or if standard output cannot be written,
-    and without one when the pipe on standard output is closed.
+    """Run the caller's ``with`` block without tracebacks for Ctrl-C and errors of standard output.
 
-    Characters that the encoding of the output lacks are replaced.
+    On Ctrl-C, exit with a line on stderr and INTERRUPTED; on a closed pipe of standard output, with PIPE_CLOSED; on
+    another OSError, with a line on stderr and 1. Characters that the encoding of the output lacks are replaced.
     """
     fit_streams()
     try:
@@ -87,15 +84,16 @@ def say(program: str, message: str, code: int) -> int:
 
 
 def reason_of(error: OSError) -> str:
-    """Return the file of an error, if it has one, and the reason: "trace.jsonl: No such file or directory"."""
+    """Return the text of an error, with its file if it has one: "trace.jsonl: No such file or directory"."""
     if error.filename is None or error.strerror is None:
         return error.strerror or str(error)
     return f"{os.fsdecode(error.filename)}: {error.strerror}"
 
 
 def missing_extra(error: ModuleNotFoundError, extra: str) -> str:
-    """Return the message for a missing package of an extra of pip. Raise `error` again if the missing module is
-    ours.
+    """Return the message for a missing package that pip's extra `extra` installs.
+
+    Raise `error` again if the missing module belongs to this project.
     """
     package = (error.name or "").partition(".")[0]
     if package in ("", "kvpage_server", "engine"):

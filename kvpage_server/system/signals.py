@@ -1,9 +1,9 @@
 """Signals of a server. docs/operations.md has a table of them.
 
-A signal in `STOP` stops the server after acknowledged writes are saved. SIGHUP also stops a server with a terminal,
-because the terminal has been closed. A service has no terminal: SIGHUP makes it open its log file again and reload its
-certificates. SIGHUP stays ignored if it was ignored at the start, as under nohup. Signals without a meaning for a
-server are ignored, because by default they would end it. Signals of a crash keep their default action.
+A signal in `STOP` stops the server after it has written all acknowledged writes. SIGHUP stops a server with a terminal,
+too, because it means that the terminal was closed. A service has no terminal: SIGHUP makes it open its log file again
+and reload its certificates. SIGHUP stays ignored if it was ignored at the start, as under nohup. Signals without a
+meaning for a server are ignored, because by default they would end it. Signals of a crash keep their default action.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import signal
 from collections.abc import Callable
 from functools import partial
 
-_LOOK_SECONDS = 1.0  # between two checks of the terminal
+_CHECK_SECONDS = 1.0  # seconds between two checks of the terminal
 
 
 def _numbers_of(*names: str) -> list[int]:
@@ -32,9 +32,7 @@ if hasattr(signal, "SIGRTMIN"):
 
 
 def begin() -> None:
-    """Ignore the signals that have no meaning for a server. Until `attend` is called, the other signals end the
-    process.
-    """
+    """Ignore the signals that have no meaning for a server. The others end the process until `attend` is called."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -42,10 +40,10 @@ def begin() -> None:
 
 
 def attend(loop: asyncio.AbstractEventLoop, stop: Callable[[int], None], renew: Callable[[], None]) -> None:
-    """Make the event loop handle signals: call `stop` with the number of a signal of `STOP`, and `renew` when a service
-    gets SIGHUP.
+    """Make the event loop handle signals.
 
-    With a terminal, call `stop` also when the terminal is closed.
+    `stop(number)` is called for a signal of `STOP`; with a terminal, also for SIGHUP, and when the terminal was closed.
+    Without a terminal, `renew()` is called for SIGHUP.
     """
     for number in STOP:
         loop.add_signal_handler(number, stop, number)
@@ -59,7 +57,7 @@ def attend(loop: asyncio.AbstractEventLoop, stop: Callable[[int], None], renew: 
     loop.add_signal_handler(signal.SIGHUP, hang_up)
     watch = select.poll()
     watch.register(terminal, 0)  # poll reports a hangup even without events
-    _look(loop, terminal, watch, hang_up, True)
+    _check_terminal(loop, terminal, watch, hang_up, True)
 
 
 def finish(loop: asyncio.AbstractEventLoop) -> None:
@@ -73,28 +71,26 @@ def finish(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _terminal() -> int | None:
-    """Return a descriptor of the controlling terminal, also if the streams are redirected; None if there is none, as in
-    a service.
-    """
+    """Return a descriptor of the controlling terminal, even if the streams are redirected; None in a service."""
     try:
         return os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
     except OSError:
         return None
 
 
-def _look(
+def _check_terminal(
     loop: asyncio.AbstractEventLoop, terminal: int, watch: select.poll, hang_up: Callable[[], None], in_front: bool
 ) -> None:
-    """Check whether the terminal has been closed, and call `hang_up` if the server was in the foreground. Repeat this
-    every second.
+    """Check every second whether the terminal was closed. Then call `hang_up` if the server was in the foreground.
 
-    The system sends SIGHUP only to the session leader. A shell forwards it. If make is the session leader, as in a
-    window or an ssh session that runs only make, it forwards nothing, and waits for the server. A server in the
-    background continues. `in_front` is whether the server was in the foreground at the last check.
+    This is necessary because the system sends SIGHUP only to the session leader. A shell forwards it. If make is the
+    session leader, as in a window or an ssh session that runs only make, it forwards nothing, and waits for the server.
+    A server in the background continues to run. `in_front` is whether the server was in the foreground at the last
+    check.
     """
     if watch.poll(0):
         if in_front:
             hang_up()
         return
     in_front = os.tcgetpgrp(terminal) == os.getpgrp()
-    loop.call_later(_LOOK_SECONDS, _look, loop, terminal, watch, hang_up, in_front)
+    loop.call_later(_CHECK_SECONDS, _check_terminal, loop, terminal, watch, hang_up, in_front)

@@ -23,7 +23,7 @@ _NO_TERMINAL = 200  # columns of a pipe or a file, where no line has to wrap
 
 
 class Terminal(Console):
-    """Console of rich in which a closed pipe raises BrokenPipeError instead of ending the process."""
+    """A rich Console that raises BrokenPipeError for a closed pipe, where rich would end the process."""
 
     def on_broken_pipe(self) -> None:
         """Raise the BrokenPipeError that rich is handling."""
@@ -34,9 +34,7 @@ out = Terminal(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty(
 
 
 class FittingTable(Table):
-    """Table that fits into the terminal: it removes columns, and then cuts text. Without a terminal, it wraps long
-    text.
-    """
+    """A rich Table that removes columns and cuts text to fit into the terminal. Without a terminal, it wraps text."""
 
     def __init__(self, drop: Sequence[str]) -> None:
         """Create a table without columns. `drop` has the headers of columns in the order in which they are removed.
@@ -83,7 +81,7 @@ def _width(column: Column) -> int:
 
 
 def _least_width(column: Column) -> int:
-    """Return the width to which a column may be cut; numbers are never cut."""
+    """Return the width to which a column may be cut. Columns of numbers are not cut."""
     return min(_width(column), _LEAST_NAME) if column.justify == "left" else _width(column)
 
 
@@ -99,7 +97,7 @@ def table_of(*columns: str, numbers_from: int, drop: Sequence[str] = ()) -> Tabl
 
 
 def print_json(found: Any) -> None:
-    """Print an object as JSON on one line. Bytes that are not UTF-8 are shown as `\\xNN`."""
+    """Print an object as JSON on one line. Bytes that are not UTF-8 become `\\xNN`."""
     escapes = not prints_every_character()
     printed = json.dumps(found, default=lambda raw: raw.decode("utf-8", "backslashreplace"), ensure_ascii=escapes)
     if not printed.isprintable():  # control characters could act on a terminal

@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from itertools import accumulate
 
-BUCKETS = 64  # of a histogram
-FIRST, LAST = 12, 34  # reported powers of two, in nanoseconds: 4 microseconds to 17 seconds
+BUCKETS = 64  # buckets of a histogram
+FIRST, LAST = 12, 34  # powers of two in nanoseconds that `within` reports: 4 microseconds to 17 seconds
 
 
 def monotonic_ms() -> int:
@@ -21,8 +21,9 @@ def monotonic_ms() -> int:
 
 
 class Durations:
-    """Histogram of the durations of one kind of work. `histogram[i]` counts those from 2**(i-1) to below 2**i
-    nanoseconds.
+    """Histogram of the durations of one kind of work.
+
+    `histogram[i]` is the number of durations from 2**(i-1) to below 2**i nanoseconds.
     """
 
     __slots__ = ("histogram", "nanoseconds")
@@ -42,8 +43,9 @@ class Durations:
 
 
 def within(histogram: Sequence[int]) -> str:
-    """Return counts as text, separated by "/": the durations below 2**FIRST nanoseconds, below the next power of two,
-    and so on up to 2**LAST.
+    """Return cumulative counts as text, separated by "/".
+
+    The first is the number of durations below 2**FIRST nanoseconds, the next one below twice that, up to 2**LAST.
     """
     return "/".join(map(str, [*accumulate(histogram)][FIRST : LAST + 1]))
 
@@ -89,8 +91,8 @@ def _shown(letter: str) -> str:
 # -- Log lines that clients cannot forge -------------------------------------------------------------------------------
 
 _CONTINUES = "    "
-_SELDOM_SECONDS = 60.0
-_MOST_KINDS = 256  # further kinds count as one
+_SELDOM_SECONDS = 60.0  # seconds between two lines of a kind
+_MOST_KINDS = 256  # above this number, all further kinds count as one
 
 
 class LogLines(logging.Formatter):
@@ -108,15 +110,18 @@ class LogLines(logging.Formatter):
         return "\n".join(_CONTINUES + printable(line) for line in super().formatException(ei).split("\n"))
 
 
-class SeldomLog:
-    """Log lines that anybody can cause: one a minute of each kind, with the number of the lines that were left out."""
+class RateLimitedLog:
+    """Rate limit of log lines that any client can cause: one line a minute of each kind, with the number of omitted
+    ones.
+    """
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
-        self._kinds: dict[str, tuple[float, int]] = {}  # end of the time without further lines, and their number
+        # By kind: the time of the next line, and the number of omitted ones.
+        self._kinds: dict[str, tuple[float, int]] = {}
 
     def log(self, level: int, message: str, *args: object, kind: str = "") -> None:
-        """Log a line, unless there was one with the same message and `kind` in the last minute."""
+        """Log a line, unless one with the same message and `kind` was logged in the last minute."""
         kind = message + kind
         if kind not in self._kinds and len(self._kinds) >= _MOST_KINDS:
             kind = ""
