@@ -25,6 +25,8 @@ from kvpage_server.system.text import monotonic_ms
 class Account(ABC):
     """A limited resource. Sizes are in bytes."""
 
+    shrinks_in_steps = False  # whether a write evicts at most twice its size, after the limit was lowered
+
     def __init__(self, contents: Contents) -> None:
         self.contents = contents
         self.reserved = 0  # for the next parts of batches that are stored in steps
@@ -46,7 +48,8 @@ class Account(ABC):
 
     def goal(self, size: int) -> int:
         """Return the greatest `used` with which no unit is evicted before `size` more bytes are stored."""
-        return self.limit - self.reserved - size if self.limit else sys.maxsize
+        goal = self.limit - self.reserved - size if self.limit else sys.maxsize
+        return max(goal, self.used - 2 * size) if self.shrinks_in_steps else goal
 
     def refuses(self, size: int) -> bool:
         """Return whether `size` more bytes do not even fit below `most`."""

@@ -393,7 +393,7 @@ class Contents:
 
     def _grow_quota(self, block: Block, size: int) -> None:
         """Count the growth of a block's pages, in bytes, for its quota."""
-        quota = self.evictor.quota_of(block)
+        quota = self.evictor.quotas.of(block)
         if quota is not None:
             known = block in quota.sizes
             quota.resize(block, quota.sizes[block] + size if known else self.size_for_quota(block))
@@ -675,7 +675,7 @@ class Contents:
 
     def _who(self, unit: Unit, event: str, reason: str) -> str:
         """Return the policy, or the pattern of the quota, that evicted a unit; empty for other removals."""
-        quota = self.evictor.quota_of(unit) if reason == OVER_QUOTA else None
+        quota = self.evictor.quotas.of(unit) if reason == OVER_QUOTA else None
         if quota is not None:
             return quota.pattern.decode("utf-8", "surrogateescape")
         return self.evictor.policy if event == "evicted" else ""
@@ -737,7 +737,7 @@ class Contents:
         """Evict a unit because the limit of `room` is reached: "memory", "disk" or "quota"; always "quota" if that is
         exceeded.
         """
-        quota = self.evictor.quota_of(unit)
+        quota = self.evictor.quotas.of(unit)
         if quota is not None and quota.is_over:
             room = "quota"
         self.evictor.units.evicted(unit)

@@ -101,7 +101,7 @@ class QuotaAccounts:
         contents.evictor.set_quotas(rules, contents.catalogue.costs)
         self.of = {
             quota: (QuotaAccount(contents, quota), QuotaIndexAccount(contents, quota, self._memory))
-            for quota in contents.evictor.every_quota
+            for quota in contents.evictor.quotas.all
         }
         contents.leases.recount()
         self._uncounted = self._count_all() if rules else None
@@ -166,7 +166,7 @@ class QuotaAccounts:
         return self._uncounted is not None
 
     def _count_all(self) -> Iterator[None]:
-        at_once = max(_PATTERNS_PER_STEP // (_OF_A_VALUE + len(self._contents.evictor.every_quota)), 1)
+        at_once = max(_PATTERNS_PER_STEP // (_OF_A_VALUE + len(self._contents.evictor.quotas.all)), 1)
         for number, unit in enumerate(self._every_unit(), start=1):
             self._count(unit)
             if not number % at_once:
@@ -188,7 +188,7 @@ class QuotaAccounts:
                     yield block
 
     def _count(self, unit: Unit) -> None:
-        quota = self._contents.evictor.quota_of(unit)
+        quota = self._contents.evictor.quotas.of(unit)
         if quota is None or unit in quota.sizes:
             return
         quota.resize(unit, self._contents.size_for_quota(unit))

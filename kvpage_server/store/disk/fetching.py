@@ -263,7 +263,7 @@ class Fetching:
         self._stored.usage.use(name_of_unit(unit))
         if unit in evictor.units:
             evictor.units.used(unit)
-        elif quota := evictor.quota_of(unit):
+        elif quota := evictor.quotas.of(unit):
             quota.units.used(unit)
 
     def _replace_by_slots(self, fetched: Iterable[tuple[OnDisk, Slot]]) -> None:

@@ -118,53 +118,47 @@ _TEXT_ON_DISK = 2  # approximate size of a string on disk, divided by its size i
 Sizes = dict[bytes, int]  # footprints on disk, by name
 
 
-class _DiskAccount(Account):
-    """An account of the disk. Without `maxdisk` it has no limit."""
-
-    def __init__(self, contents: Contents, stored: Stored) -> None:
-        super().__init__(contents)
-        self.stored = stored
-
-    def goal(self, size: int) -> int:
-        """Return the goal, but evict at most `2 * size` bytes: in steps, after a lower maxdisk."""
-        return max(super().goal(size), self.used - 2 * size)
-
-
-class WithReplaced(_DiskAccount):
+class WithReplaced(Account):
     """The space for values together with the values that they replace, which stay until the next commit."""
 
+    shrinks_in_steps = True
+
     def __init__(self, disk: DiskAccount) -> None:
-        super().__init__(disk.contents, disk.stored)
+        super().__init__(disk.contents)
         self._disk = disk
 
     @property
     def limit(self) -> int:
-        return int(self.stored.maxdisk * _SHARE_WITH_REPLACED)
+        return int(self._disk.stored.maxdisk * _SHARE_WITH_REPLACED)
 
     most = limit
 
     @property
     def used(self) -> int:
-        return self.stored.usage.expected + self.stored.usage.replaced
+        usage = self._disk.stored.usage
+        return usage.expected + usage.replaced
 
     def sources(self, size: int) -> Iterator[Source]:
         return self._disk.units_to_evict(self, size)
 
     def refusal(self, size: int) -> str:
-        size += self.stored.usage.replaced + self.reserved
+        size += self._disk.stored.usage.replaced + self.reserved
         return (
-            f"it and what is written with it take {size} bytes beside what they replace: "
-            f"maxdisk allows {self.limit} of {self.stored.maxdisk} bytes for both. Write less at once"
+            f"it and what is written with it take {size} bytes beside what they replace: maxdisk allows {self.limit} "
+            f"of {self._disk.stored.maxdisk} bytes for both. Write less at once"
         )
 
 
-class DiskAccount(_DiskAccount):
+class DiskAccount(Account):
     """The space for values: a part of `maxdisk`. Also eviction for the space that other programs leave."""
 
+    shrinks_in_steps = True
+
     def __init__(self, contents: Contents, stored: Stored) -> None:
-        super().__init__(contents, stored)
+        super().__init__(contents)
+        self.stored = stored
+        self.chains = Chains(contents.index)
         self._with_replaced = WithReplaced(self)
-        self._chains = Chains(contents.index)
         self._freed = 0  # bytes of evicted units since the start
 
     @property
@@ -194,10 +188,8 @@ class DiskAccount(_DiskAccount):
             yield self.evictable(), self.evict
 
     def refusal(self, size: int) -> str:
-        return (
-            f"used disk > 'maxdisk': {self.limit} bytes of {self.stored.maxdisk} are for "
-            f"values, and {size} more do not fit"
-        )
+        values = f"{self.limit} bytes of {self.stored.maxdisk} are for values"
+        return f"used disk > 'maxdisk': {values}, and {size} more do not fit"
 
     # -- admission of writes -----------------------------------------------------------------------------------------
 
@@ -289,18 +281,10 @@ class DiskAccount(_DiskAccount):
 
     # -- order of eviction ---------------------------------------------------------------------------------------------
 
-    def follows(self, blocks: Sequence[Block]) -> None:
-        """Note that each of these blocks extends the block before it."""
-        self._chains.follow(blocks)
-
     def block_removed(self, block: Block) -> None:
         """Remove the links of a removed block. The block that it extended may be evicted now."""
-        for req_id, page in self._chains.removed(block):
+        for req_id, page in self.chains.removed(block):
             self.stored.usage.resume(name_of_block(req_id, page))
-
-    def clear(self) -> None:
-        """Remove all links between blocks."""
-        self._chains.clear()
 
     def evict_for_full_disk(self, error: DiskFull, size: int) -> Iterator[None]:
         """Evict `size` bytes, if possible, because the disk is full. Yield after each unit."""
@@ -311,8 +295,11 @@ class DiskAccount(_DiskAccount):
             yield
 
     def evict(self, unit: Unit, *, room: str = "disk") -> bool:
-        """Evict a unit from memory and disk, because of the limit of `room`. Return False if it is not on disk."""
-        if not (names := self.names_on_disk(unit)):
+        """Evict a unit from memory and disk, because of the limit of `room`. Return False if it is not on disk, and
+        does not wait to be written.
+        """
+        names = [name for name in names_in(unit) if self.stored.has(name)]
+        if not names:
             return False
         usage = self.stored.usage
         self._freed += sum(map(usage.size_of, names))
@@ -320,10 +307,6 @@ class DiskAccount(_DiskAccount):
         self.stored.counts.evicted += len(names)
         self.contents.evict(unit, room=room)
         return True
-
-    def names_on_disk(self, unit: Unit) -> list[bytes]:
-        """Return the names of a unit's values that are on disk, or wait to be written."""
-        return [name for name in names_in(unit) if self.stored.has(name)]
 
     def evictable(self, *, alone: bool = False, last: bool = True) -> Iterator[Unit]:
         """Return the units on disk that the policy may evict, in the order of eviction.
@@ -396,7 +379,7 @@ class DiskAccount(_DiskAccount):
                 yield unit
 
     def _is_extended(self, name: bytes) -> bool:
-        return name[:1] == b"b" and self._rules.keeps_chains and self._chains.is_extended(*parse_block(name))
+        return name[:1] == b"b" and self._rules.keeps_chains and self.chains.is_extended(*parse_block(name))
 
     def _waits(self, unit: Unit) -> bool:
         return any(map(self.stored.behind.waits, names_in(unit)))

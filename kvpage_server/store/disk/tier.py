@@ -237,7 +237,7 @@ class DiskTier(Tier):
         self.account.admit_split(block)
 
     def follows(self, blocks: Sequence[Block]) -> None:
-        self.account.follows(blocks)
+        self.account.chains.follow(blocks)
 
     def sweep(self) -> None:
         self.fetching.sweep()
@@ -278,7 +278,7 @@ class DiskTier(Tier):
     def clear(self) -> None:
         """Remove everything from the disk."""
         self.stored.clear()
-        self.account.clear()
+        self.account.chains.clear()
 
     # -- drops and evictions -------------------------------------------------------------------------------------------
 

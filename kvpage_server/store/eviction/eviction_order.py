@@ -48,27 +48,18 @@ class Evictor:
 
     def set_quotas(self, rules: Sequence[Rule], index_costs: IndexCosts) -> None:
         """Replace the quotas. A quota whose pattern existed before keeps its count of evictions."""
-        old = {quota.pattern: quota for quota in self.every_quota}
+        old = {quota.pattern: quota for quota in self.quotas.all}
         every = self._policies()[0]
         self.quotas = Quotas(rules, every, self.rules.order, index_costs)
         self.has_quotas = bool(rules)
         self.units = self.quotas if rules else every
-        for quota in self.every_quota:
+        for quota in self.quotas.all:
             if quota.pattern in old:
                 quota.evicted = old[quota.pattern].evicted
 
-    @property
-    def every_quota(self) -> Sequence[Quota]:
-        """The quotas in the order of their rules."""
-        return self.quotas.all
-
-    def quota_of(self, unit: Unit) -> Quota | None:
-        """Return the quota that a unit belongs to, or None."""
-        return self.quotas.of(unit)
-
     def limit_of(self, unit: Unit) -> Quota | None:
         """Return the quota that a unit belongs to if it has a limit, and None otherwise."""
-        quota = self.quota_of(unit)
+        quota = self.quotas.of(unit)
         return quota if quota is not None and quota.limit else None
 
     def chain(self, blocks: Sequence[Block]) -> None:

@@ -74,7 +74,7 @@ def free(here: Here, limit: int) -> int:
 
 
 def account(here: Here) -> QuotaAccount:
-    [quota] = here.keyspace.evictor.every_quota
+    [quota] = here.keyspace.evictor.quotas.all
     return here.keyspace.quotas.of[quota][0]
 
 
@@ -128,7 +128,7 @@ def test_space_freed_by_a_batch_is_available() -> None:
     for number in range(PAGES):
         here.call("KVPAGESET", *page("ta", number, 2000))
     steps = begin(here, batch("ta"))
-    while here.keyspace.evictor.every_quota[0].bytes == PAGES * (64 + 2000):
+    while here.keyspace.evictor.quotas.all[0].bytes == PAGES * (64 + 2000):
         next(steps)
     assert reserved(here) == 0
     assert last(steps)

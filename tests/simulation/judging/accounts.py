@@ -20,7 +20,7 @@ ROOM = 1 << 16  # bytes: tolerance of a limit for the last stored value
 def mistakes(server: Server, just_stored: int) -> Iterator[str]:
     """Yield wrong counters. `just_stored` bytes may have been stored since the last eviction."""
     keyspace = server.keyspace
-    memory, contents, quotas = keyspace.memory, keyspace.contents, keyspace.evictor.every_quota
+    memory, contents, quotas = keyspace.memory, keyspace.contents, keyspace.evictor.quotas.all
     entries = contents.catalogue.entries
     texts = sum(len(key) + entry.size + TEXT_OVERHEAD for key, entry in entries.items() if type(entry) is Text)
     if contents.texts != texts:
@@ -122,7 +122,7 @@ def _mistaken_usage(tiered: DiskTier, keyspace: Keyspace) -> Iterator[str]:
 
 def _mistaken_chains(tiered: DiskTier, keyspace: Keyspace) -> Iterator[str]:
     """Links to blocks that do not exist, and wrong counts of extensions."""
-    chains = tiered.account._chains
+    chains = tiered.account.chains
     counts = Counter(before for before in chains._before.values() if keyspace.index.still_has(before))
     if counts != chains._extensions:
         yield f"{sum(chains._extensions.values())} extensions of blocks are counted, there are {counts.total()}"
@@ -167,7 +167,7 @@ def left(server: Server) -> dict[str, int]:
         "keys tracked": events.tracking.keys,
         "clients that track": len(events.tracking.clients),
         "bytes held to be read": 0 if tiered is None else tiered.held,
-        "bytes of quotas": sum(quota.bytes for quota in keyspace.evictor.every_quota),
+        "bytes of quotas": sum(quota.bytes for quota in keyspace.evictor.quotas.all),
         "keys that expire": keyspace.contents.expirer.keys,
-        "links between blocks": 0 if tiered is None else len(tiered.account._chains._before),
+        "links between blocks": 0 if tiered is None else len(tiered.account.chains._before),
     }

@@ -40,7 +40,7 @@ def _too_many(keyspace: Keyspace, block: Block, wanted: Bytes) -> ReplyError:
     more, may, room = wanted.disk, most.disk, "what maxdisk has for values"
     if not keyspace.leases.have_room(block, memory_alone, most):
         more, may, room = wanted.memory, most.memory, "maxmemory"
-    of_what = f"the quota, or of what quotas leave of {room}" if keyspace.evictor.every_quota else room
+    of_what = f"the quota, or of what quotas leave of {room}" if keyspace.evictor.quotas.all else room
     return ReplyError(
         f"ERR leases and pins may take {may} bytes together, half of {of_what}: {more} more would be too many"
     )

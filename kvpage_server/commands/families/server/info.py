@@ -329,7 +329,7 @@ def _quotas(server: Server) -> Fields:
         f"quota{number}": f"limit={quota.limit},bytes={quota.bytes},evicted_keys={quota.evicted},"
         f"index_bytes={quota.index},"
         f"pattern={quota.pattern.decode('utf-8', 'surrogateescape')}"
-        for number, quota in enumerate(server.keyspace.evictor.every_quota)
+        for number, quota in enumerate(server.keyspace.evictor.quotas.all)
     }
 
 
