@@ -232,8 +232,9 @@ async def chat(request: Request) -> Response:
     logprobs = body.top_logprobs if body.logprobs else None
     tokens = await unless_disconnected(request, prompts.of_chat(body))
     first = next((message.content for message in body.messages if message.role == "user"), None)
+    continues = prompts.keeps_space or body.continue_final_message
     asked, given = _prompts(
-        service, request, tenant, body, [(tokens, first)], body.limit, logprobs, continues=prompts.keeps_space
+        service, request, tenant, body, [(tokens, first)], body.limit, logprobs, continues=continues
     )
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
     envelope = _envelope(service, CHAT, body, given)

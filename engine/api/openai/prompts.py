@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -27,6 +28,29 @@ from .templates import ControlTokens, Renderer, TemplateFailedError, takes_text
 
 SHORT = 1000  # characters of a text that is encoded on the event loop, in half a millisecond
 LETTERS_A_TOKEN = 16  # nearly every token has fewer characters
+
+# Arguments of transformers' `render_jinja_template`, and of `apply_chat_template`.
+_RESERVED = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "conversations",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+_OF_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of a message's reasoning in templates
 
 Offered = list[dict[str, Any]] | None  # the tools of a request
 _Made = TypeVar("_Made")
@@ -67,7 +91,7 @@ class Prompts:
             raise invalid("tools: this model has no tool calling", "tools", "unsupported_value")
         if not self._tokenizer.has_chat_template:
             raise invalid("messages: this model has no chat template; use /v1/completions", "messages")
-        return await self._made("messages", False, lambda: self._of_messages(body.messages, tools))
+        return await self._made("messages", False, lambda: self._of_messages(body, tools))
 
     @property
     def keeps_space(self) -> bool:
@@ -94,15 +118,21 @@ class Prompts:
         except PromptError as error:
             raise invalid(f"{param}: {error}", param) from error
 
-    def _of_messages(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+    def _of_messages(self, body: ChatBody, tools: Sequence[Tool]) -> list[int]:
+        messages = body.messages
         self._check_length([message.content or "" for message in messages], "messages")
         offered = [tool.model_dump(exclude_none=True) for tool in tools] or None
         template = self._template(offered)
+        variables = _variables(body, template)
         plain = [self._plain(message, i, template, offered) for i, message in enumerate(messages)]
         controls = self._control_tokens(template) if self._sanitize else None
         if controls:
             plain = [controls.marked(message) for message in plain]
-        text = self._rendered(plain, template, offered)
+            variables = {name: controls.marked_value(value) for name, value in variables.items()}
+        asks = body.add_generation_prompt and not body.continue_final_message
+        if body.continue_final_message:
+            variables["continue_final_message"] = True
+        text = self._rendered(plain, template, offered, asks=asks, variables=variables)
         _check_utf8(text)
         self._check_length([text], "messages")
         tokens = controls.encode(text) if controls else self._tokenizer.encode(text, add_special_tokens=False)
@@ -123,15 +153,22 @@ class Prompts:
         return template
 
     def _rendered(
-        self, messages: list[dict[str, Any]], template: str | None, tools: Offered, *, asks: bool = True
+        self,
+        messages: list[dict[str, Any]],
+        template: str | None,
+        tools: Offered,
+        *,
+        asks: bool = True,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Return the text of a conversation, rendered as by mlx-lm. With `asks`, the beginning of an answer follows it.
 
-        Raises TemplateFailedError.
+        `variables` are further variables of the template. Raises TemplateFailedError.
         """
-        asked = {"tools": tools, "add_generation_prompt": asks}
+        asked = {"tools": tools, "add_generation_prompt": asks, **variables}
         if template is not None:
-            asked |= {**self._tokenizer.special_tokens_map, "enable_thinking": self._tokenizer.has_thinking}
+            own = {**self._tokenizer.special_tokens_map, "enable_thinking": self._tokenizer.has_thinking}
+            asked = own | asked
             return self._renderer.render(messages, template, asked)
         try:
             text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, **asked)
@@ -150,8 +187,10 @@ class Prompts:
 
         Raises ApiError for arguments that are not JSON.
         """
-        plain = message.model_dump(exclude_none=True)
+        plain = message.model_dump(exclude_none=True, exclude={"reasoning", "reasoning_content"})
         plain.setdefault("content", "")
+        if thought := message.reasoning_content or message.reasoning:
+            plain |= {name: thought for name in _OF_THOUGHTS if template is None or name in template}
         if plain["role"] == "developer":
             plain["role"] = "system"
         for j, call in enumerate(plain.get("tool_calls", ())):
@@ -204,6 +243,19 @@ class Prompts:
                 "context_length_exceeded",
             )
         return tokens
+
+
+def _variables(body: ChatBody, template: str | None) -> dict[str, Any]:
+    """Return the request's variables for a template. Raises ApiError (400) for a reserved name, and for a field that
+    the template does not use.
+    """
+    for name in body.chat_template_kwargs:
+        if name in _RESERVED:
+            raise invalid(f"chat_template_kwargs: {name} is a field of the request", "chat_template_kwargs")
+    for name, needs in (("reasoning_effort", body.reasoning_effort), ("enable_thinking", body.enable_thinking)):
+        if needs and template is not None and name not in template:
+            raise invalid(f"{name}: this model's chat template does not use it", name, "unsupported_value")
+    return body.variables
 
 
 def _parsed(arguments: str, param: str) -> Any:

@@ -75,17 +75,12 @@ IN_CHATS: dict[str, Values] = {
     "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "reasoning_effort": (),
     "verbosity": (),
     "web_search_options": (),
     # Fields of other servers.
-    "add_generation_prompt": (True,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
-    "enable_thinking": (),
     "reasoning": (),
     "role_mapping": (),
     "thinking": (),
@@ -96,7 +91,6 @@ IN_MESSAGES: dict[str, Values] = {
     "audio": (),
     "function_call": (),
     "prefix": (False,),  # of DeepSeek and Mistral
-    "reasoning_content": ("",),  # of DeepSeek, vLLM and others
 }
 
 
@@ -245,6 +239,8 @@ class Message(RequestBody):
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None  # of DeepSeek and vLLM; templates of reasoning models write it
+    reasoning: str | None = None  # of mlx-lm and newer vLLM, for the same
 
     @model_validator(mode="after")
     def _refused(self) -> Self:
@@ -354,7 +350,20 @@ class ChatBody(CompletionFields):
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: Annotated[Any, _only("auto", "none")] = "auto"
     parallel_tool_calls: bool = True
+    reasoning_effort: Annotated[str, Field(max_length=MAX_STOP)] | None = None
     response_format: ResponseFormat | None = None
+
+    # Of vLLM and SGLang.
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    enable_thinking: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Variables for the chat template."""
+        named = {"enable_thinking": self.enable_thinking, "reasoning_effort": self.reasoning_effort}
+        return self.chat_template_kwargs | {name: value for name, value in named.items() if value is not None}
 
     @property
     def offered(self) -> list[Tool]:

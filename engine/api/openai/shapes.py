@@ -170,7 +170,7 @@ class ChatShape:
         parsed = self._reader.parsed
         message: Reply = {"role": "assistant", "content": parsed.text, "refusal": None}
         if parsed.reasoning:
-            message["reasoning"] = parsed.reasoning
+            message |= _reasoning(parsed.reasoning)
         if parsed.calls:
             message["content"] = parsed.text or None
             message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in parsed.calls]
@@ -181,7 +181,7 @@ class ChatShape:
         self._held += part.tokens
         delta: Reply = {"content": part.text} if part.text else {}
         if part.reasoning:
-            delta["reasoning"] = part.reasoning
+            delta |= _reasoning(part.reasoning)
         if part.calls:
             delta["tool_calls"] = part.calls
         if delta or (last and self._held and self._logprobs is not None):
@@ -198,6 +198,11 @@ class ChatShape:
 
     def _of(self, tokens: Sequence[Token]) -> Reply | None:
         return self._logprobs.of(tokens) if self._logprobs else None
+
+
+def _reasoning(text: str) -> Reply:
+    """Return the fields with the reasoning before an answer: the names of mlx-lm and newer vLLM, and of DeepSeek."""
+    return {"reasoning": text, "reasoning_content": text}
 
 
 class TextShape:

@@ -51,9 +51,18 @@ class ControlTokens:
         """
         if message["role"] not in ROLES:
             return message
-        content = message["content"].replace(MARK, "\ufffd")
-        cuts = [0, *(found.start() + 1 for found in self._found.finditer(content)), len(content)]
-        return {**message, "content": MARK.join(content[a:b] for a, b in pairwise(cuts))}
+        return {**message, "content": self._marked(message["content"])}
+
+    def _marked(self, text: str) -> str:
+        text = text.replace(MARK, "\ufffd")
+        cuts = [0, *(found.start() + 1 for found in self._found.finditer(text)), len(text)]
+        return MARK.join(text[a:b] for a, b in pairwise(cuts))
+
+    def marked_value(self, value: Any) -> Any:
+        """Return a variable of a template, with MARK in its text. Lists and objects are returned as marked JSON."""
+        if isinstance(value, list | dict):
+            value = json.dumps(value)
+        return self._marked(value) if isinstance(value, str) else value
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a rendered conversation: split it at the marks, remove them, and encode each

@@ -80,7 +80,7 @@ def test_unsupported_fields_are_refused_by_name(kind: type[RequestBody]) -> None
 
 
 def test_the_issues_fields_are_among_them() -> None:
-    assert "chat_template_kwargs" in ChatBody.unsupported
+    assert "thinking_budget" in ChatBody.unsupported
     assert {"presence_context_size", "frequency_context_size"} <= CompletionBody.unsupported.keys()
     for name in schema.Message.unsupported:
         messages = [*HELLO, {"role": "assistant", "content": "Hm", name: "thoughts"}]

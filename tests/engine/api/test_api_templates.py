@@ -79,8 +79,8 @@ def letters(renderer: Renderer, template: str) -> Prompts:
     return Prompts(TokenizerWrapper(tokenizer), LETTERS, renderer)
 
 
-def rendered(prompts: Prompts, messages: list[dict[str, Any]]) -> str:
-    body = ChatBody.parse(json.dumps({"model": "tiny", "messages": messages}).encode())
+def rendered(prompts: Prompts, messages: list[dict[str, Any]], **fields: Any) -> str:
+    body = ChatBody.parse(json.dumps({"model": "tiny", "messages": messages, **fields}).encode())
     tokens = asyncio.run(prompts.of_chat(body))
     text: str = prompts._tokenizer.decode(tokens)
     return text
@@ -208,3 +208,64 @@ def test_marks_in_a_users_text_do_no_harm(smollm2: Callable[[bool], Prompts]) ->
     tokens = tokens_of(smollm2(True), {"role": "user", "content": "\ufdd1<|im\ufdd1_end|>"})
     end = smollm2(True)._tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert tokens.count(end) == tokens_of(smollm2(False), {"role": "user", "content": "x"}).count(end)
+
+
+THINKS = "{% if enable_thinking is defined and not enable_thinking %}[no thinking]{% endif %}"
+EFFORT = "{% if reasoning_effort %}[effort {{ reasoning_effort }}]{% endif %}"
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def test_variables_of_a_request_reach_the_template(renderer: Renderer) -> None:
+    prompts = letters(renderer, THINKS + EFFORT + "{{ mood }}" + TEXT + END)
+    assert "[no thinking]" in rendered(prompts, HELLO, enable_thinking=False)
+    assert "[no thinking]" in rendered(prompts, HELLO, chat_template_kwargs={"enable_thinking": False})
+    assert "[no thinking]" not in rendered(prompts, HELLO, enable_thinking=True)
+    assert "[effort high]" in rendered(prompts, HELLO, reasoning_effort="high")
+    assert rendered(prompts, HELLO, chat_template_kwargs={"mood": "calm", "unknown": [1]}).startswith(
+        "[no thinking]calm"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"enable_thinking": True}, "enable_thinking"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    ],
+)
+def test_variables_without_effect_are_refused_by_name(renderer: Renderer, fields: dict[str, Any], param: str) -> None:
+    prompts = letters(renderer, TEXT + END)
+    with pytest.raises(ApiError) as refused:
+        rendered(prompts, HELLO, **fields)
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
+def test_the_last_message_is_continued(renderer: Renderer) -> None:
+    prompts = letters(renderer, TEXT + "<end>" + END)
+    begun = [*HELLO, {"role": "assistant", "content": "Once upon"}]
+    assert rendered(prompts, begun).endswith("<end>assistant:")
+    assert rendered(prompts, begun, add_generation_prompt=False).endswith("assistant:Once upon<end>")
+    assert rendered(prompts, begun, continue_final_message=True).endswith("assistant:Once upon")
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("given", ["reasoning_content", "reasoning"])
+def test_reasoning_of_the_history_has_the_templates_name(renderer: Renderer, name: str, given: str) -> None:
+    prompts = letters(renderer, TEXT + "{% if m." + name + " %}({{ m." + name + " }}){% endif %}" + END)
+    history = [*HELLO, {"role": "assistant", "content": "Hi", given: "a greeting"}, *HELLO]
+    assert "Hi(a greeting)" in rendered(prompts, history)
+    assert "a greeting" not in rendered(letters(renderer, TEXT + END), history)
+
+
+def test_control_tokens_in_variables_are_text_if_sanitized(renderer: Renderer) -> None:
+    tokenizer = letter_tokenizer()._tokenizer
+    tokenizer.chat_template = "{{ mood }}" + TEXT + END
+    end = tokenizer.eos_token
+    prompts = Prompts(TokenizerWrapper(tokenizer), LETTERS, renderer, sanitize=True)
+    for mood in (end, [end], {"a": end}):
+        body = ChatBody.parse(
+            json.dumps({"model": "tiny", "messages": HELLO, "chat_template_kwargs": {"mood": mood}}).encode()
+        )
+        assert tokenizer.eos_token_id not in asyncio.run(prompts.of_chat(body))
