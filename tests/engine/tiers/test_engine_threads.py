@@ -153,7 +153,7 @@ async def running() -> int:
     return len(asyncio.all_tasks())
 
 
-def test_a_program_that_ends_without_close_leaves_no_pending_task() -> None:
+def test_a_program_without_close_leaves_no_pending_task() -> None:
     program = """
 from engine.event_loop import EventLoop
 import asyncio
