@@ -69,12 +69,12 @@ class ModelCacheSpec:
         cache: Sequence[Any] | None = None,
         quantised_from: int = 0,
     ) -> ModelCacheSpec:
-        """Run some tokens through `model` to describe its cache, and more to check whether batches give the same
-        results. Return the description.
+        """Run `model` with a few tokens to find the layout of its cache, and test whether prompts have the same results
+        in a batch as alone. Return the description.
 
-        `cache` is an empty cache of another kind than the model's own, such as a quantised one. `quantised_from` tokens
-        of a prompt are computed before its cache is quantised. If the kind of the model's own cache is unknown, the
-        spec has a `refusal`.
+        `cache` is an empty cache in place of the model's own, such as a quantised one. `quantised_from` is the number
+        of tokens of a prompt that are computed before its cache is quantised. If the kind of the model's own cache is
+        unknown, or the model cannot be identified, the spec has a `refusal` and no layers.
 
         Raises UnsupportedCacheError if the kind of `cache` is unknown, and ValueError for `block_tokens` below 1.
         """

@@ -113,7 +113,9 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, _Resul
 
 
 def refusal(error: Exception, service: Service) -> ApiError:
-    """Return the API error for an exception of the engine. Log an unexpected one, and return 500 for it."""
+    """Return the API error for an exception of the engine. An unexpected exception is logged, and becomes status
+    500.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, TimeoutError):

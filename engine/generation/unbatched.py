@@ -222,10 +222,11 @@ class UnbatchedGenerator:
         quantised_from: int = 0,
         quantised: Callable[[list[Any]], list[Any]] = list,
     ) -> None:
-        """Create a generator without prompts. `prefill_step_size` is the number of tokens in a chunk of a prompt.
+        """Create a generator without prompts.
 
-        A new cache is passed to `quantised` when `quantised_from` tokens of its prompt were computed, or all but the
-        last token.
+        `stop_tokens` are ids that end every answer. `prefill_step_size` is the number of tokens in a chunk of a prompt.
+        A new cache is replaced by the result of `quantised(cache)` when `quantised_from` tokens of its prompt, or all
+        but the last token, have been computed.
         """
         self._model = model
         self._stop_tokens = frozenset(stop_tokens)

@@ -254,9 +254,10 @@ class ContextTree:
         return nearest
 
     def _sides(self, parent: str, tokens: tuple[int, ...]) -> tuple[list[_Node], list[_Node]]:
-        """Return the children that are greater than `tokens`, and the smaller ones, by comparison of their tokens.
+        """Return the MOST_NEIGHBOURS children on each side of `tokens` in the sorted order of their tokens: the greater
+        ones, and the smaller ones.
 
-        In both lists, children with more common first tokens precede others, because they are nearer in this order.
+        In both lists, the nearest children are first; they have the most first tokens in common with `tokens`.
         """
         at, siblings = self._place(parent, tokens)
         return siblings[at : at + MOST_NEIGHBOURS], siblings[max(0, at - MOST_NEIGHBOURS) : at][::-1]

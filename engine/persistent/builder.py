@@ -114,7 +114,9 @@ class GraphBuilder:
 
     @contextmanager
     def block(self, name: str) -> Iterator[Body]:
-        """Define a block of the graph. The yielded body takes its statements within the caller's ``with``."""
+        """Define a block of the graph. Methods of the yielded body append its statements, within the caller's
+        ``with``.
+        """
         body = Body()
         yield body
         self._blocks.append(nodes.Block(name, body.statements()))
@@ -154,8 +156,8 @@ class Body:
     def loop(
         self, name: str, variable: str, start: int | str | VariableRef, stop: int | str | VariableRef
     ) -> Iterator[Body]:
-        """Define a loop over `variable` from `start` up to, but not including, `stop`. The yielded body takes its
-        statements.
+        """Define a loop over `variable` from `start` up to, but not including, `stop`. Methods of the yielded body
+        append its statements.
         """
         body = Body()
         yield body

@@ -378,8 +378,8 @@ class Counting:
 
 
 def elastic_variables(graph: Graph, variables: Mapping[str, Variable]) -> frozenset[str]:
-    """Return the names of the elastic variables: targets of reads with unknown sizes, and transitively their
-    targets.
+    """Return the names of the elastic variables: targets of reads with unknown sizes, and targets of operations and
+    transfers that have an elastic argument.
     """
     flows: list[tuple[set[str], str]] = []  # sources, and target
     elastic: set[str] = set()

@@ -128,8 +128,8 @@ class Flusher:
     def publish(self, publication: Publication) -> None:
         """Queue the blocks of a prompt, which are written before any other context. Takes over the caller's references.
 
-        The publication is skipped if more than `max_prompt_bytes` would wait. While the server fails, the prompt of a
-        named agent is skipped, because its context is dirty and will be written, and a new context replaces the oldest
+        The publication is skipped if `max_prompt_bytes` wait already. While the server fails, the prompt of a named
+        agent is skipped, because its context is dirty and will be written, and a new context replaces the oldest
         waiting ones if there is no space.
         """
         failing = False
@@ -171,9 +171,10 @@ class Flusher:
         self._pool.free(publication.context.block_ids, publication.context.agent_id)
 
     def _queue_for_server(self, publication: Publication) -> bool:
-        """Append a context to the queue while the server fails. Return False if a queued one covers it.
+        """Append a context to the queue while the server fails. Return whether it was appended.
 
-        Queued contexts that it covers are dropped. The caller must hold the lock.
+        It is not if it is the prompt of a named agent, larger than the queue, or covered by a queued context. Queued
+        contexts that it covers are dropped, and the oldest ones if there is no space. The caller must hold the lock.
         """
         if publication.label is None or publication.nbytes > self._max_prompt_bytes:
             self.lost += publication.label is not None

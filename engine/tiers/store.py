@@ -504,7 +504,9 @@ class AgentCacheStore:
         return Found(shared, "prefix", reach) if better else memory
 
     def _is_worth_writing(self, context: AgentBlocks) -> bool:
-        """Return whether a context without a name is written to the page server."""
+        """Return whether a context without a name is written to the page server now: by `CacheConfig.keep` "all", or
+        for "worth" if computing the blocks that are not stored yet takes at least WORTH_SECONDS.
+        """
         if self._keep != "worth":
             return self._keep == "all"
         rate = self._pages.rates.prefill_rate if self._pages else None

@@ -222,9 +222,7 @@ class Prompts:
             raise invalid(f"{param}: token ids are 0 to {self._spec.vocab_size - 1}, got {largest}", param)
 
     def _check_length(self, texts: Sequence[str], param: str) -> None:
-        """Raise ApiError if texts have more characters than the model's context can have, so that they are not
-        encoded.
-        """
+        """Raise ApiError for texts that are much longer than the model's context, and encode only their beginning."""
         limit = LETTERS_A_TOKEN * (self._spec.context or 0)
         if limit and sum(map(len, texts)) > limit:
             self._fitting(
