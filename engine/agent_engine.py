@@ -135,6 +135,7 @@ class Job:
         return self.claim is not None and self.claim.state == "wait"
 
     def progress(self) -> JobProgress:
+        """Return a copy of the job's state for display."""
         loaded = self.loaded
         return JobProgress(
             uid=self.uid,
@@ -150,6 +151,7 @@ class Job:
         )
 
     def answer(self, done: CompletedGeneration) -> Answer:
+        """Return the answer for `on_done`, with the reuse of the job's loads."""
         loaded = self.loaded
         tier: Tier = loaded.tier if loaded else "prefix" if self.leader else "none"
         reuse = Reuse(
@@ -492,6 +494,9 @@ class AgentEngine:
         return publish
 
     def _complete(self, done: CompletedGeneration) -> None:
+        """End the job of a completed generation: save or publish its context, report its speed, and call `on_done`,
+        or `on_error` if it failed.
+        """
         job = self._running.pop(done.uid, None)
         if job is None:  # cancelled by another callback in this step
             return self._batch.pool.free(done.blocks.block_ids, done.agent_id)
@@ -520,6 +525,7 @@ class AgentEngine:
         return None
 
     def _fail(self, job: Job, error: Exception) -> None:
+        """End a job with an error: free its blocks, release its claim, and call `on_error`."""
         del self._jobs[job.uid]
         self._release(job)
         self._let_go(job)
@@ -527,6 +533,7 @@ class AgentEngine:
         _notify(job.on_error, error)
 
     def _release(self, job: Job) -> None:
+        """Release the job's claim, if it has one."""
         if job.claim:
             job.claim.release()
 

@@ -215,6 +215,7 @@ def run(
 async def _serve(
     server: HttpServer, service: Service, worker: EngineThread, listener: socket.socket, grace: float
 ) -> int:
+    """Run the server until a signal arrives or the engine fails, and stop the engine. Return the exit code as `run`."""
     stopping = asyncio.Event()
     signals.attend(asyncio.get_running_loop(), partial(_signalled, stopping), _nothing_to_renew)
     worker.start()

@@ -142,6 +142,7 @@ class Watching:
             self.watchers -= Counter({tenant.name: 1})
 
     def _state(self, engine: Engine, tenant: Tenant, totals: Totals, store_health: dict[str, object]) -> dict[str, Any]:
+        """Return the data of the event `state`, as `tenant` may see it."""
         pool = engine.pool
         return {
             "at": time.time(),

@@ -307,6 +307,7 @@ def _submit(generation: Generation, engine: Engine) -> None:
 
 
 def _submit_to(engine: AgentEngine, generation: Generation) -> None:
+    """Submit a prompt to the engine, on its thread. An exception becomes the last event of its generation."""
     prompt = generation.prompt
     try:
         generation.uid = engine.submit(
@@ -330,6 +331,7 @@ def _submit_to(engine: AgentEngine, generation: Generation) -> None:
 
 
 def _cancel(engine: AgentEngine, generation: Generation) -> None:
+    """Cancel a prompt in the engine, on its thread, unless it is complete."""
     if generation.uid is not None:
         with suppress(KeyError):  # it has just completed
             engine.cancel(generation.uid)

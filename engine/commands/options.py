@@ -76,6 +76,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def options(args: argparse.Namespace) -> Options:
+    """Return the options of an engine, from the arguments of the command line."""
     import_engine()
     from ..startup import Options
 

@@ -203,6 +203,9 @@ def _line() -> str:
 
 
 def _transcript(args: argparse.Namespace) -> Messages:
+    """Return the messages of the transcript file, or, if there is none, the system message if one is given. Raises
+    Failure.
+    """
     begun = [{"role": "system", "content": args.system}] if args.system else []
     if not args.transcript:
         return begun

@@ -139,6 +139,9 @@ class OnePassGenerator:
         before: Sequence[int],
         choice: Choice,
     ) -> None:
+        """Add a prompt to mlx-lm's batch, under the uid `uid` of this generator. `left` is the number of tokens that
+        may be generated, and `before` has the tokens in `cache`.
+        """
         stop = [[token] for token in (*self._stop_tokens, *choice.stop_tokens)]
         (inner,) = self._batch.insert_segments(
             [[list(part) for part in parts]],
@@ -312,6 +315,7 @@ class UnbatchedGenerator:
         return Progress(sequence.uid, end_of_segment=len(chunk) == len(segment), end_of_prompt=False)
 
     def _quantise_if_due(self, sequence: _Sequence) -> None:
+        """Replace the cache by a quantised one once it has enough tokens."""
         if sequence.whole and len(sequence.tokens) >= sequence.whole:
             sequence.cache, sequence.whole = self._quantised(sequence.cache), 0
 

@@ -259,12 +259,17 @@ class _Walk:
             self._object(path, value)
 
     def _put(self, kind: str, content: bytes = b"") -> None:
+        """Hash a record: its kind, its length and its content."""
         self._hash.update(f"{kind} {len(content)}\n".encode() + content)
 
     def _hold(self, now: Callable[[], Iterable[Any]]) -> None:
+        """Note the objects that an object refers to, so that `Identity.holds` can compare them later. `now` returns
+        them.
+        """
         self.holders.append((now, tuple(now())))
 
     def _object(self, path: str, value: Any) -> None:
+        """Hash an object that is neither an array nor a scalar, by its type."""
         match value:
             case nn.Module():
                 self._module(path, value)
@@ -295,6 +300,7 @@ class _Walk:
                 self._instance(path, value)
 
     def _array(self, array: mx.array) -> bytes:
+        """Return the digest of an array. An unchanged array of the earlier identity is not read again."""
         known = self._known.get(id(array))
         if not (known and known.array is array and known.holds()):
             known = _Array(array)
@@ -302,6 +308,7 @@ class _Walk:
         return known.digest
 
     def _module(self, path: str, module: nn.Module) -> None:
+        """Hash a module of MLX: its class, and by name its items and attributes, except the attributes of training."""
         items, attributes = dict(module), dict(vars(module))
         self._hold(lambda: (*module, *module.values(), *vars(module), *vars(module).values()))
         self._class(path, type(module))
@@ -315,6 +322,7 @@ class _Walk:
                 self.feed(f"{path}.{name}", held[name])
 
     def _container(self, path: str, value: Any) -> None:
+        """Hash a container with its elements: a dict in its order, a set without one."""
         self._put(type(value).__name__, str(len(value)).encode())
         if isinstance(value, dict):
             self._hold(lambda: (*value, *value.values()))

@@ -157,6 +157,9 @@ class Trial:
         return assemble(self._nesting, (self._grown(i, layer, cache, at) for i, (layer, cache) in enumerate(held)))
 
     def _grown(self, i: int, layer: Layer, cache: Any, at: int | None) -> Any:
+        """Return a copy of a layer's cache, extended to a simulated context of the given end, as in `_begun`, if the
+        kind allows it.
+        """
         if not layer.planes:
             return layer.empty()
         if isinstance(layer, TokenLayer):

@@ -256,6 +256,9 @@ def _add(
     scope: Scope,
     counting: Counting,
 ) -> None:
+    """Add the parameter `key` of a statement to `parameters`: a fixed value, or a function if it depends on the
+    step. Raises DTypeError for a value of another type than `kind`.
+    """
     if isinstance(value, Name) and value.text in WORDS:
         value = WORDS[value.text]
     if kind is tuple and isinstance(value, tuple):
@@ -350,6 +353,7 @@ class Counting:
         return self.is_known(expression.left, scope) and self.is_known(expression.right, scope)
 
     def _named(self, name: Name, scope: Scope, layout: Layout | None) -> Count:
+        """Return a function that returns the value of a name in a step, as described for the class."""
         text = name.text
         if text in scope:
             return lambda frame: frame.loops[text]
@@ -496,6 +500,7 @@ class _Compiler:
         return [self._statement(statement, scope) for statement in body]
 
     def _statement(self, statement: nodes.Statement, scope: Scope) -> Action:
+        """Compile one statement to an action."""
         match statement:
             case nodes.Assign():
                 return self._assign(statement)
@@ -531,6 +536,7 @@ class _Compiler:
         return Action(run, f"assign {name}", at=statement.at)
 
     def _operation(self, statement: nodes.Operation, scope: Scope) -> Action:
+        """Compile `op`: check the number and the dtypes of its arguments, and assign the result to the target."""
         op = OPS.get(statement.name)
         if op is None:
             raise UnknownNameError(f"there is no operation {statement.name}, only {', '.join(OPS)}", statement.at)
@@ -567,6 +573,7 @@ class _Compiler:
         return Action(lambda frame: put(frame, get(frame)), "transfer", statement.to, statement.at)
 
     def _loop(self, statement: nodes.Loop, scope: Scope) -> Action:
+        """Compile `loop`. The action sets the loop variable, and ends the block if the body does."""
         variable = statement.variable
         if variable in scope:
             raise AccessError(f"the loop variable {variable} is already in use", statement.at)
@@ -587,6 +594,7 @@ class _Compiler:
         return Action(run, f"loop {statement.name}", at=statement.at)
 
     def _branch(self, statement: nodes.Branch) -> Action:
+        """Compile `branch`: the action runs one of two blocks by the condition's value, or a single block."""
         then = self.block(statement.then)
         if statement.condition is None or statement.otherwise is None:
 
@@ -607,6 +615,7 @@ class _Compiler:
         return Action(run, f"branch {statement.condition}", at=statement.at)
 
     def _read(self, statement: nodes.Read, scope: Scope) -> Action:
+        """Compile `cache.read`: a read of persistent memory into a variable."""
         access, to = statement.access, statement.to
         layout = self._persistent(access)
         target = self._target(to, statement.at)
@@ -622,6 +631,7 @@ class _Compiler:
         return Action(lambda frame: put(frame, frame.memory.tables[name].read(select(frame))), what, to, access.at)
 
     def _write(self, statement: nodes.Write, scope: Scope) -> Action:
+        """Compile `cache.write`: a write of one entry of persistent memory."""
         access, source = statement.access, statement.source
         layout = self._persistent(access)
         get, dtype = self._getter(source, scope)
@@ -647,6 +657,7 @@ class _Compiler:
         )
 
     def _reset(self, statement: nodes.Reset, scope: Scope) -> Action:
+        """Compile `cache.reset`."""
         access = statement.access
         layout = self._persistent(access, bare=True)
         what = f"cache.reset {layout.name}"

@@ -91,6 +91,7 @@ def _refuse(error: UnexpectedInput, source: Source) -> NoReturn:
 
 
 def _as_list(terminals: Sequence[str] | set[str]) -> str:
+    """Return the expected terminals of an error as text: "a, b or c"."""
     words = {
         "NAME": "a name",
         "INT": "an integer",

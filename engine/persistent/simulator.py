@@ -323,6 +323,9 @@ class Executor:
             raise
 
     def _checked(self, name: str, value: Any) -> mx.array:
+        """Return an inserted value as an evaluated array. Raises InputError for an unknown variable, or a value of
+        another dtype or shape.
+        """
         variable = self.simulator.variables.get(name)
         if variable is None or variable.section != "dynamic":
             dynamic = [found.name for found in self.simulator.variables.values() if found.section == "dynamic"]

@@ -120,6 +120,7 @@ def _dim(dim: Expression, declaration: Declaration, sizes: Mapping[str, int]) ->
 
 
 def _with_init(declaration: Declaration, dtype: DType) -> Declaration:
+    """Return a declaration with its @init converted to `dtype`. Raises DTypeError."""
     if declaration.init is None:
         return declaration
     init = dtype.literal(declaration.init)

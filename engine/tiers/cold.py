@@ -193,6 +193,9 @@ class SafetensorsCacheAdapter:
     def _load(
         self, agent_id: str, reader: TensorReader, tokens: Sequence[int] | None, is_cancelled: Callable[[], bool]
     ) -> AgentBlocks:
+        """Return the usable part of a file's context, in blocks of the pool. Raises Miss if none of it is usable,
+        PoolExhaustedError, DamagedFileError, _LoadCancelledError.
+        """
         stored, states = _check(self._spec, agent_id, reader)
         reach = _reach(self._spec, stored, states, tokens)
         if not reach:
@@ -210,6 +213,7 @@ class SafetensorsCacheAdapter:
 
 
 def _metadata(spec: ModelCacheSpec, context: AgentBlocks, states: Sequence[int]) -> dict[str, str]:
+    """Return the metadata of a file. All values are text."""
     tag = asdict(spec.tag)
     bits, group_size = next((layer.packed for layer in spec.layers if layer.packed), (None, None))
     values = [kept.plane.head_dim for layer in spec.token_shapes(1) for kept in layer if kept.plane.kv_type == KVType.V]

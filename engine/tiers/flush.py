@@ -211,6 +211,9 @@ class Flusher:
     # -- on the loop's thread --------------------------------------------------------------------------------------
 
     async def _flush(self, agent_id: str | None) -> None:
+        """Write all publications, then all dirty contexts or the one of `agent_id`, to all tiers. After a failure of
+        the page server, write no further context to it.
+        """
         if self._pages:
             self._pages.breaker.retry()
         while await self._publish(ignore_failure=True):
@@ -232,6 +235,7 @@ class Flusher:
                     failed.add(tier)
 
     async def _run(self) -> None:
+        """Write contexts as they become due, until `close`."""
         while not self._closed:
             self._changed.clear()
             with self._lock:

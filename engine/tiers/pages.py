@@ -229,6 +229,9 @@ class PageTier:
         return await self._report_save(self._write(parts) if label is None else self._publish(manifest, parts, label))
 
     async def _publish(self, manifest: ContextManifest, parts: block_writer.Parts, label: str) -> Saved:
+        """Write a context without a name: its blocks, the records that name them, and the label. On several servers,
+        return an incomplete `Saved` if a later step fails.
+        """
         saved = await self._write(parts)
         if not saved.whole:
             return saved

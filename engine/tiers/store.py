@@ -92,7 +92,7 @@ class AgentInfo:
     agent_id: str
     tokens: int
     tiers: tuple[str, ...]  # of "hot", "page" and "cold"
-    nbytes: int  # of the context, as it is in memory
+    nbytes: int  # of these tokens in memory, without states
     saved: bool  # whether a tier below memory has the whole context
     pinned: bool
 
@@ -464,6 +464,9 @@ class AgentCacheStore:
         return self._pages is not None and not on_file and self._pages.is_whole(agent_id) is False
 
     def _info(self, agent_id: str, entry: CacheEntry | None, *, on_server: bool, on_file: bool) -> AgentInfo:
+        """Describe an agent's context, of which `entry` is the part in memory. `on_server` and `on_file` are whether
+        the page server and a file have one.
+        """
         below = (on_server or on_file) and (entry is None or entry.kept)
         tokens = len(entry.context) if entry and entry.whole else None
         if tokens is None and self._pages and on_server:

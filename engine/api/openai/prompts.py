@@ -106,6 +106,10 @@ class Prompts:
         return await self._made("prompt", len(prompt) <= SHORT, lambda: self._of_text(prompt))
 
     async def _made(self, param: str, short: bool, make: Callable[[], _Made]) -> _Made:
+        """Return the result of `make`, called on the event loop if it is `short` and the thread has no work,
+        otherwise on the thread. Raises ApiError (400), which names `param`, for an error of the template or the
+        prompt.
+        """
         try:
             if short and not self._long:
                 return make()
@@ -119,6 +123,7 @@ class Prompts:
             raise invalid(f"{param}: {error}", param) from error
 
     def _of_messages(self, body: ChatBody, tools: Sequence[Tool]) -> list[int]:
+        """Return the token ids of a conversation: render it with the template, and encode the text."""
         messages = body.messages
         self._check_length([message.content or "" for message in messages], "messages")
         offered = [tool.model_dump(exclude_none=True) for tool in tools] or None
@@ -230,6 +235,9 @@ class Prompts:
             )
 
     def _fitting(self, tokens: list[int], param: str, least: str = "") -> list[int]:
+        """Return the token ids unchanged. Raises ApiError for an empty prompt, and for one that is longer than the
+        model's context.
+        """
         if not tokens:
             raise invalid(f"{param}: has no token", param)
         context = self._spec.context

@@ -326,6 +326,9 @@ class Fetch:
     # -- on the loop's thread --------------------------------------------------------------------------------------
 
     def _end(self, task: asyncio.Task[None]) -> None:
+        """Set the final state when the work has ended, free the blocks unless there is a result, and call the
+        callbacks.
+        """
         with self._lock:
             if task.cancelled():
                 self._move(FetchEvent.WORK_CANCELLED)
@@ -347,6 +350,7 @@ class Fetch:
         await self._lookup.remote.connection.attempt(self._load(), self.report.missed, self._request.within)
 
     async def _load(self) -> None:
+        """Fetch the context: look up, plan and lease its blocks, allocate memory in the pool, and receive them."""
         with span("kvpage.lookup") as seen:
             digests = await self._lookup.ask()
             plan = await self._lookup.lease(digests)
