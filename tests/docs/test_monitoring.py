@@ -88,7 +88,7 @@ def test_queried_engine_metrics_exist() -> None:
 
 
 def test_the_page_lists_all_metrics_and_no_other(metrics: str) -> None:
-    listed = set(NAME.findall(PAGE.read_text(encoding="utf-8").partition("## What is told")[2]))
+    listed = set(NAME.findall(PAGE.read_text(encoding="utf-8").partition("## Metrics")[2]))
     there = {name for name, kind in families(metrics).items() if not name.endswith(("_bucket", "_sum", "_count"))}
     assert listed == there
 

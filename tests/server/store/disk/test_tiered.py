@@ -471,7 +471,7 @@ def test_a_page_damaged_on_disk_is_a_counted_miss(tmp_path: Path) -> None:
         assert disk_info(client)["disk_corrupt"] == 3
         settle(client)
         assert disk_info(client)["disk_quarantined"] == 3
-        assert "3 values found damaged" in kvpage("status", url=server.url)[1]
+        assert "3 values corrupt" in kvpage("status", url=server.url)[1]
         assert b"corrupt" in str(client.execute_command("KVPAGEWHY", *page_args(3))).encode()
         assert len(re.findall("could not be read from disk", server.log)) == 3
         for name in ("key kv:r:0:3:0:0", "block 50 of request b", "key long"):
