@@ -50,6 +50,7 @@ from kvpage_server.page import DType, PageKey
 logger = init_logger("vllm.kvpage")
 
 _PATIENCE = 0.0005  # seconds that a step waits for a lookup or load, so that the threads of the tier run
+_RETAIN, _LONGEST = "kvpage_retain_seconds", 86400  # of a request's kv_transfer_params
 _SHUTDOWN = 4.0  # seconds for stores in progress
 _BLOCKS, _BYTES = "vllm:kvpage_blocks", "vllm:kvpage_bytes"
 
@@ -195,12 +196,13 @@ class KvpageTier(SecondaryTierManager):
 
     @guarded(lambda: None)
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Count a use of chunks on the server, and link each to the one before it, without a lease."""
+        """Count a use of chunks on the server, and link each to the one before it; a request may lease them."""
+        lease_ms = _retain_ms(req_context)
         groups: dict[int, list[OffloadKey]] = defaultdict(list)
         for key in _in_order(keys, req_context):
             groups[get_offload_group_idx(key)].append(key)
         for group in groups.values():
-            self._jobs.lookup(partial(self._named, group), len(group), 1, lease_ms=0)
+            self._jobs.lookup(partial(self._named, group), len(group), 1, lease_ms=lease_ms)
 
     def _named(self, keys: Iterable[OffloadKey]) -> list[BlockName]:
         if not self._names:
@@ -312,3 +314,13 @@ class KvpageTier(SecondaryTierManager):
 def _in_order(keys: Collection[OffloadKey], context: ReqContext) -> list[OffloadKey]:
     """Return keys in the order of their tokens, as far as vLLM knows it, each once."""
     return sorted(dict.fromkeys(keys), key=lambda key: context.get_offload_key_position(key) or 0)
+
+
+def _retain_ms(context: ReqContext) -> int:
+    """Return the milliseconds in which the chunks of a request must not be evicted. Raises ValueError if its parameter
+    is not valid.
+    """
+    seconds = (context.kv_transfer_params or {}).get(_RETAIN, 0)
+    if not isinstance(seconds, int | float) or not 0 <= seconds <= _LONGEST:
+        raise ValueError(f"{_RETAIN} must be 0 to {_LONGEST} seconds, got {seconds!r:.40}")
+    return int(1000 * seconds)

@@ -19,6 +19,7 @@ from servers import RunningServer, start_server
 from vllm.v1.kv_offload.base import LookupResult, OffloadingSpec, OffloadKey, ReqContext, ScheduleEndContext
 from vllm.v1.kv_offload.base import make_offload_key as named
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
+from waiting import until
 
 ROWS, SIZE = 16, 8192
 
@@ -244,6 +245,25 @@ def test_chunks_of_a_finished_request_are_linked(manager: Manager, client: redis
     while calls(client) == before:
         assert time.monotonic() < end
     assert manager.tier._requests == {}
+
+
+def test_a_request_retains_its_chunks(manager: Manager, client: redis.Redis) -> None:
+    """Finish requests with a parameter that is valid, and ones with parameters that are not."""
+    context = ReqContext("store", {"kvpage_retain_seconds": 600})
+    manager.tier.touch([], context)
+    manager.store("ab")
+    manager.tier.touch([chunk("a"), chunk("b")], context)
+    name = b"".join(client.scan_iter(f"*{chunk('b')[:-4].hex()}*")).split(b":")[1].decode()
+    until(lambda: any(lease_of(client, name)), "a lease", within=60)
+    for wrong in (-1, 1e9, "600", None):
+        manager.tier.touch([chunk("a")], ReqContext("r", {"kvpage_retain_seconds": wrong}))
+    assert manager.tier.reasons.counts["touch", "ValueError"] == 4
+
+
+def lease_of(client: redis.Redis, name: str) -> list[int]:
+    found = client.execute_command("KVPAGESTAT", name, 0, 0, 0, 0)
+    pairs = found.items() if isinstance(found, dict) else zip(found[::2], found[1::2], strict=True)
+    return [int(value) for field, value in pairs if b"lease" in field and int(value) > 0]
 
 
 def test_metrics_have_results_and_bytes(manager: Manager) -> None:

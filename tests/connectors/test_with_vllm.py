@@ -1,4 +1,4 @@
-"""The connectors with the real vLLM, in the environment of `make test-connectors`."""
+"""Policy, benchmark and `kvpage connectors verify vllm` with the real vLLM."""
 
 from __future__ import annotations
 
@@ -6,31 +6,16 @@ import os
 import subprocess
 from pathlib import Path
 
-import pytest
+from servers import start_server
+from vllm_process import ENVIRONMENT, PYTHON, ROOT, needs_vllm
 
-ROOT = Path(__file__).parents[2]
-PYTHON = os.environ.get("KVPAGE_VLLM")
-
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(PYTHON is None, reason="`make test-connectors` runs it")]
+pytestmark = needs_vllm
 
 
-def run_python(*arguments: str, timeout: float = 120) -> str:
+def run_python(*arguments: str) -> str:
     """Run a program in the environment of vLLM. Return its standard output. Raises AssertionError with all output."""
     assert PYTHON
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'connectors'}",
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [PYTHON, *arguments], cwd=ROOT, env=environment, capture_output=True, encoding="utf-8", timeout=timeout
-    )
+    done = subprocess.run([PYTHON, *arguments], cwd=ROOT, env=ENVIRONMENT, capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -57,3 +42,13 @@ def test_the_benchmark_of_policies_runs(tmp_path: Path) -> None:
         ["arc", most, most],
         ["PrefixPolicy", most, most],
     ]
+
+
+def test_verify_saves_and_restores_a_context() -> None:
+    options = '{"dtype": "float32", "max_model_len": 2048, "gpu_memory_utilization": 0.5}'
+    with start_server() as server:
+        words = ["connectors", "verify", "vllm", "--url", server.url, "--model", "models/smollm2", "--options", options]
+        output = run_python("-m", "kvpage_server.cli", *words)
+    print(output)
+    assert "prompt of 1025 tokens: 1024 restored by another process\n" in output
+    assert "kvpage: the names of blocks begin with vllm.lbhnc-" in output

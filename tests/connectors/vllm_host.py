@@ -2,8 +2,8 @@
 
     python vllm_host.py '{"url": "redis://127.0.0.1:9221", "dtype": "float32"}'
 
-The environment of vLLM runs it. A line has ``prompts``, each a list of (first token, number of tokens), and
-``answers``, the number of tokens to generate.
+The environment of vLLM runs it. ``"tier": true`` selects the tier instead of the connector. A line has ``prompts``,
+each a list of (first token, number of tokens), and ``answers``, the number of tokens to generate.
 """
 
 from __future__ import annotations
@@ -43,19 +43,40 @@ def run(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def connector(place: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the connector."""
+    return {
+        "kv_connector": "KvpageConnector",
+        "kv_connector_module_path": "kvpage_connectors.vllm_connector",
+        "kv_connector_extra_config": place,
+    }
+
+
+def tier(place: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the tier, below a RAM tier of 200 MB with the eviction policy of the store."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_connector_extra_config": {
+            "spec_name": "CpuTieringSpec",
+            "spec_module_path": "vllm_cpu_spec",
+            "cpu_bytes_to_use": 200_000_000,
+            "eviction_policy": "PrefixPolicy",
+            "cache_policy_module_path": "kvpage_connectors.vllm_policy",
+            "secondary_tiers": [{"type": "KvpageTier", "module_path": "kvpage_connectors.vllm_tier", **place}],
+        },
+    }
+
+
 def main() -> None:
     """Start an engine with the connector, and answer lines until the input ends."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
     options = json.loads(sys.argv[1])
-    transfer = KVTransferConfig(
-        kv_connector="KvpageConnector",
-        kv_connector_module_path="kvpage_connectors.vllm_connector",
-        kv_role="kv_both",
-        kv_load_failure_policy=options.pop("policy", "recompute"),
-        kv_connector_extra_config={"url": options.pop("url"), **options.pop("extra", {})},
-    )
+    place = {"url": options.pop("url"), **options.pop("extra", {})}
+    connect = tier if options.pop("tier", False) else connector
+    policy = options.pop("policy", "recompute")
+    transfer = KVTransferConfig(kv_role="kv_both", kv_load_failure_policy=policy, **connect(place))
     usual = {"max_model_len": 4096, "max_num_seqs": 4, "max_num_batched_tokens": 4096, "gpu_memory_utilization": 0.5}
     usual |= {"model": MODEL, "enforce_eager": True, "disable_log_stats": False, "kv_transfer_config": transfer}
     llm = LLM(**{**usual, **options})

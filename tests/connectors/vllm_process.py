@@ -16,6 +16,15 @@ from waiting import until
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("KVPAGE_VLLM")  # of the environment with vLLM
 STARTS_WITHIN = 300  # seconds on a busy machine
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'connectors'}",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "OMP_NUM_THREADS": "1",
+}
 Parts = list[tuple[int, int]]
 
 needs_vllm = [
@@ -29,21 +38,12 @@ class Vllm:
     """A process with vLLM."""
 
     def __init__(self, log: Path, **options: Any) -> None:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'connectors'}",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "OMP_NUM_THREADS": "1",
-        }
         assert PYTHON
         command = [PYTHON, str(ROOT / "tests/connectors/vllm_host.py"), json.dumps(options)]
         self.log = log
         self._output = log.open("wb")
         self._process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=self._output, stderr=self._output
+            command, cwd=ROOT, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=self._output, stderr=self._output
         )
         self._results = 0
         self.counts: dict[str, float] = {}

@@ -31,6 +31,16 @@ def test_the_connector_of_a_configuration_exists() -> None:
         assert one["kv_load_failure_policy"] == "recompute"
 
 
+def test_the_classes_of_the_offloading_exist() -> None:
+    extras = [
+        one["kv_connector_extra_config"] for one in CONFIGURATIONS if one["kv_connector"] == "OffloadingConnector"
+    ]
+    tier, policy = extras
+    (below,) = tier["secondary_tiers"]
+    assert hasattr(importlib.import_module(below["module_path"]), below["type"])
+    assert hasattr(importlib.import_module(policy["cache_policy_module_path"]), policy["eviction_policy"])
+
+
 @pytest.mark.parametrize("name", re.findall(r"^\| `(\w+)` \| [\d`]", TEXT, re.MULTILINE))
 def test_an_option_and_its_default_exist(name: str) -> None:
     (shown,) = re.findall(rf"^\| `{name}` \| `?([^|`]*)`? \|", TEXT, re.MULTILINE)
