@@ -82,7 +82,7 @@ class Work:
         return self.count * self.nbytes
 
     def page_keys(self, generation: int) -> list[PageKey]:
-        """Return the keys of a batch's pages."""
+        """Return the keys of the pages in the batch with index `generation`."""
         raise NotImplementedError
 
 
@@ -102,7 +102,7 @@ class PageWork(Work):
         self.keys = [[page.key for page in pages] for pages in self.pages]
 
     def page_keys(self, generation: int) -> list[PageKey]:
-        """Return the keys of a batch's pages."""
+        """Return the keys of the pages in the batch with index `generation`."""
         return self.keys[generation]
 
 
@@ -117,7 +117,7 @@ class Blocks(Work):
         ]
 
     def page_keys(self, generation: int) -> list[PageKey]:
-        """Return the keys of a batch's pages."""
+        """Return the keys of the pages in the batch with index `generation`."""
         return [key for name in self.names[generation] for key, _, _ in pages_of_block(name, self.shape)]
 
 

@@ -120,7 +120,11 @@ async def _renew_log(server: Server) -> None:
 
 
 async def _renew_certificates(server: Server) -> None:
-    """Load the configured certificates again, in a thread. New connections use them; open connections do not change."""
+    """Load the configured certificates again, in a thread, for new connections.
+
+    If they cannot be used, log a warning, and keep the old ones. Do nothing if CONFIG SET has changed them during the
+    load.
+    """
     if not server.config.tls_port:
         return
     old_config = copy(server.config)

@@ -331,7 +331,7 @@ class Config:
         self.set(name, self.split(name, value))
 
     def value(self, name: str) -> Any:
-        """Return a parameter's value."""
+        """Return the value of the parameter with this name in the file."""
         return getattr(self, self.parameters()[name].name)
 
     def words(self, name: str) -> list[str]:

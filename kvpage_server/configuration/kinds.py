@@ -98,7 +98,7 @@ def _read_yes_no(words: list[str]) -> bool:
 
 
 def choice(*allowed: str) -> Kind:
-    """Return the kind of parameters with a few allowed words."""
+    """Return the kind of words that must be one of `allowed`, in upper or lower case."""
 
     def read(words: list[str]) -> str:
         word = _one(words).lower()

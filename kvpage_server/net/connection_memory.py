@@ -113,7 +113,7 @@ def make_room(server: Server) -> None:
 
 
 def close_overflown(client: Client) -> None:
-    """Close a client with too much unread output."""
+    """Close a client that exceeds its limit of unread output, count it, and log a warning."""
     log.warning("client %s left %d bytes unread: closed", client.address, client.connection.outgoing)
     client.server.stats.overflown_outputs += 1
     client.connection.abort()

@@ -244,7 +244,7 @@ class Listener:
         self._server.in_flight += HANDSHAKE_BYTES
 
     def _end_handshake(self, handshake: Handshake, error: str) -> None:
-        """Begin the session of a connection whose handshake is complete, or close the connection."""
+        """Begin the session of a connection after its handshake. With an error, log it and close the connection."""
         server, encryption = self._server, handshake.encryption
         del server.handshakes[handshake]
         server.in_flight -= HANDSHAKE_BYTES

@@ -175,7 +175,10 @@ class Handshake:
         loop.add_reader(sock, self._receive)
 
     def _receive(self) -> None:
-        """Receive a part of the handshake, and send the server's part."""
+        """Receive a part of the handshake, continue it, and send the server's part.
+
+        End it if it is complete or fails.
+        """
         try:
             count = self.encryption.receive(MOST_INPUT - self._received)
             if count < 0:

@@ -32,7 +32,7 @@ class SocketReader(Protocol):
         """Receive from the plain socket: it has data, or the peer has closed the connection."""
 
     def received(self, data: bytes) -> None:
-        """Process received, decrypted bytes."""
+        """Process bytes that the transport has received and decrypted."""
 
     def drained(self) -> None:
         """Continue after the unsent output has fallen to HIGH_WATER bytes."""

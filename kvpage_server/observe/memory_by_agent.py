@@ -223,7 +223,7 @@ class SharedPrefix:
 
     @property
     def saved(self) -> int:
-        """Bytes that sharing saves."""
+        """Bytes that sharing saves: one copy for each agent but the first."""
         return self.bytes * (len(self.agents) - 1)
 
 

@@ -296,7 +296,7 @@ def parse(info: str) -> Overview:
 
 
 def _misses(*counts: Mapping[str, int]) -> dict[str, int]:
-    """Return the sums of counts by reason."""
+    """Add misses of pages and of strings. Return the sums by reason, with spaces for underscores."""
     reasons = dict.fromkeys(reason for some in counts for reason in some)
     return {reason.replace("_", " "): sum(some.get(reason, 0) for some in counts) for reason in reasons}
 

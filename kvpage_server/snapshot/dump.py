@@ -118,7 +118,7 @@ class Dumped:
     corrupt: Failures = field(default_factory=Failures)  # damaged pages, and too long keys
 
     def count(self, contents: FileContents) -> None:
-        """Count a file of the dump."""
+        """Add a file of the dump, and its pages or strings, to the counts."""
         self.files += 1
         for entry, start, stop in contents.spans:
             self.amount.add(stop - start, len(entry.checksums), are_pages=isinstance(entry, PageTensor))

@@ -155,7 +155,7 @@ class PageTensor:
 
     @property
     def fits(self) -> bool:
-        """Whether a body has the length of its shape."""
+        """Whether each body has the length of its shape. Otherwise the tensor consists of bytes."""
         dtype, page_size, head_dim, body_size = self.geometry
         return body_size == page_size * head_dim * dtype.itemsize
 
@@ -207,7 +207,7 @@ class PageTensor:
         return map(self.header, range(len(self.checksums)))
 
     def note(self) -> dict[str, Any]:
-        """Return the description in the file's metadata."""
+        """Return the note that describes the tensor in the file's metadata, for `entry_of`."""
         first, geometry, written = self.first, self.geometry, self.written
         grid = {"layers": self.grid[0], "heads": self.grid[1]}
         return {
@@ -261,7 +261,7 @@ class String:
         return [self.left_ms]
 
     def note(self) -> dict[str, Any]:
-        """Return the description in the file's metadata."""
+        """Return the note that describes the tensor in the file's metadata, for `entry_of`."""
         return {"ttl_left_ms": self.left_ms, "checksum": f"{self.checksum:016x}"}
 
 

@@ -315,7 +315,7 @@ def _connected(connection: PageConnection) -> None:
 
 
 def _parts_of(keys: Sequence[bytes], most: int) -> list[Sequence[bytes]]:
-    """Return the keys in order, at most `most` in each part."""
+    """Cut a list of keys into parts of at most `most` keys."""
     return [keys[start : start + most] for start in range(0, len(keys), most)]
 
 

@@ -45,22 +45,22 @@ class Damaged(Exception):
 
 
 def name_of_key(key: bytes) -> bytes:
-    """Return the name of a string or a page."""
+    """Return the name on disk of a string or a page: `k` and its key."""
     return b"k" + key
 
 
 def names_of_keys(keys: Iterable[bytes]) -> list[bytes]:
-    """Return the names of strings or pages."""
+    """Return the names on disk of strings or pages, see `name_of_key`."""
     return [*map(b"k".__add__, keys)]
 
 
 def name_of_block(req_id: bytes, page: int) -> bytes:
-    """Return the name of an extent."""
+    """Return the name on disk of a block: `b`, its request id, a colon, its page id. Only an extent has a record."""
     return b"b%b:%d" % (req_id, page)
 
 
 def database_key(name: bytes) -> bytes:
-    """Return the key in LMDB under which a name is stored."""
+    """Return the key in LMDB for a name: the name itself, or its hash if the name has more than 500 bytes."""
     return name if len(name) <= _LONGEST_KEY else b"h" + blake2b(name, digest_size=32).digest()
 
 
@@ -78,7 +78,7 @@ class Body(NamedTuple):
 
     @property
     def pieces(self) -> range:
-        """The numbers of the body's pieces."""
+        """The numbers of the body's pieces, which are consecutive; empty without pieces."""
         number = self.first & ~_SHORT
         return range(number, number - (-self.size // self.piece)) if self.first else range(0)
 
@@ -220,7 +220,7 @@ def unpack(key: bytes, raw: Buffer) -> tuple[int, bytes]:
 
 
 def by_spot(rows: bytes) -> dict[Spot, bytes]:
-    """Return the rows by their spots."""
+    """Split the rows of a sheet. Return each row by its spot: kv_type, layer and head."""
     starts = range(0, len(rows), ROW)
     return {_ROW.unpack_from(rows, i)[:3]: rows[i : i + ROW] for i in starts}
 
@@ -254,12 +254,12 @@ def body_of(rows: bytes, spot: Spot) -> Body | None:
 
 
 def row_of(record: Record) -> bytes:
-    """Return the row of a page. The record's meta is its header."""
+    """Return the record of a page as a row of a sheet. The record's `meta` is the page's header."""
     return record.meta + _TIMES.pack(record.expires, record.used, record.body.digest, record.body.first)
 
 
 def record_of(name: bytes, row: bytes) -> Record:
-    """Return the record with the contents of a row."""
+    """Return the contents of a page's row as a record with this name."""
     _, _, _, size, expires, used, digest, first = _ROW.unpack(row)
     return Record(name, row[:HEADER_SIZE], expires, used, Body(size, digest, first))
 
@@ -282,7 +282,7 @@ def size_of(header: bytes) -> int:
 
 
 def records(key: bytes, rows: bytes) -> Iterator[Record]:
-    """Yield a record with the contents of each row of a sheet."""
+    """Yield the contents of each row of a sheet as a record. `key` is the sheet's database key."""
     _, req_id, page = block_of(key)
     for i, (name, *_) in enumerate(pages(req_id, page, rows)):
         yield record_of(name_of_key(name), rows[i * ROW : (i + 1) * ROW])

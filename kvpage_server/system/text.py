@@ -38,7 +38,7 @@ class Durations:
         self.histogram[nanoseconds.bit_length()] += 1
 
     def as_text(self) -> str:
-        """Return the durations as a field of INFO."""
+        """Return the value of a field of INFO: the number of durations, their sum in microseconds, and `within`."""
         return f"calls={sum(self.histogram)},usec={self.nanoseconds // 1000},within={within(self.histogram)}"
 
 

@@ -272,9 +272,10 @@ def get_range(key: bytes, first: int, last: int) -> Command:
 
 
 def set_block(name: BlockName, shape: BlockShape, body: Sequence[memoryview], ttl: int, created_ms: int) -> Command:
-    """Return the command that writes a block as one string. Its digests are computed each time it is sent.
+    """Return the SET of a whole block as one string: a head with digests, and the body.
 
-    `ttl` is in seconds, 0 for none, `created_ms` in unix milliseconds.
+    The digests of the body are computed each time the command is sent. `ttl` is in seconds, 0 for none, `created_ms` in
+    unix milliseconds.
     """
     key = block_key(name)
     opening, ending = around_value(key, head_size(shape) + shape.nbytes, ttl)

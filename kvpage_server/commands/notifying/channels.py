@@ -224,8 +224,9 @@ class Channels:
         return bool(self._under_way)
 
     def all_sent(self) -> Iterator[Reply]:
-        """Yield one Wait for the delivery of all messages published so far; nothing if none waits. In a transaction,
-        which does not wait, all messages are sent at once.
+        """Yield a Wait until all messages published so far are sent, if some are not.
+
+        In a transaction, which does not wait, send them immediately.
         """
         if self._under_way:
             yield Wait(self.when_sent, now=self._send_to_all)

@@ -94,7 +94,7 @@ class KeyEvents:
         client.watched_changed, client.watched_until = False, 0
 
     def track(self, client: Recipient, mode: Mode) -> None:
-        """Start CLIENT TRACKING for a client with the options `mode`."""
+        """Start CLIENT TRACKING for a client with the options `mode`: from now on, it gets invalidations."""
         self.tracking.begin(client, mode)
         self._listen()
 

@@ -59,7 +59,7 @@ class Memory:
         return list(map(len, self._views))
 
     def views(self) -> list[memoryview]:
-        """Return each buffer as bytes."""
+        """Return each buffer as a memoryview of bytes."""
         return self._views
 
 
@@ -235,7 +235,7 @@ class PageKeys:
         return len(self.names)
 
     def __getitem__(self, part: slice) -> PageKeys:
-        """Return consecutive keys."""
+        """Return the keys of a slice without gaps."""
         return PageKeys(self.names[part])
 
     def words(self) -> bytes:
@@ -277,7 +277,7 @@ class SentPages:
         return len(self.shapes)
 
     def __getitem__(self, part: slice) -> SentPages:
-        """Return consecutive pages."""
+        """Return the pages of a slice without gaps."""
         some = SentPages(())
         some.names, some.bodies, some.shapes = self.names[part], self.bodies[part], self.shapes[part]
         return some
@@ -585,7 +585,7 @@ class Bodies:
                 self._missed[self._item] = reason
 
     def _advance(self) -> None:
-        """Begin with the next item."""
+        """Expect the line of the next item, or no more bytes after the last one."""
         self._item += 1
         self._next = Bodies._take_line
         self._end_if_complete()

@@ -31,7 +31,7 @@ class Callee(NamedTuple):
     ending: bytes = b""
 
     def is_refused(self, words: Command) -> bool:
-        """Return whether the word at `place` ends in `ending`."""
+        """Return whether the core may not make the call, because the word at `place` ends in `ending`."""
         word = words[self.place]
         return self.place > 0 and isinstance(word, bytes) and word.endswith(self.ending)
 

@@ -100,7 +100,7 @@ class Slot:
 
     @property
     def room(self) -> memoryview:
-        """Body and CRLF, writable."""
+        """The memory of the body and its CRLF, writable: a parser receives a word into it."""
         return self._memory(self.at, self.at + self.size + SUFFIX)
 
     @property
@@ -152,7 +152,7 @@ class Part:
 
     @property
     def view(self) -> memoryview:
-        """The bytes."""
+        """The bytes of the part."""
         return self.slot.body[self.start : self.start + self.size]
 
 
@@ -169,7 +169,7 @@ class Arena:
 
     @property
     def used(self) -> int:
-        """Bytes of slots in use."""
+        """Bytes of slots in use, with their headers and rounding."""
         self._collect_freed()
         return self._used
 
@@ -230,7 +230,7 @@ class Arena:
         return found
 
     def _map_chunk(self, size_class: SizeClass) -> None:
-        """Add an empty chunk to a size class."""
+        """Allocate a chunk for a size class, from a new stretch. Raise MemoryError."""
         self._free_empty_chunks()
         nbytes, slots = chunk_shape(size_class.shape, size_class.held)
         chunk = SlotChunk(self, size_class, self._regions.take(nbytes), slots)

@@ -138,7 +138,7 @@ def _copy(piece: memoryview, into: memoryview) -> None:
 
 
 def _digest_of(pieces: Iterable[memoryview]) -> int:
-    """Return the XXH3-64 of pieces in the map."""
+    """Return the XXH3-64 of the pieces together, which are views of the map. Release the GIL while the disk is read."""
     digest = xxhash.xxh3_64()
     for piece in pieces:
         if 0 < len(piece) <= _HASHED_WITH_GIL:

@@ -51,7 +51,7 @@ class LostPieces:
     pieces: lmdb._Database
 
     def note(self, txn: _Txn) -> None:
-        """Set the flag, because there may be lost pieces."""
+        """Set the flag that there may be lost pieces, in a write transaction."""
         txn.put(_LOST_FLAG, b"", db=self.about)
 
     def remove(self, txn: _Txn) -> int:

@@ -62,7 +62,7 @@ class CleanMarker:
         return recorded == current or bool(self._boot and recorded == f"{current} {self._boot}")
 
     def opened(self) -> None:
-        """Record that the database is intact and open."""
+        """Record that the database is intact and open, and synchronise the record."""
         self.committed()
         os.fsync(self._file)
 
@@ -190,7 +190,7 @@ def open_map(path: Path, maxdisk: int, *, flushes: bool) -> lmdb.Environment:
 
 
 def _verify(path: Path) -> list[str]:
-    """Return the errors in the structure of a database file."""
+    """Check the structure of a database file. Return the errors, none for an intact file. O(bytes)."""
     try:
         return list(verify(str(path), subdir=False))  # type: ignore[no-untyped-call]
     except VerifyError as error:

@@ -31,7 +31,7 @@ def each_name_in(unit: Unit) -> Iterator[bytes]:
 
 
 def names_in(unit: Unit) -> Sequence[bytes]:
-    """Return the names of a unit's values."""
+    """Return the names of a unit's values as a list, see `each_name_in`."""
     return [*each_name_in(unit)]
 
 
@@ -62,7 +62,7 @@ def block_name_of(name: bytes) -> bytes | None:
 
 
 def value_named(contents: Contents, name: bytes) -> Entry | Extent:
-    """Return the value with this name, which must exist."""
+    """Return the value with this name, which must exist: an entry of the index, or an extent."""
     if name[:1] == b"k":
         return contents.catalogue.entries[name[1:]]
     block = contents.index.block(*parse_block(name))
@@ -97,6 +97,6 @@ def is_removed(contents: Contents, name: bytes) -> bool:
 
 
 def is_on_disk_named(contents: Contents, name: bytes) -> bool:
-    """Return whether a value's bytes are on disk only."""
+    """Return whether the bytes of the value with this name, which must exist, are on disk only."""
     value = value_named(contents, name)
     return isinstance(value.slot if isinstance(value, Extent) else value, OnDisk)

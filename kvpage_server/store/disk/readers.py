@@ -84,7 +84,7 @@ class DiskReader:
         self._callers.pop(ticket)(result)
 
     async def close(self) -> None:
-        """Stop the threads after their current jobs."""
+        """Stop the threads after all jobs are done and delivered."""
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:

@@ -78,7 +78,7 @@ class DiskUsage:
                 replaced[name] = there
 
     def expect_nothing(self, name: bytes) -> None:
-        """Note that a queued write of a value was dropped."""
+        """Note that the queued change of a value was dropped, so that the value on disk stays."""
         if (size := self._expected.pop(name, None)) is not None:
             self.expected += self._sizes.get(name, 0) - size
         self.replaced -= self._replaced.pop(name, 0)
@@ -154,7 +154,7 @@ class DiskUsage:
         self.used = self.expected = size
 
     def note_found(self, name: bytes, unit: bytes, size: int) -> None:
-        """Note a value that was found at the start."""
+        """Note the footprint of a value that is on disk at the start, or whose unloaded block was loaded."""
         self._sizes[name] = size
         self._grow(name, unit, size)
 
@@ -179,7 +179,7 @@ class DiskUsage:
 
     @property
     def units_on_disk_only(self) -> int:
-        """Number of units on disk only."""
+        """Number of units on disk only, including deferred ones."""
         return len(self._on_disk_only) + len(self._deferred)
 
     @property
@@ -260,7 +260,7 @@ class Stored:
         return name in self.usage if waiting is None else waiting[0] is not None
 
     def store(self, name: bytes, value: Entry | Extent) -> None:
-        """Queue a write of a value."""
+        """Queue a write of a string, a page or an extent to disk."""
         if self.maxdisk and not isinstance(value, OnDisk):
             self.usage.expect(name, takes(name, value))
         if isinstance(value, Text):
@@ -271,7 +271,7 @@ class Stored:
             self.behind.note(name, value, value.footprint + _change_size(name))
 
     def store_pages(self, keys: Sequence[bytes], pages: Sequence[Slot | ExtentPage]) -> None:
-        """Queue writes of pages."""
+        """Queue writes of pages to disk, in one call for all."""
         names = names_of_keys(keys)
         sizes, on_disk = list[int](), list[int]()
         for name, page in zip(names, pages, strict=True):
@@ -309,7 +309,7 @@ class Stored:
         self.behind.note(name, None, _change_size(name))
 
     def clear(self) -> None:
-        """Queue the removal of all values."""
+        """Queue the removal of all values from disk."""
         self.behind.clear()
         self.usage.clear()
 

@@ -80,7 +80,7 @@ class Batch(Generic[T]):
         return value is not None and not isinstance(value, SetExpiry)
 
     def forget(self, name: bytes) -> None:
-        """Remove a value's change from the batch."""
+        """Remove a value's change, which the batch must have."""
         self.size -= self.changes.pop(name)[1]
         self.removed.pop(name, None)
 
@@ -162,7 +162,7 @@ class DiskWriter(Generic[T]):
             yield change
 
     async def close(self) -> None:
-        """Stop the thread after its current job."""
+        """Stop the thread after all its jobs."""
         self._jobs.put(None)
         await asyncio.to_thread(self._thread.join)
 
@@ -323,7 +323,7 @@ class WriteBehind(Generic[T]):
         self._changed()
 
     def note_all(self, names: Sequence[bytes], values: Sequence[T], sizes: Sequence[int]) -> None:
-        """Queue several changed values."""
+        """Queue several changed values. `sizes` are in bytes of memory."""
         self._next.note_all(names, values, sizes)
         self.position += len(names)
         self._changed()
@@ -411,7 +411,7 @@ class WriteBehind(Generic[T]):
         self.hurry()
 
     def hurry(self) -> None:
-        """Commit all changes as soon as possible."""
+        """Begin the next commit without a delay, because a client waits for it, or many bytes are queued."""
         if not self.settled:
             self._hurries = True
             self._move(Event.HURRIED)
@@ -424,13 +424,13 @@ class WriteBehind(Generic[T]):
         self.state = after(self.state, event)
 
     def _plan(self, delay: float) -> None:
-        """Begin the next commit after `delay` seconds."""
+        """Set the timer for the next commit to `delay` seconds from now."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(delay, self._begin)
 
     def _delay(self) -> float:
-        """Return the seconds until the next commit begins."""
+        """Return the seconds from a change until its commit begins. They depend on `mode` and the last commit."""
         if self._hurries or self.mode == "always":
             return 0.0
         return max(_SECOND - _SLACK * self._took, _SHORTEST)

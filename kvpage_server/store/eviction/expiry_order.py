@@ -108,7 +108,7 @@ class Expirer:
         self._spared.clear()
 
     def _drop_stale(self) -> None:
-        """Drop stale and repeated entries of all buckets. O(entries)."""
+        """Drop stale and repeated entries of all buckets, and return spared keys to them. O(entries)."""
         self._put_back()
         self._notes = 0
         for second in list(self._buckets):

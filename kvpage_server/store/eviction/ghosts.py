@@ -99,7 +99,7 @@ class Ghosts:
             del self._requests[req_id]
 
     def has_block(self, req_id: bytes, page: int) -> bool:
-        """Return whether a block has a ghost."""
+        """Return whether pages of a block were removed, and their ghost exists."""
         return (req_id, page) in self._blocks
 
     def of_page(self, req_id: bytes, layer: int, head: int, page: int, kv_type: int) -> Ghost | None:

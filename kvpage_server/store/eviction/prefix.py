@@ -431,7 +431,7 @@ class Prefix(Queues):
             self._forget(self._ghosts.popitem(last=False)[1])
 
     def _forget(self, ghost: int) -> None:
-        """Take a dropped ghost out of the statistics."""
+        """Remove a ghost, which was dropped from `_ghosts`, from the scores."""
         last, _, kind = _unpacked(ghost)
         self._scores.remove_unit(kind, last)
 

@@ -130,7 +130,7 @@ class Queues(ABC):
         """Note that each unit extends the one before it. An unknown unit extends none, and none extends it."""
 
     def removed(self, unit: Unit) -> None:
-        """Remove a unit that was deleted or has expired."""
+        """Remove a unit that was deleted or has expired. Ignore an unknown unit."""
         place = self._places.pop(unit, None)
         if place is not None:
             self.leave(place)
@@ -138,7 +138,7 @@ class Queues(ABC):
             self._free_place(place)
 
     def evicted(self, unit: Unit) -> None:
-        """Remove a unit that was evicted or demoted."""
+        """Remove a unit that was evicted or demoted. A policy with ghosts records one."""
         self.removed(unit)
 
     def leave(self, place: int) -> None:
@@ -189,7 +189,7 @@ class Queues(ABC):
         self._free.extend(range(first + more - 1, first - 1, -1))
 
     def _free_place(self, place: int) -> None:
-        """Make a place free."""
+        """Add a place without a unit to the free places."""
         self._queue[place] = 0
         self._free.append(place)
 

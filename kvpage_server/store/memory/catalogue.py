@@ -31,15 +31,15 @@ class IndexCosts(NamedTuple):
     copies: int
 
     def of_key(self, key: bytes) -> int:
-        """Return the bytes of an entry."""
+        """Return the bytes of memory of an entry with this key."""
         return self.entry + self.copies * len(key)
 
     def of_block(self, req_id: bytes) -> int:
-        """Return the bytes of a block without the entries of its pages."""
+        """Return the bytes of memory of a block, without the entries of its pages."""
         return self.block + self.copies * len(req_id)
 
     def of_unit(self, unit: Block | bytes) -> int:
-        """Return the bytes of a string, or of a block with its pages."""
+        """Return the bytes of memory in the index of a string, or of a block with the entries of its pages."""
         if isinstance(unit, bytes):
             return self.of_key(unit)
         entries = 0 if unit.extent is not None else unit.pages
@@ -206,7 +206,7 @@ class Catalogue:
     # -- changing --------------------------------------------------------------------------------------------------
 
     def put(self, key: bytes, entry: Entry) -> None:
-        """Set the entry of a key."""
+        """Set the entry of a key, and add a new key to the order of scans."""
         if key not in self.entries:
             self.key_bytes += len(key)
             self._list(key)

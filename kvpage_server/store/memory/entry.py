@@ -74,5 +74,5 @@ def page_named(key: bytes) -> PageKey | None:
 
 
 def header_of(page: Page) -> PageHeader:
-    """Return the parsed header of a page."""
+    """Parse and return the 64-byte header of a page. Raise NotLoaded if it needs bytes that are on disk only."""
     return PageHeader.parse(page.header)

@@ -105,7 +105,7 @@ class ScanOrder(Generic[T]):
             self.clear()
 
     def clear(self) -> None:
-        """Drop the lists."""
+        """Drop all lists, so that the next scan creates a new one."""
         self.current = None
         self._lists.clear()
 
@@ -407,7 +407,7 @@ class PageIndex:
         return block
 
     def __iter__(self) -> Iterator[Block]:
-        """Yield every block that is not unloaded."""
+        """Yield every loaded block."""
         return (block for request in self.requests.values() for block in request.values() if type(block) is Block)
 
     def note_on_disk(self, req_id: bytes, page: int, rows: bytes) -> None:
@@ -471,7 +471,7 @@ class PageIndex:
         return list(self.requests.get(req_id, ()))
 
     def count(self, req_id: bytes) -> int:
-        """Return the number of a request's blocks."""
+        """Return the number of a request's blocks, including unloaded ones."""
         return len(self.requests.get(req_id, ()))
 
     def pages_from(self, req_id: bytes, first: int) -> Iterator[int]:
@@ -496,7 +496,7 @@ class PageIndex:
         self._order = None
 
     def of(self, req_id: bytes) -> list[Block]:
-        """Return the blocks of a request, by page id."""
+        """Return the blocks of a request in the order of their page ids, loaded."""
         pages = sorted(self.requests.get(req_id, ()))
         return [block for page in pages if (block := self.block(req_id, page))]
 

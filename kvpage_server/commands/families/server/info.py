@@ -324,7 +324,9 @@ def _field(reason: str) -> str:
 
 
 def _quotas(server: Server) -> Fields:
-    """Return a field for each quota."""
+    """Return INFO's fields `quota0`, `quota1` ...: the limit, use, evictions and pattern of each quota, in bytes and
+    keys.
+    """
     return {
         f"quota{number}": f"limit={quota.limit},bytes={quota.bytes},evicted_keys={quota.evicted},"
         f"index_bytes={quota.index},"
