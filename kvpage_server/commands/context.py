@@ -25,7 +25,7 @@ from kvpage_server.core.protocol import WORD
 from kvpage_server.page import unix_ms
 from kvpage_server.resp import QUEUED, Reply, ReplyError
 from kvpage_server.store.keyspace import Keyspace
-from kvpage_server.system.text import RateLimitedLog
+from kvpage_server.system.text import LogRateLimit
 
 # -- Transactions ------------------------------------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ class Server:
         self.latency = Latency()
         self.clients: dict[int, Client] = {}
         self.handshakes: dict[PendingHandshake, None] = {}  # the oldest first
-        self.seldom = RateLimitedLog(logging.getLogger("kvpage"))
+        self.seldom = LogRateLimit(logging.getLogger("kvpage"))
         self.client_ids = count(1)
         self.channels = Channels()
         tracking = Tracking(

@@ -110,7 +110,7 @@ class LogLines(logging.Formatter):
         return "\n".join(_CONTINUES + printable(line) for line in super().formatException(ei).split("\n"))
 
 
-class RateLimitedLog:
+class LogRateLimit:
     """Rate limit of log lines that any client can cause: one line a minute of each kind, with the number of omitted
     ones.
     """
