@@ -30,4 +30,4 @@ if [ "$wanted" != "$(cat "$environment/installed" 2>/dev/null)" ]; then
     echo "$wanted" >"$environment/installed"
 fi
 
-KVPAGE_VLLM=$environment/bin/python exec "$python" -m pytest -m vllm -rs tests/connectors "$@"
+KVPAGE_VLLM=$environment/bin/python exec "$python" -m pytest -m vllm -s -rs tests/connectors "$@"
