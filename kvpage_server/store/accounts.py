@@ -48,7 +48,8 @@ class Account(ABC):
 
     def goal(self, size: int) -> int:
         """Return the greatest `used` with which no unit is evicted before `size` more bytes are stored."""
-        goal = self.limit - self.reserved - size if self.limit else sys.maxsize
+        limit = self.limit
+        goal = limit - self.reserved - size if limit else sys.maxsize
         return max(goal, self.used - 2 * size) if self.shrinks_in_steps else goal
 
     def refuses(self, size: int) -> bool:

@@ -717,11 +717,8 @@ class Contents:
         get = self.catalogue.get
         return (unit_of(key, cast(Entry, get(key))) for key in self.expirer.nearest(monotonic_ms()))
 
-    def may_evict(self, unit: Unit) -> bool:
-        """Return whether the policy may evict a unit. O(1) if it evicts any, otherwise O(pages)."""
-        rules = self.evictor.rules
-        if rules.evicts_any or not rules.evicts_expiring:
-            return rules.evicts_any
+    def may_expire(self, unit: Unit) -> bool:
+        """Return whether a value of a unit has an expiry. O(pages)."""
         if not isinstance(unit, Block):
             return bool(self.expires_of(unit))
         # `soonest` alone is not enough: the page that it stands for may have been kept with PERSIST.

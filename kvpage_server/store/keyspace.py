@@ -9,8 +9,9 @@ Its parts:
       leases        units that are protected from eviction
       ghosts        records of removed pages, with reasons
       lost          records of removed strings, with reasons
-    memory          the memory limit
-    quotas          the limits of quotas
+    memory          the accounts of memory and of the index
+    disk            the account of the disk; without a disk it has no limit
+    quotas          the accounts of quotas
     protection      the limits of leases and pins
     reader          lookups; counts uses, hits and misses
     listing         lists of keys and requests
@@ -157,9 +158,10 @@ class Keyspace:
         """
         self._admit([[*coming]])
 
-    def _admit(self, parts: Sequence[list[PendingWrite]]) -> Sequence[ReservationParts]:
+    def _admit(self, parts: Sequence[list[PendingWrite]]) -> Iterable[ReservationParts]:
         """Do the same for the parts of a batch. Return the amounts of each part for reservations in quotas."""
-        self.disk.admit([*chain.from_iterable(parts)])
+        if self.disk.stored.maxdisk:
+            self.disk.admit([*chain.from_iterable(parts)])
         return self.quotas.admit(parts) if self.evictor.has_quotas else ()
 
     def admit_batch(self, pages: NewPages) -> None:

@@ -1,4 +1,4 @@
-"""The limits of quotas: before a value is stored, other values of the same quota are evicted.
+"""The accounts of quotas: before a value is stored, other values of the same quota are evicted.
 
 With `maxmemory`, a quota has also a share of the memory of the index. Otherwise a tenant could fill the index with many
 small values, and values of other tenants would be evicted for it. The shares are proportional to the limits of the
@@ -9,7 +9,7 @@ When quotas are set, existing values are counted in steps. Until all are counted
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 
 from kvpage_server.page import HEADER_SIZE, BlockShape
@@ -45,8 +45,11 @@ class QuotaAccount(Account):
         return self.quota.bytes
 
     def sources(self, _: int) -> Iterator[Source]:
-        if self.contents.evictor.rules.evicts_expiring:
-            yield filter(self.contents.may_evict, self.quota.units.victims()), self._evict
+        rules, units = self.contents.evictor.rules, self.quota.units.victims()
+        if rules.evicts_any:
+            yield units, self._evict
+        elif rules.evicts_expiring:
+            yield filter(self.contents.may_expire, units), self._evict
 
     def _evict(self, unit: Unit) -> None:
         self.quota.units.evicted(unit)
@@ -109,7 +112,7 @@ class QuotaAccounts:
 
     # -- before something is stored ---------------------------------------------------------------------------------
 
-    def admit(self, parts: Sequence[Sequence[PendingWrite]]) -> list[ReservationParts]:
+    def admit(self, parts: Sequence[Sequence[PendingWrite]]) -> Iterator[ReservationParts]:
         """Evict values of the quotas of new values until these fit. Return the sizes to reserve for each part.
 
         Values that a part replaces, and blocks that it extends, are not evicted. Raise OverLimit if the policy may not
@@ -136,10 +139,13 @@ class QuotaAccounts:
                         cost += catalogue.costs.of_block(block[0])
                     index_grows[quota] = index_grows.get(quota, 0) + cost
                 growth[key] = grows
-        stay = units_of(self._contents, chain.from_iterable(parts))
+        lacking: list[tuple[Account, int]] = []
         for quota in dict.fromkeys(chain.from_iterable(taken)):
-            self._make_room(quota, sum(wanted.get(quota, 0) for wanted in taken), index_grows.get(quota, 0), stay)
-        return [[(self.of[quota][0], size) for quota, size in wanted.items()] for wanted in taken]
+            size = sum([wanted.get(quota, 0) for wanted in taken])
+            lacking += self._lacking(quota, size, index_grows.get(quota, 0))
+        if lacking:
+            _make_room(lacking, units_of(self._contents, chain.from_iterable(parts)))
+        return (((self.of[quota][0], size) for quota, size in wanted.items()) for wanted in taken)
 
     def admit_block(self, req_id: bytes, page: int, shape: BlockShape) -> None:
         """Evict values of a block's quota until its extent fits. Raise OverLimit as `admit` does."""
@@ -148,14 +154,16 @@ class QuotaAccounts:
             size = HEADER_SIZE * shape.pages + shape.nbytes
             block = self._contents.index.block(req_id, page)
             if block is None:
-                self._make_room(quota, size, quota.index_costs.of_block(req_id), ())
+                _make_room(self._lacking(quota, size, quota.index_costs.of_block(req_id)), ())
             else:
-                self._make_room(quota, size - quota.sizes.get(block, 0), 0, {block})
+                _make_room(self._lacking(quota, size - quota.sizes.get(block, 0), 0), {block})
 
-    def _make_room(self, quota: Quota, size: int, index: int, stay: Collection[Unit]) -> None:
-        for account, more in zip(self.of[quota], (size, index), strict=True):
-            for _ in make_room(account, more, stay):
-                pass
+    def _lacking(self, quota: Quota, size: int, index: int) -> list[tuple[Account, int]]:
+        """Return the accounts of a quota, and the bytes to store in each; nothing if they fit in both."""
+        of_values, of_index = self.of[quota]
+        if of_values.used <= of_values.goal(size) and of_index.used <= of_index.goal(index):
+            return []
+        return [(of_values, size), (of_index, index)]
 
     # -- counting ----------------------------------------------------------------------------------------------------
 
@@ -195,3 +203,9 @@ class QuotaAccounts:
         quota.units.used(unit)
         if isinstance(unit, Block):
             quota.units.follows(self._contents.index.around(unit))
+
+
+def _make_room(lacking: Iterable[tuple[Account, int]], stay: Collection[Unit]) -> None:
+    for account, size in lacking:
+        for _ in make_room(account, size, stay):
+            pass

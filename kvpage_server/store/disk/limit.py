@@ -213,9 +213,7 @@ class DiskAccount(Account):
         return used + 2 * bound <= self.stored.maxdisk * _SHARE_OF_DISK
 
     def admit(self, coming: Collection[PendingWrite]) -> None:
-        """Evict until these values fit. Raise OverLimit if not enough may be evicted; nothing is stored then."""
-        if not self.stored.maxdisk:
-            return
+        """Evict until these values fit in `maxdisk`. Raise OverLimit if not enough may be evicted."""
         units, replaced = units_of(self.contents, coming), self._with_replaced
         split = self._sizes_of_splits(units)
         most_new = sum(map(_size_of_write, coming)) + sum(split.values())
