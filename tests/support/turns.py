@@ -15,7 +15,7 @@ from typing import Any
 
 import kvpage_server.commands.families  # noqa: F401  fills the table
 from benchmarks.turns import MeasuredLoop
-from kvpage_server.app import _calm_the_collector
+from kvpage_server.app import _limit_garbage_collection
 from kvpage_server.commands.context import Server
 from kvpage_server.commands.families.server.config import apply
 from kvpage_server.configuration.config import from_arguments
@@ -103,7 +103,7 @@ def measured(*options: str, directory: Path | None = None) -> Iterator[Turns]:
     sweeping: asyncio.Task[None] | None = None
 
     async def serve() -> None:
-        _calm_the_collector()
+        _limit_garbage_collection()
         if keyspace.tier is not None:
             keyspace.tier.connect(
                 mode=config.appendfsync,
