@@ -19,7 +19,7 @@ from kvpage_server.system.text import LogLines
 log = logging.getLogger("kvpage")
 
 LEVELS = {"debug": logging.DEBUG, "verbose": logging.DEBUG, "notice": logging.INFO, "warning": logging.WARNING}
-_NOBODY_READS = (errno.EIO, errno.EPIPE)  # errors of a closed terminal, and of a closed pipe
+_CLOSED = (errno.EIO, errno.EPIPE)  # errors of a closed terminal, and of a closed pipe
 
 
 def start(config: Config) -> None:
@@ -104,7 +104,7 @@ class _StandardError(_Lines, logging.StreamHandler[TextIO]):
         The descriptor stays open, because otherwise the system would assign it to another file.
         """
         error = sys.exception()
-        if not isinstance(error, OSError) or error.errno not in _NOBODY_READS:
+        if not isinstance(error, OSError) or error.errno not in _CLOSED:
             super().handleError(record)
             return
         nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -302,7 +302,7 @@ class Session:
         self._run_queue.join(self)
 
     def take_turn(self) -> None:
-        """Continue with the remaining commands."""
+        """Run the remaining commands for one turn, if the session is QUEUED."""
         if self._move(SessionEvent.TURN):
             self._run()
 

@@ -18,7 +18,7 @@ from kvpage_server.core.pieces import Piece
 
 HANDSHAKE_BYTES = 256 * 1024  # memory of a handshake at most: OpenSSL reserves 175 KB for the longest message
 MOST_INPUT = 32 * 1024  # bytes that a peer may send before its handshake is complete; certificates take a few KB
-_MOST_SECONDS = 10.0  # from the start of a handshake to its end
+_MOST_SECONDS = 10.0  # seconds that a handshake may take
 _PART = 64 * 1024  # bytes that one call of OpenSSL or the kernel receives, encrypts or decrypts
 _PARTS = 16  # parts that are encrypted and sent before other connections have their turn
 

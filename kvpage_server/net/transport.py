@@ -92,7 +92,7 @@ class SocketTransport:
         self._crowded = False
         self.attend()
         if encryption is not None:
-            loop.call_soon(self._decrypt, encryption)  # of bytes that followed the handshake directly
+            loop.call_soon(self._decrypt, encryption)  # bytes may have followed the handshake directly
 
     # -- reading ---------------------------------------------------------------------------------------------------
 

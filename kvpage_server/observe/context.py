@@ -43,7 +43,7 @@ class Pages:
     name: bytes
     tokens: int  # rows of a page
     planes: tuple[int, ...]  # kv_type of each: 0 K, 1 V ...
-    dtypes: tuple[str, ...]  # of each plane
+    dtypes: tuple[str, ...]  # name of each plane's element type
     sizes: tuple[int, ...]  # bytes of a page of each plane
     layers: int
     heads: int

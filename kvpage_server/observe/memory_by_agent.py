@@ -144,7 +144,7 @@ _MANIFESTS_PER_STEP = 64  # manifests of which HEAD_BYTES each are read together
 MOST_PREFIXES = 100
 LABEL = b"label:"
 MOST_LABEL = 240  # bytes of a label
-_CHAIN_HASH = re.compile(rb"(^|\})[0-9a-f]{32}\Z")  # after a tag, on several servers
+_CHAIN_HASH = re.compile(rb"(^|\})[0-9a-f]{32}\Z")  # on several servers, a tag precedes it
 MOST_UNREADABLE = 10_000  # unreadable manifests that are read, in addition to the agents
 
 
@@ -264,7 +264,7 @@ class Known:
 
     manifests: dict[bytes, KnownManifest] = field(default_factory=dict)
     requests: dict[bytes, OtherRequest] = field(default_factory=dict)  # the most recently queried ones are last
-    cursor: bytes = b""  # of a scan for manifests, which the next read continues; empty before all keys were scanned
+    cursor: bytes = b""  # position of the scan for manifests; empty until the first read has scanned all keys
 
 
 @dataclass(frozen=True, slots=True)

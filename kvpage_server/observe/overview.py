@@ -136,7 +136,7 @@ class TrafficFigures:
     misses: int = _of("keyspace_misses")
     expired: int = _of("expired_keys")  # keys
     evicted: int = _of("evicted_keys")  # keys
-    commands_per_second: int = _of("instantaneous_ops_per_sec")  # of the last second, as the server measures it
+    commands_per_second: int = _of("instantaneous_ops_per_sec")  # rate in the last second, measured by the server
 
     @property
     def hit_ratio(self) -> float | None:
@@ -219,8 +219,8 @@ class Overview:
     connections: ConnectionFigures
     misses: Mapping[str, int]  # missed reads of pages, blocks and strings, by reason: "never stored", "evicted" ...
     evictions: tuple[EvictionFigures, ...]
-    families: Mapping[str, CallFigures]  # by group of commands: "page", "string" ...; with histograms
-    commands: Mapping[str, CallFigures]  # by command, without histograms
+    families: Mapping[str, CallFigures]  # calls by group of commands ("page", "string" ...), with histograms
+    commands: Mapping[str, CallFigures]  # calls by command, without histograms
     errors: Mapping[str, int]  # error replies by code
     quotas: tuple[QuotaFigures, ...]
     disk: DiskFigures | None  # None for a store in memory only

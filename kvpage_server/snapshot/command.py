@@ -71,10 +71,10 @@ class Inspected:
     """Result of an inspection."""
 
     summary: Summary | None
-    sizes: list[int] = field(default_factory=list)  # of the files, in bytes
+    sizes: list[int] = field(default_factory=list)  # bytes of each file
     requests: dict[bytes, Holding] = field(default_factory=lambda: defaultdict(Holding))
     strings: Holding = field(default_factory=Holding)
-    planes: list[PageTensor] = field(default_factory=list)  # of the selected requests
+    planes: list[PageTensor] = field(default_factory=list)  # tensors of the selected requests
     corrupt: Failures = field(default_factory=Failures)
 
 
@@ -205,7 +205,7 @@ def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
     )
 
 
-_LIMITS = {"memory": "maxmemory", "disk": "maxdisk", "quota": "a quota"}  # by the end of the names in INFO
+_LIMITS = {"memory": "maxmemory", "disk": "maxdisk", "quota": "a quota"}  # limits by the suffix of INFO's fields
 
 
 def _evictions(server: redis.Redis) -> dict[str, int]:

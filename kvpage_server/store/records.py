@@ -158,7 +158,7 @@ def room_for(described: int, size: int) -> int:
 #
 # All numbers are little-endian. Times are in unix milliseconds, 0 for never.
 
-_LAYERS, _HEADS = 16, 64  # of a block in one sheet: limits the rows that are written again when one page changes
+_LAYERS, _HEADS = 16, 64  # layers and heads in one sheet: they limit the rows that are rewritten when a page changes
 _NAME = re.compile(rb"kkv:([^:]{1,256}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,9}):([0-5])\Z", re.DOTALL)
 _START = struct.Struct("<QQ")  # digest, soonest
 _SHEET_DIGEST = 8

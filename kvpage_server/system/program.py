@@ -15,7 +15,7 @@ from kvpage_server.system.text import printable
 # -- Standard streams in an encoding other than UTF-8, such as ASCII or Latin-1 ----------------------------------------
 
 _ERRORS = "kvpage-terminal"
-_SIMILAR = {**dict(zip("▁▂▃▄▅▆▇█", ".:-=+*%#", strict=True)), "…": "~"}  # of the same width, to align columns
+_SIMILAR = {**dict(zip("▁▂▃▄▅▆▇█", ".:-=+*%#", strict=True)), "…": "~"}  # as wide, so that columns stay aligned
 
 
 def fit_streams() -> None:

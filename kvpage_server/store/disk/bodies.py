@@ -18,7 +18,7 @@ NUMBER = struct.Struct(">Q")  # database key of a piece
 _WRONG_BODY = "its body does not match the checksum it was stored with"
 _HASHED_WITH_GIL = 64 * 1024  # bytes; xxhash releases the GIL only for more
 
-Outcome = bool | Exception  # of a read: True for success, False for an absent value, or the error Damaged or DiskError
+Outcome = bool | Exception  # result of a read: True, False for an absent value, or the error Damaged or DiskError
 Found = list[memoryview] | Outcome  # the pieces of an intact body, or the outcome of a read without success
 ReadTxn: TypeAlias = "lmdb.Transaction[memoryview]"
 

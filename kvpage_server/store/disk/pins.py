@@ -47,7 +47,7 @@ class HeldUnits:
 
     def __init__(self) -> None:
         self.bytes = 0  # size of the values that were loaded for all holds
-        self.bytes_to_stay = 0  # of these, the size of the values that were not loaded temporarily
+        self.bytes_to_stay = 0  # size of the values that were loaded for all holds, except temporarily
         self.on_end: Callable[[], object] | None = None
         self._counts: dict[Unit, int] = {}  # number of holds of each held unit
         self._holds: WeakSet[Hold] = WeakSet()

@@ -42,7 +42,7 @@ class DiskUsage:
         self._strays: set[bytes] = set()  # names of strings whose keys name pages
         # Names of units on disk only; each is in one of these two. They are OrderedDicts, whose first item is found in
         # O(1): a dict would skip the places of all items that were removed before it.
-        self._on_disk_only: OrderedDict[bytes, None] = OrderedDict()  # in the order of eviction
+        self._on_disk_only: OrderedDict[bytes, None] = OrderedDict()  # sorted by the order of eviction
         self._deferred: OrderedDict[bytes, None] = OrderedDict()  # other units extend these, so they stay
 
     def __len__(self) -> int:

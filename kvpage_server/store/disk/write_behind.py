@@ -299,8 +299,8 @@ class WriteBehind(Generic[T]):
         self.position = 0  # number of changes since the start: the position of the last one
         self.durable = 0  # position up to which all changes are committed
         self.last_commit = unix_ms()
-        self.commits = 0  # since the start, without commits of removals only
-        self.times = Durations()  # of commits
+        self.commits = 0  # number of commits since the start, without those of removals only
+        self.times = Durations()  # durations of commits
         self.errors = 0  # failed commits since the start
         self.failing = ""  # the error of the last commit; empty if it succeeded
         self._owner = owner
