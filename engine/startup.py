@@ -80,7 +80,7 @@ class Engine:
         nbytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
         report(f"loading the weights of {options.model}, {nbytes / 1e6:.0f} MB")
         model, tokenizer = load(directory)
-        report("hashing them, and trying how the model keeps its cache")
+        report("hashing the weights, and testing the model's cache")
         spec = _probe(model, tokenizer, model_name(options.model), options.kv_bits, options.kv_quantised_from)
         spec = replace(spec, sharing=sharing(options.share, tokenizer))
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -23,8 +23,8 @@ ACTIONS = (  # name, help, arguments, method, path
     ("list", "all agents", (), "GET", "/v1/agents"),
     ("show", "one agent", ("name",), "GET", "/v1/agents/{name}"),
     ("save", "write an agent to the tiers below memory", ("name",), "POST", "/v1/agents/{name}/save"),
-    ("fork", "give the agent NEW the context of NAME", ("name", "new"), "POST", "/v1/agents/{name}/fork"),
-    ("delete", "forget an agent", ("name",), "DELETE", "/v1/agents/{name}"),
+    ("fork", "copy the context of NAME to the agent NEW", ("name", "new"), "POST", "/v1/agents/{name}/fork"),
+    ("delete", "delete an agent from all tiers", ("name",), "DELETE", "/v1/agents/{name}"),
 )
 
 
@@ -39,7 +39,7 @@ def add_to(commands: Any) -> None:
         for argument in arguments:
             action.add_argument(argument, metavar=argument.upper())
         if name == "fork":
-            action.add_argument("--replace", action="store_true", help="if there is an agent NEW already")
+            action.add_argument("--replace", action="store_true", help="replace the agent NEW if it exists")
         action.set_defaults(run=run, method=method, path=path)
 
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     body = {"to": args.new, "replace": args.replace} if "new" in args else None
     answer = _ask(args, args.path.format(name=named), body)
     if args.method == "DELETE":
-        print(f"{answer['id']} is forgotten")
+        print(f"{answer['id']} is deleted")
     else:
         _print(answer.get("data", [answer]))
     return 0

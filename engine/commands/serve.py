@@ -21,7 +21,7 @@ from .options import add_engine, count, import_engine, options, port, report, se
 
 
 def add_to(commands: Any) -> None:
-    parser = commands.add_parser("serve", help="answer OpenAI's clients over HTTP")
+    parser = commands.add_parser("serve", help="serve the OpenAI-compatible HTTP API")
     add_engine(parser)
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
@@ -39,13 +39,13 @@ def add_to(commands: Any) -> None:
     add(
         "--sanitize-control-tokens",
         action="store_true",
-        help="take texts such as <|im_end|> in the content of users and tools as text, not as the model's tokens",
+        help="encode control tokens such as <|im_end|> in the content of users and tools as plain text",
     )
     add(
         "--labels",
         choices=("words", "hash"),
-        help="show a context without a name by its user's first words, or by a hash of them (default: words; with "
-        "--share none and --share system, whose clients would see each other's words: hash)",
+        help="label of a context without a name: the first words of its user message, or their hash (default: words; "
+        "hash with --share none and --share system, so that clients do not see each other's words)",
     )
     add("--max-tokens", type=count, default=512, metavar="N", help="default limit of an answer (%(default)s)")
     add("--max-body", type=size, default=1 << 20, metavar="SIZE", help="largest request (default: 1mb)")

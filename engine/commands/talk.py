@@ -67,7 +67,7 @@ def account(answer: Answer) -> str:
     reuse = answer.reuse
     where = {
         "hot": "from memory",
-        "prefix": "from another's beginning in memory",
+        "prefix": "from a shared prefix in memory",
         "page": "from the page server",
         "cold": "from a file",
     }
@@ -90,7 +90,7 @@ def add_to(commands: Any) -> None:
     generate_ = commands.add_parser("generate", help="answer one prompt")
     generate_.add_argument("prompt", type=utf8, metavar="PROMPT", help="the prompt; - reads it from stdin")
     generate_.add_argument("--raw", action="store_true", help="do not apply the chat template")
-    chat_ = commands.add_parser("chat", help="chat in the terminal; each turn reports what was reused")
+    chat_ = commands.add_parser("chat", help="chat in the terminal; each turn reports the reused tokens")
     chat_.add_argument(
         "--transcript", type=Path, metavar="FILE", help="JSON file of the conversation, continued if it exists"
     )
@@ -106,9 +106,15 @@ def add_to(commands: Any) -> None:
             help="agent that owns the context (default: %(default)s)",
         )
         add("--max-tokens", type=count, default=256, metavar="N", help="limit of an answer (default: %(default)s)")
-        add("--temperature", type=number(0), default=0.0, metavar="T", help="0 is the likeliest token (%(default)g)")
+        add(
+            "--temperature",
+            type=number(0),
+            default=0.0,
+            metavar="T",
+            help="0 selects the likeliest token (%(default)g)",
+        )
         add("--top-p", type=number(0, 1), default=1.0, metavar="P", help="nucleus sampling (default: %(default)g)")
-        add("--seed", type=int, metavar="N", help="seed of the sampler: the same text in each run")
+        add("--seed", type=int, metavar="N", help="seed of the sampler, for the same text in each run")
         parser.set_defaults(run=run)
 
 

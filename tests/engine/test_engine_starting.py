@@ -44,7 +44,7 @@ def read_until(process: subprocess.Popen[bytes], text: str) -> str:
 @pytest.mark.model
 @pytest.mark.parametrize(
     ("after", "seconds"),
-    [("importing MLX", 0.3), ("loading the weights", 0.0), ("hashing them", 0.3)],
+    [("importing MLX", 0.3), ("loading the weights", 0.0), ("hashing the weights", 0.3)],
 )
 def test_a_signal_while_the_model_loads_ends_the_engine_well(after: str, seconds: float) -> None:
     """Nothing is to be kept yet: it is not waited for."""
@@ -64,7 +64,13 @@ def test_a_signal_while_the_model_loads_ends_the_engine_well(after: str, seconds
 def test_long_steps_of_loading_are_printed(tmp_path: Path) -> None:
     with serving(write_tiny(tmp_path / "tiny")) as process:
         output = read_until(process, "is served on")
-        lines = ["importing MLX", "loading the weights of ", "hashing them", "tiny was loaded in ", "is served on"]
+        lines = [
+            "importing MLX",
+            "loading the weights of ",
+            "hashing the weights",
+            "tiny was loaded in ",
+            "is served on",
+        ]
         places = [output.find(line) for line in lines]
         assert places == sorted(places)
         assert min(places) >= 0, output

@@ -245,7 +245,7 @@ def test_the_command_line_gives_the_same_result(
     assert re.search(rf"^shelly +hot.* {tokens} ", run("list"), re.MULTILINE)
     assert re.search(rf"^shelly +hot, page +yes +{tokens} ", run("save", "shelly"), re.MULTILINE)
     assert run("fork", "shelly", "shelly-2").splitlines()[1].startswith("shelly-2 ")
-    assert run("delete", "shelly") == "shelly is forgotten\n"
+    assert run("delete", "shelly") == "shelly is deleted\n"
     assert "shelly-2" in run("show", "shelly-2")
     for words, complaint in (
         (["--url", engines[0].url, "show", "shelly"], "nothing is remembered of 'shelly'"),
