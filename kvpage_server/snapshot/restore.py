@@ -377,7 +377,7 @@ class _Restore:
         has_strings: list[bool | Refused] = [False for _ in blocks]  # under keys of the block's pages
         if not self._replace:
             there = self._store.keys_of_blocks([(block.req_id, block.page) for block in blocks])
-            has_strings = self._store.are_any_there(
+            has_strings = self._store.any_exist(
                 [() if had else [page.key for page in block.pages] for block, had in zip(blocks, there, strict=True)]
             )
         pages: list[Item] = []
@@ -401,7 +401,7 @@ class _Restore:
         for start in range(0, len(items), _KEYS_PER_QUERY):
             some = items[start : start + _KEYS_PER_QUERY]
             if not self._replace:
-                there = self._store.are_there([item.key for item in some])
+                there = self._store.exist([item.key for item in some])
                 self._restored.there += there.count(True)
                 for item, is_there in zip(some, there, strict=True):
                     if isinstance(is_there, Refused):

@@ -264,12 +264,12 @@ class RunningStore:
         replies = self._ask([b"".join(asked)], 2 * len(keys))
         return _existing(keys, replies[::2], replies[1::2])
 
-    def are_there(self, keys: Sequence[bytes]) -> list[bool | Refused]:
+    def exist(self, keys: Sequence[bytes]) -> list[bool | Refused]:
         """Return for each key whether it exists, or Refused if the user may not read it."""
         replies = self._query([command(b"TYPE", key) for key in keys])
         return [reply if isinstance(reply, Refused) else reply != b"none" for reply in replies]
 
-    def are_any_there(self, groups: Sequence[Sequence[bytes]]) -> list[bool | Refused]:
+    def any_exist(self, groups: Sequence[Sequence[bytes]]) -> list[bool | Refused]:
         """Return for each group of keys whether one of them exists, or Refused if the user may not read them."""
         parts = [(i, part) for i, keys in enumerate(groups) for part in _parts_of(keys, _KEYS_PER_QUERY)]
         found: list[bool | Refused] = [False] * len(groups)

@@ -535,8 +535,8 @@ class Tracking:
                 continue
             alike = client.user, to.user, to.protocol
             if alike not in encoded:
-                keys = _seen(changed, client, to)
-                encoded[alike] = _spelt([keys], to.protocol) if keys else None
+                keys = _readable_by_both(changed, client, to)
+                encoded[alike] = _encode_invalidations([keys], to.protocol) if keys else None
             if (message := encoded[alike]) is not None:
                 to.push(message)
 
@@ -547,10 +547,10 @@ class Tracking:
         to = self._recipient_of(client)
         if to is None:
             return
-        seen = (message if message is None else _seen(message, client, to) for message in messages)
+        seen = (message if message is None else _readable_by_both(message, client, to) for message in messages)
         messages = [message for message in seen if message is None or message]
         if messages:
-            to.push(_spelt(messages, to.protocol))
+            to.push(_encode_invalidations(messages, to.protocol))
 
     def _recipient_of(self, client: Recipient) -> Recipient | None:
         """Return the client that gets a client's messages; None if there is none, or it can't get them."""
@@ -568,7 +568,7 @@ class Tracking:
         return to if to.protocol == 3 or listens else None
 
 
-def _seen(keys: Iterable[bytes], client: Recipient, to: Recipient) -> list[bytes]:
+def _readable_by_both(keys: Iterable[bytes], client: Recipient, to: Recipient) -> list[bytes]:
     """Return the keys that both clients may read."""
     if client.sees_all and to.sees_all:
         return list(keys)
@@ -587,7 +587,7 @@ def _block_of(key: bytes) -> tuple[bytes, int] | None:
     return (name.req_id, name.page) if name is not None else None
 
 
-def _spelt(messages: Sequence[list[bytes] | None], protocol: int) -> Raw:
+def _encode_invalidations(messages: Sequence[list[bytes] | None], protocol: int) -> Raw:
     """Return encoded messages about changed keys. In RESP2 they are messages of `CHANNEL`."""
     opening = _OPENING[protocol]
     return Raw(b"".join([opening + _encoded_keys(keys, protocol) for keys in messages]))

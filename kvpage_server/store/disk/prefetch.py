@@ -23,7 +23,7 @@ class Prefetcher:
         self._catalogue = contents.catalogue
         self.index = contents.index
 
-    def cold_of(self, keys: Iterable[bytes]) -> list[OnDisk]:
+    def values_to_load(self, keys: Iterable[bytes]) -> list[OnDisk]:
         """Return the values on disk only that must be loaded before these keys can be read, each once."""
         entries = [*map(self._catalogue.get, keys)]
         if are_on_disk(entries):
@@ -33,14 +33,14 @@ class Prefetcher:
         slots = (entry.extent.slot if type(entry) is ExtentPage else entry for entry in entries)
         return [*dict.fromkeys(slot for slot in slots if type(slot) is OnDisk)]
 
-    def cold_of_block(self, req_id: bytes, page: int) -> list[OnDisk]:
+    def values_to_load_for_block(self, req_id: bytes, page: int) -> list[OnDisk]:
         """Return the values on disk only that must be loaded before a whole block can be read."""
         block = self.index.block(req_id, page)
         if block is None:
             return []
         if block.extent is not None:
             return [block.extent.slot] if type(block.extent.slot) is OnDisk else []
-        return self.cold_of(block.page_keys())
+        return self.values_to_load(block.page_keys())
 
     def values_of(self, keys: Iterable[bytes]) -> Iterator[Needed]:
         """Yield the units and bodies that must be in memory to read these keys. Short strings always are."""

@@ -229,7 +229,7 @@ def mget(client: Client, args: list[Argument]) -> Reply:
     """
     keys, contents = plain_all(args), client.keyspace.contents
     found = client.server.keyspace.reader.read_all(keys)
-    # not `cold_of(keys)`: the reads may have evicted one of the values, to make room on disk for another
+    # not `values_to_load(keys)`: the reads may have evicted one of the values, to make room on disk for another
     cold = contents.any_on_disk and any(map(_is_cold, found))
     much = sum([entry.size for entry in found if entry is not None]) > MANY_BYTES
     if cold or much:

@@ -114,7 +114,7 @@ def _read_plane(kv_type: bytes, dtype: bytes, head_dim: bytes) -> Plane:
 
 def _on_disk_of(lookup: Prefetcher, name: tuple[bytes, int]) -> list[OnDisk]:
     """Return the values to load before the block `name` can be read."""
-    return lookup.cold_of_block(*name)
+    return lookup.values_to_load_for_block(*name)
 
 
 def _read(client: Client, req_id: bytes, page: int, lent: BorrowedReads) -> Steps[Reply]:
@@ -133,7 +133,7 @@ def _is_small(client: Client, req_id: bytes, page: int) -> bool:
     block = keyspace.reader.block(req_id, page)
     if block is None:
         return True
-    if keyspace.contents.any_on_disk and keyspace.needs.cold_of_block(req_id, page):
+    if keyspace.contents.any_on_disk and keyspace.needs.values_to_load_for_block(req_id, page):
         return False
     return block.extent is not None or block.pages <= BLOCK_PAGES_PER_STEP
 

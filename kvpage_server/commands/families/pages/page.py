@@ -311,7 +311,7 @@ def _read_rest(client: Client, batches: Sequence[PageNames], at: int) -> Iterato
     keyspace = client.keyspace
     for i, names in enumerate(batches):
         while at < len(names):
-            if keyspace.contents.any_on_disk and keyspace.needs.cold_of(names.keys[at:]):
+            if keyspace.contents.any_on_disk and keyspace.needs.values_to_load(names.keys[at:]):
                 rest = [_Step(names, at, len(names)), *(_Step(some, 0, len(some)) for some in batches[i + 1 :])]
                 yield from _from_disk(client, rest)
                 return
@@ -346,7 +346,7 @@ def _from_disk(client: Client, batches: Sequence[_Step]) -> Iterator[Reply]:
 
 def _cold_in(lookup: Prefetcher, step: _Step) -> Sequence[OnDisk]:
     """Return the values to load before the pages of a step can be read."""
-    return lookup.cold_of(step.names.keys[step.first : step.stop])
+    return lookup.values_to_load(step.names.keys[step.first : step.stop])
 
 
 def _encoded(client: Client, found: Found, ahead: ReadAhead[_Step] | None) -> tuple[Piece, ...]:
