@@ -486,7 +486,7 @@ MISTAKES = [
     Mistake(
         "told-of-others-keys",
         _COMMANDS + "notifying.tracking",
-        "_seen",
+        "_readable_by_both",
         "    if client.sees_all and to.sees_all:\n",
         "    if client.sees_all or not to.sees_all:\n",
         "a tenant is told of keys that it may not read",
