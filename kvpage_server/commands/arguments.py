@@ -47,7 +47,12 @@ def plain(argument: Argument) -> bytes:
 
 
 def plain_all(arguments: Sequence[Argument]) -> list[bytes]:
-    """Return the bytes of each argument, in order. Raises ReplyError as `plain`."""
+    """Return the bytes of each argument, in order. Raises ReplyError as `plain`, and if several arguments have more
+    than LONGEST_TOGETHER bytes, because it takes long to copy and compare them.
+    """
+    long = [argument.size for argument in arguments if not isinstance(argument, bytes)]
+    if len(long) > 1 and sum(long) > core.LONGEST_TOGETHER:
+        raise ReplyError(f"ERR the names of a command have at most {core.LONGEST_TOGETHER} bytes, got {sum(long)}")
     return [argument if isinstance(argument, bytes) else plain(argument) for argument in arguments]
 
 

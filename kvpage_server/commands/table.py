@@ -85,8 +85,8 @@ def placed(args: Sequence[Argument], first: int, last: int, step: int, access: i
 
     A negative `last` counts from the end: -1 is the last argument.
     """
-    for place in range(first, last + 1 if last >= 0 else len(args) + last + 1, step):
-        yield plain(args[place]), access
+    for key in plain_all(args[first : last + 1 if last >= 0 else len(args) + last + 1 : step]):
+        yield key, access
 
 
 # -- needs -------------------------------------------------------------------------------------------------------------

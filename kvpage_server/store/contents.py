@@ -6,11 +6,12 @@ of removed values, listeners, and the tier below memory, if there is one. Only t
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
+
+from xxhash import xxh3_128_hexdigest
 
 from kvpage_server.core import Arena, NewPages, Slot
 from kvpage_server.core.arguments import PageName
@@ -75,7 +76,7 @@ class LostStrings:
 
     def of(self, key: bytes) -> Loss | None:
         """Return the record of a key's last removal, or None. The key may have been stored again since."""
-        return self._losses.get(_name(key))
+        return self._losses.get(_name(key)) if self._losses else None
 
     def latest(self) -> Iterator[bytes]:
         """Return the removed keys of at most LONGEST_KEY bytes, the last removed first.
@@ -92,7 +93,7 @@ class LostStrings:
 
 
 def _name(key: bytes) -> bytes | str:
-    return key if len(key) <= LONGEST_KEY else hashlib.blake2b(key, digest_size=16).hexdigest()
+    return key if len(key) <= LONGEST_KEY else xxh3_128_hexdigest(key)
 
 
 NEVER_STORED = "never stored"
@@ -230,6 +231,7 @@ class Contents:
         self.counters = Counters()
         self.tier = Tier(self)
         self.any_on_disk = False  # whether any value may be on disk only
+        self.admit_split: Callable[[Block], None] = lambda _: None  # evicts until the index has space for a split
         self.on_event: Callable[[str, bytes], None] | None = None  # called with each event and key
         self.on_block: BlockListener | None = None  # called with all keys of a block at a time; set if `on_event` is
         self.texts = 0  # bytes of short strings, with their keys and TEXT_OVERHEAD
@@ -275,7 +277,7 @@ class Contents:
     def entry_for_write(self, key: bytes) -> Entry | None:
         """Return the entry of a key that is about to change. A page of an extent gets an entry: the extent is split.
 
-        Return None if the key does not exist. Raise OverLimit if the disk has no space for the pages of the split.
+        Return None if the key does not exist. Raise OverLimit if disk or index lack space for the pages of the split.
         """
         if self.index.unloaded_pages:
             self.catalogue.get(key)  # this gives its block's pages their entries
@@ -283,6 +285,7 @@ class Contents:
         if entry is None and (page := self.catalogue.page_in_extent(key)):
             block = cast(Block, page.unit)
             self.tier.admit_split(block)
+            self.admit_split(block)
             self.split(block)
             return self.catalogue.entries[key]
         return entry

@@ -36,7 +36,7 @@ from typing import NamedTuple, TypeVar, cast
 from kvpage_server.core import NewPages
 from kvpage_server.core.pieces import END, Piece, frame
 from kvpage_server.page import HEADER_SIZE, MAX_BLOCK_PAGES, BlockShape, DType, Plane, header_fields
-from kvpage_server.store.accounts import PendingWrite, Reservation, ReservationParts
+from kvpage_server.store.accounts import PendingWrite, Reservation, ReservationParts, make_room
 from kvpage_server.store.contents import Contents, unit_of
 from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.disk.fetching import BorrowedReads
@@ -140,6 +140,7 @@ class Keyspace:
         self.arena, self.index, self.evictor = contents.arena, contents.index, contents.evictor
         self.leases, self.ghosts, self.counters = contents.leases, contents.ghosts, contents.counters
         self.lost = contents.lost
+        contents.admit_split = self._admit_split
 
     def __len__(self) -> int:
         return len(self._catalogue)
@@ -219,7 +220,14 @@ class Keyspace:
         """Replace an extent by single pages if it is in memory, before some of its pages are replaced."""
         block = self.index.block(req_id, page)
         if block is not None and block.extent is not None and type(block.extent.slot) is not OnDisk:
+            self._admit_split(block)
             self.contents.split(block)
+
+    def _admit_split(self, block: Block) -> None:
+        """Evict units until the index has space for the pages of an extent. Raise OverLimit as `admit` does."""
+        self.quotas.admit_split(block)
+        for _ in make_room(self.memory.index, self._catalogue.costs.of_pages(block), {block}):
+            pass
 
     def chain(self, blocks: Sequence[Block]) -> None:
         """Note that each of these blocks extends the one before it, without which an engine cannot use it."""

@@ -158,6 +158,12 @@ class QuotaAccounts:
             else:
                 _make_room(self._lacking(quota, size - quota.sizes.get(block, 0), 0), {block})
 
+    def admit_split(self, block: Block) -> None:
+        """Evict values of a block's quota until the index has space for its pages. Raise OverLimit as `admit` does."""
+        quota = self._contents.evictor.quotas.of(block)
+        if quota is not None:
+            _make_room(self._lacking(quota, 0, quota.index_costs.of_pages(block)), {block})
+
     def _lacking(self, quota: Quota, size: int, index: int) -> list[tuple[Account, int]]:
         """Return the accounts of a quota, and the bytes to store in each; nothing if they fit in both."""
         of_values, of_index = self.of[quota]

@@ -267,5 +267,11 @@ class Listing:
     def has_pages(self, req_id: bytes) -> bool:
         """Return whether a request has a page that has not expired."""
         index = self._contents.index
+        request = index.requests.get(req_id)
+        if not request:
+            return False
+        first = index.block(req_id, next(iter(request)))
+        if first is not None and self._contents.unexpired(first) is not None:  # usually, and there may be very many
+            return True
         blocks = (index.block(req_id, page) for page in index.page_ids(req_id))
         return any(block is not None and self._contents.unexpired(block) for block in blocks)

@@ -42,8 +42,11 @@ class IndexCosts(NamedTuple):
         """Return the bytes of memory in the index of a string, or of a block with the entries of its pages."""
         if isinstance(unit, bytes):
             return self.of_key(unit)
-        entries = 0 if unit.extent is not None else unit.pages
-        return self.of_block(unit.req_id) + entries * (self.entry + self.copies * (len(unit.req_id) + _NUMBERS))
+        return self.of_block(unit.req_id) + (0 if unit.extent is not None else self.of_pages(unit))
+
+    def of_pages(self, block: Block) -> int:
+        """Return the bytes of the entries of a block's pages, if each page has one."""
+        return block.pages * (self.entry + self.copies * (len(block.req_id) + _NUMBERS))
 
 
 IN_MEMORY = IndexCosts(entry=200, block=350, copies=1)

@@ -10,6 +10,7 @@ from itertools import chain, zip_longest
 
 from kvpage_server.commands.arguments import SYNTAX_ERROR, integer, integer_in, plain, plain_all
 from kvpage_server.commands.context import Client
+from kvpage_server.commands.families.keys.value import check_splits
 from kvpage_server.commands.index_key import lists_pages
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.table import Parts, extents, nothing
@@ -37,7 +38,9 @@ _generic = partial(command, group="generic")
 @_for_each("del key [key ...]", flags="write", needs=extents, summary="Deletes keys.")
 def del_(client: Client, args: list[Argument]) -> Reply:
     """Delete keys, and return the number of keys that existed."""
-    return client.server.keyspace.contents.delete_all(plain_all(args))
+    keys = plain_all(args)
+    check_splits(client, keys)
+    return client.server.keyspace.contents.delete_all(keys)
 
 
 @_for_each(

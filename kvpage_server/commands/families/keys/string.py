@@ -12,7 +12,16 @@ from functools import partial
 from kvpage_server.commands.arguments import I64, NOT_AN_INTEGER, SYNTAX_ERROR, as_integer, integer, plain, plain_all
 from kvpage_server.commands.context import MANY_BYTES, Client
 from kvpage_server.commands.dispatch.checks import fetched
-from kvpage_server.commands.families.keys.value import admit, length_of, page_of, part_of, put, store, string_of
+from kvpage_server.commands.families.keys.value import (
+    admit,
+    check_splits,
+    length_of,
+    page_of,
+    part_of,
+    put,
+    store,
+    string_of,
+)
 from kvpage_server.commands.index_key import refuse_as_string
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.table import READ, WRITE, Parts, as_used, extents, key_of_set, nothing, values
@@ -280,8 +289,12 @@ def _mset(client: Client, args: list[Argument]) -> None:
     all. Raises ReplyError, OverLimit.
     """
     keys, values = plain_all(args[::2]), args[1::2]
+    check_splits(client, keys)
     pages = [page_of(client, key, value) for key, value in zip(keys, values, strict=True)]
     admit(client, zip(keys, values, pages, strict=True))
+    for page in pages:
+        if page is not None:
+            client.keyspace.split_block(page[0].req_id, page[0].page)  # it may be refused, so nothing is stored before
     for key, value, page in zip(keys, values, pages, strict=True):
         put(client, key, value, page)
 

@@ -6,13 +6,14 @@ page; any other value is a plain string.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import cast
 
 from kvpage_server.commands.context import Client
 from kvpage_server.core import Argument, Slot
 from kvpage_server.core.arguments import PageName
 from kvpage_server.core.pieces import Piece
-from kvpage_server.page import HEADER_SIZE, MAGIC, PageError, PageHeader, PageKey, decode_page
+from kvpage_server.page import HEADER_SIZE, MAGIC, MAX_BLOCK_PAGES, PageError, PageHeader, PageKey, decode_page
 from kvpage_server.resp import Reply, ReplyError
 from kvpage_server.store.accounts import PendingWrite
 from kvpage_server.store.eviction.quotas import text_size
@@ -71,6 +72,23 @@ def store(client: Client, key: bytes, value: Argument, expires: int = 0) -> None
         keyspace.contents.set_string(key, value, expires)
     else:
         keyspace.contents.set_page(*page, expires)
+
+
+def check_splits(client: Client, keys: Sequence[bytes]) -> None:
+    """Raise ReplyError if a change of these keys would split blocks that were stored whole, and that have more than
+    MAX_BLOCK_PAGES pages in all: other clients would wait for seconds.
+    """
+    catalogue = client.keyspace.contents.catalogue
+    if len(keys) < 2 or not catalogue.in_extents:
+        return
+    found = (catalogue.page_in_extent(key) for key in keys if key not in catalogue.entries)
+    blocks = {cast(Block, page.unit) for page in found if page is not None}
+    pages = sum(block.pages for block in blocks if block.pages > 1)
+    if len(blocks) > 1 and pages > MAX_BLOCK_PAGES:
+        raise ReplyError(
+            f"ERR these keys are in blocks of {pages} pages, of which at most {MAX_BLOCK_PAGES} can be split at once: "
+            "name fewer keys"
+        )
 
 
 def put(client: Client, key: bytes, value: Argument, page: PageParts | None) -> None:

@@ -213,8 +213,7 @@ def _store_in_steps(
         read += len(batches[-1])
         yield ()
     with (yield from client.keyspace.admit_pages(batches)) as reservation:
-        if client.server.tiered is not None:
-            yield from _split(client, batches)
+        yield from _split(client, batches)
         while batches:
             # another client may have stored some of the blocks as a whole, and they may have left memory
             yield from fetched(client, partial(_extents_of, batches[0].blocks()))
