@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvpage_server.address import URL, shown, with_credentials
 from kvpage_server.client import PageClient
+from kvpage_server.system.program import report_line
 
 from ..chains import RULE, is_agent_id
 from . import Failure
@@ -130,7 +131,7 @@ def store_url(text: str) -> str:
 
 def report(what: str) -> None:
     """Report progress on stderr; answers go to stdout."""
-    print(f"kvpage-engine: {what}", file=sys.stderr, flush=True)
+    report_line(f"kvpage-engine: {what}")
 
 
 def size(text: str) -> int:

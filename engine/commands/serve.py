@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
@@ -93,8 +94,9 @@ def serve(args: argparse.Namespace) -> NoReturn:
             raise Failure(str(error)) from error
     # All contexts are written. An ordinary exit can abort: MLX's threads outlive the thread that started them.
     tracing.flush()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # a full disk, or a closed pipe
+            stream.flush()
     os._exit(code)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvpage_server import bounded
 from kvpage_server.bounded import read_regular
 from kvpage_server.system.durable import replacing
+from kvpage_server.system.program import report_line
 
 from . import Failure
 from .options import add_engine, agent, count, number, open_engine, utf8
@@ -130,7 +131,7 @@ def generate(args: argparse.Namespace) -> int:
         templated = engine.tokenizer.has_chat_template and not args.raw
         tokens = _tokens(engine, [{"role": "user", "content": prompt}]) if templated else engine.batch.encode(prompt)
         answer = _say(engine, args, tokens)
-        print(account(answer), file=sys.stderr)
+        report_line(account(answer))
     finally:
         unsaved = engine.close()
     return int(unsaved > 0)

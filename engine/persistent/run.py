@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 import mlx.core as mx
 import redis
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from kvpage_server.system.program import report_line
 
 from .errors import InputError, NoInstanceError, PersistentError
 from .parser import parse_file
@@ -28,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
         finally:
             store.close()
     except (PersistentError, redis.RedisError, OSError, ValueError) as error:
-        print(f"kvpage-engine: {error}", file=sys.stderr)
+        report_line(f"kvpage-engine: {error}")
         return 1
     Console(soft_wrap=True).print(_table(executor, f"{args.instance} after step {executor.steps}"))
     return 0

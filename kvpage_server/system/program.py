@@ -79,8 +79,20 @@ def ends_quietly(program: str) -> Iterator[None]:
 
 def say(program: str, message: str, code: int) -> int:
     """Print a message on stderr, in one line after the name of the program. Return `code`, for the exit."""
-    print(f"{program}: {printable(' '.join(message.split()))}", file=sys.stderr)
+    if not report_line(f"{program}: {printable(' '.join(message.split()))}"):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # for the interpreter's last flush
     return code
+
+
+def report_line(line: str) -> bool:
+    """Print a line on stderr. Return False if that fails, for example because the disk is full or the pipe is closed:
+    this is no reason to end a program.
+    """
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        return False
+    return True
 
 
 def reason_of(error: OSError) -> str:
