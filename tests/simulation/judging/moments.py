@@ -6,6 +6,7 @@ changes since its command was run.
 
 from __future__ import annotations
 
+from itertools import islice, product
 from typing import Any
 
 from tests.simulation.acting.peers import Asked
@@ -13,6 +14,7 @@ from tests.simulation.model.model import Conversation, Model
 from tests.simulation.model.pages import block_of
 from tests.simulation.model.replies import ANYTHING, May, agrees, gathered, one_of
 from tests.simulation.model.rights import keys_used
+from tests.simulation.model.values import Cell
 
 _READS = frozenset(
     b"mget kvpagemget kvblockget kvblockmget kvpagemexists kvblockexists kvpageindex kvpageverify".split()
@@ -20,6 +22,7 @@ _READS = frozenset(
 _SETS = frozenset((b"keys", b"smembers", b"dbsize"))
 _OF_ONE_MOMENT = frozenset((b"mget",))  # though it waits for the disk
 _MOST_MOMENTS = 5_000
+_MOST_CASES = 64  # of values of keys that are uncertain at a moment
 
 
 def agreed_meanwhile(model: Model, talk: Conversation, asked: Asked, reply: Any, now: int) -> bool:
@@ -53,8 +56,11 @@ def _replies(model: Model, talk: Conversation, asked: Asked) -> list[Any]:
     store, moments = model.store, [asked.expected]
     changes, used = store.log[asked.at :], tuple(map(_beginning, keys_used(asked.words)))
     now, doubts, store.doubts = dict(store.keys), store.doubts, []
+    unfinished = [variant for doubt in doubts if doubt.pending for variant in doubt.variants[1:]]
     end, model.talk = len(store.log), talk
+    at = end
     for key, old, _ in reversed(changes):
+        at -= 1
         if old is None:
             store.keys.pop(key, None)
         else:
@@ -63,11 +69,33 @@ def _replies(model: Model, talk: Conversation, asked: Asked) -> list[Any]:
             continue
         kept, store.now = store.now, 0
         moments.append(model.run(asked.words))
+        if asked.words[0].lower() in _OF_ONE_MOMENT:
+            moments += _before_unfinished(model, asked, unfinished, at)
         store.now = kept
     store.keys, store.doubts = now, doubts
     del store.log[end:]
     moments.append(model.run(asked.words))
     return [one for moment in moments for one in (moment.options if isinstance(moment, May) else [moment])]
+
+
+def _before_unfinished(model: Model, asked: Asked, variants: list[dict[bytes, Cell]], at: int) -> list[Any]:
+    """Return the replies after `at` changes if commands in steps had not changed their keys yet, or not all of them.
+
+    Others have changed some of these keys since: then each may have had any of its possible values.
+    """
+    store, replies = model.store, []
+    late = {key: cells for key, cells in store.moments_of_late(at).items() if key in keys_used(asked.words)}
+    for variant in [{}, *variants]:
+        for cells in islice(product(*late.values()), _MOST_CASES):
+            kept = dict(store.keys)
+            for key, cell in [*variant.items(), *zip(late, cells, strict=True)]:
+                if cell is None:
+                    store.keys.pop(key, None)
+                else:
+                    store.keys[key] = cell
+            replies.append(model.run(asked.words))
+            store.keys = kept
+    return replies
 
 
 def _beginning(key: bytes) -> bytes:
