@@ -20,7 +20,7 @@ def start(*words: str) -> subprocess.Popen[str]:
         return subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, stderr=full, encoding="utf-8")
 
 
-def test_a_server_goes_on(tmp_path: Path) -> None:
+def test_a_server_serves_and_stops_in_order(tmp_path: Path) -> None:
     port = free_port()
     process = start("-m", "kvpage_server", "--port", str(port), "--dir", str(tmp_path), "--loglevel", "debug")
     with redis.Redis(port=port) as client:
@@ -42,7 +42,7 @@ def test_kvpage_keeps_its_exit_status() -> None:
     assert process.wait(STOP_WITHIN) == 2
 
 
-def test_an_engine_that_reports_its_progress_goes_on() -> None:
+def test_an_engine_continues_after_a_report() -> None:
     program = (
         "from engine.commands.options import report; report('begins'); report('goes on'); print('done', flush=True)"
     )
