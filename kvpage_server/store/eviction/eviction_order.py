@@ -88,9 +88,9 @@ class Evictor:
         return self._begin_to_hand_over()
 
     def _begin_to_hand_over(self) -> bool:
-        """Replace policies of another class than `policy` requires.
+        """Install policies of the class that `policy` requires, which take over from the present ones.
 
-        Return False if there are none, or a change is incomplete.
+        Return False, and install none, if they are of this class already, or if the last change is incomplete.
         """
         kind = self.rules.order
         policies = self._policies()
