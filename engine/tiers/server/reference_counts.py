@@ -11,15 +11,20 @@ manifest for each agent, ``manifest:{agent}``. It is not read, and the next save
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from kvpage_server.client.errors import Refused
 from kvpage_server.client.questions import Question, integer, ok, texts
 
 from ...chains import is_agent_id
 from .block_writer import Saved, Write
 from .connection import ServerConnection
 from .manifest import manifest_key, names_in, older_key, renamed_manifest
+
+_NO_NUMBER = "not an integer"  # in the error of INCRBY and DECRBY
+_NUMBER = re.compile(rb"-?[0-9]{1,18}")
 
 Stored = Mapping[str, bytes | None]  # manifests by key
 ManifestMaker = Callable[[bytes | None], bytes]  # makes an agent's manifest, given the old one
@@ -88,6 +93,7 @@ async def _change(connection: ServerConnection, keys: Sequence[str], change: Cal
     `change` is called with the values of `keys`, and again if they have changed meanwhile.
     """
     dropped: list[str] = []
+    counted: set[str] = set()
 
     def questions(values: Sequence[bytes | None]) -> list[Question]:
         nonlocal dropped
@@ -97,6 +103,7 @@ async def _change(connection: ServerConnection, keys: Sequence[str], change: Cal
         after = Counter(name for key, manifest in wanted.items() for name in names_in(manifest, key))
         added, removed = after - before, before - after
         dropped = list(removed)
+        counted.update(added, removed)
         puts = [Question(["SET", key, manifest], ok) for key, manifest in wanted.items() if manifest is not None]
         deleted = [key for key, manifest in wanted.items() if manifest is None and stored[key] is not None]
         return [
@@ -106,9 +113,26 @@ async def _change(connection: ServerConnection, keys: Sequence[str], change: Cal
             *(Question(["DECRBY", count_key(name), count], integer) for name, count in removed.items()),
         ]
 
-    answers = await connection.transaction(keys, Question(["MGET", *keys], texts(len(keys))), questions)
+    try:
+        answers = await connection.transaction(keys, Question(["MGET", *keys], texts(len(keys))), questions)
+    except Refused as error:
+        if _NO_NUMBER not in str(error):
+            raise
+        await _delete_damaged(connection, sorted(counted))  # the server has run the other commands of the transaction
+        return
     counts = answers[len(answers) - len(dropped) :]
     await delete_unreferenced(connection, [name for name, count in zip(dropped, counts, strict=True) if count <= 0])
+
+
+async def _delete_damaged(connection: ServerConnection, names: Sequence[str]) -> None:
+    """Delete the counts that are no numbers, because another client has set them. Their blocks are left to eviction."""
+    keys = list(map(count_key, names))
+
+    def change(counts: Sequence[bytes | None]) -> list[Question]:
+        damaged = [key for key, count in zip(keys, counts, strict=True) if count and not _NUMBER.fullmatch(count)]
+        return [Question(["DEL", key], integer) for key in damaged]
+
+    await connection.transaction(keys, Question(["MGET", *keys], texts(len(keys))), change)
 
 
 async def delete_unreferenced(connection: ServerConnection, names: Sequence[str]) -> None:

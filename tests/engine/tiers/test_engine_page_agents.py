@@ -67,6 +67,20 @@ def test_a_fork_has_the_whole_context_for_a_manifest(tier: PageTier, client: red
     assert [tier.tokens_of(agent) for agent in ("alice", "twin", "nobody")] == [700, 700, None]
 
 
+def test_counts_that_are_no_numbers_do_not_keep_an_agent(tier: PageTier, client: redis.Redis) -> None:
+    """Another client has set them. The agent is deleted, and can be saved again."""
+    for _ in range(2):
+        tier.save(context())
+        count, *_ = (f"refs:{name}" for name in names(TOKENS))
+        client.set(count, "no number")
+        assert tier.delete("alice") is True
+        assert tier.agents() == []
+        assert client.get(count) is None
+        client.set(count, "no number")
+    assert tier.save(context()) is not None
+    assert tier.agents() == ["alice"]
+
+
 def test_of_nothing_there_is_no_fork(tier: PageTier, client: redis.Redis) -> None:
     assert not tier.fork("nobody", "twin")
     assert not tier.delete("nobody")
