@@ -293,6 +293,7 @@ class KvpageConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         if self._layout:
             self._memory = [self._bytes_of(kv_caches[name], self._layout) for name in self._layout.layers]
+            self._tensors = kv_caches  # `_memory` is theirs
 
     def _bytes_of(self, cache: Any, layout: Paged) -> memoryview:
         """Return the memory of a layer's tensor, ``[blocks, heads, tokens, K and V]``. Raises ValueError if a head of a
