@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ..agent_engine import Answer
+from ..generation.structure import Constraint
 from ..generation.tokens import PromptError
 from ..pool import PoolExhaustedError
 from ..scheduling.request import EngineClosedError, Token
@@ -233,10 +234,11 @@ async def chat(request: Request) -> Response:
     prompts = service.prompts
     logprobs = body.top_logprobs if body.logprobs else None
     tokens = await unless_disconnected(request, prompts.of_chat(body))
+    constraint = await unless_disconnected(request, prompts.constraint(body))
     first = next((message.content for message in body.messages if message.role == "user"), None)
     continues = prompts.keeps_space or body.continue_final_message
     asked, given = _prompts(
-        service, request, tenant, body, [(tokens, first)], body.limit, logprobs, continues=continues
+        service, request, tenant, body, [(tokens, first)], body.limit, logprobs, constraint, continues=continues
     )
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
     envelope = _envelope(service, CHAT, body, given)
@@ -256,9 +258,10 @@ async def complete(request: Request) -> Response:
     service.check_model(body.model)
     prompts = service.prompts
     texts = [(await unless_disconnected(request, prompts.of_text(prompt)), prompt) for prompt in body.prompt]
+    constraint = await unless_disconnected(request, prompts.constraint(body))
     logprobs = body.logprobs if body.choices == body.n else max(1, body.logprobs or 0)  # best_of compares them
     labelled = [(tokens, prompt if isinstance(prompt, str) else None) for tokens, prompt in texts]
-    asked, given = _prompts(service, request, tenant, body, labelled, body.max_tokens, logprobs)
+    asked, given = _prompts(service, request, tenant, body, labelled, body.max_tokens, logprobs, constraint)
     envelope = _envelope(service, TEXT, body, given)
     shapes = []
     for i, one in enumerate(asked):
@@ -277,6 +280,7 @@ def _prompts(
     texts: Sequence[tuple[Sequence[int], str | None]],
     max_tokens: int | None,
     logprobs: int | None,
+    constraint: Constraint | None,
     *,
     continues: bool = True,
 ) -> tuple[list[Prompt], str | None]:
@@ -313,6 +317,8 @@ def _prompts(
                 stop_tokens=body.stop_token_ids,
                 continues=continues,
                 logprobs=0 if logprobs is None else max(1, logprobs),  # with 0, the token's own would be missing
+                constraint=constraint,
+                end_of_reasoning=service.prompts.end_of_reasoning(tokens) if constraint else (),
                 leader=leader if i else None,
                 label=service.label(text or ""),
             )

@@ -20,6 +20,7 @@ from typing import Self, TypeVar
 
 from ..agent_engine import AgentEngine, Answer
 from ..generation.sampling import Sampling
+from ..generation.structure import Constraint
 from ..scheduling.request import EngineClosedError, Token
 from ..startup import Engine
 
@@ -43,6 +44,8 @@ class Prompt:
     sampling: Sampling = field(default_factory=Sampling)
     stop: Sequence[str] = ()
     stop_tokens: Collection[int] = ()
+    constraint: Constraint | None = None
+    end_of_reasoning: Sequence[int] = ()  # tokens after which the constraint begins
     continues: bool = True  # whether the text of the answer keeps a space at its beginning
     logprobs: int = 0
     leader: int | None = None  # the index of a prompt of the same tokens, before it in the request
@@ -308,13 +311,15 @@ def _submit(generation: Generation, engine: Engine) -> None:
 
 def _submit_to(engine: AgentEngine, generation: Generation) -> None:
     """Submit a prompt to the engine, on its thread. An exception becomes the last event of its generation."""
-    prompt = generation.prompt
+    prompt, constraint = generation.prompt, generation.prompt.constraint
+    processors = [constraint.processor(len(prompt.tokens), prompt.end_of_reasoning)] if constraint else []
     try:
         generation.uid = engine.submit(
             prompt.agent_id,
             prompt.tokens,
             max_tokens=prompt.max_tokens,
             sampler=prompt.sampling,
+            logits_processors=processors,
             stop=prompt.stop,
             stop_tokens=prompt.stop_tokens,
             continues=prompt.continues,

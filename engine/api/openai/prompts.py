@@ -18,12 +18,13 @@ from typing import Any, TypeVar
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
+from ...generation.structure import Constraint, ConstraintError, Constraints
 from ...generation.text import TokenText, template_writes_space
 from ...generation.tokens import PromptError, encode
 from ...spec import ModelCacheSpec
 from .errors import invalid
-from .reading import Markup
-from .schema import ChatBody, Message, Tool
+from .reading import REASONING, Markup
+from .schema import ChatBody, CompletionFields, Message, Tool
 from .templates import ControlTokens, Renderer, TemplateFailedError, takes_text
 
 SHORT = 1000  # characters of a text that is encoded on the event loop, in half a millisecond
@@ -78,6 +79,8 @@ class Prompts:
         self.markup = Markup(self._tokenizer)
         # Ends of lines and of the answer, as in mlx-lm's server.
         self.kept_by_xtc = frozenset([*tokenizer.eos_token_ids, *tokenizer.encode("\n", add_special_tokens=False)])
+        self._constraints = Constraints(self._tokenizer, spec.vocab_size, tokenizer.eos_token_ids)
+        self._compiling = ThreadPoolExecutor(1, "constraints")
         self._keeps_space: bool | None = None  # None before the first conversation
 
     async def of_chat(self, body: ChatBody) -> list[int]:
@@ -97,6 +100,29 @@ class Prompts:
     def keeps_space(self) -> bool:
         """Whether an answer in a conversation keeps its first space: see `template_writes_space`."""
         return self._keeps_space is not False
+
+    async def constraint(self, body: CompletionFields) -> Constraint | None:
+        """Return the constraint of an answer; None without one. Raises ApiError (400), which names its field."""
+        made = body.constraints
+        if not made:
+            return None
+        if len(made) > 1:
+            raise invalid(f"an answer has one constraint, got {' and '.join(made)}", list(made)[1])
+        for name, given in (("min_tokens", body.min_tokens), ("ignore_eos", body.ignore_eos)):
+            if given:
+                raise invalid(f"{name}: the end of an answer with a constraint follows from the constraint", name)
+        ((param, make),) = made.items()
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._compiling, lambda: self._constraints.compile(make()))
+        except ConstraintError as error:
+            raise invalid(f"{param}: {error}", param) from error
+
+    def end_of_reasoning(self, prompt: Sequence[int]) -> list[int]:
+        """Return the token ids that end the reasoning with which the answer to `prompt` begins; empty without one."""
+        if self.markup.start(prompt) != REASONING:
+            return []
+        return list(self._tokenizer.encode(self._tokenizer.think_end, add_special_tokens=False))
 
     async def of_text(self, prompt: str | Sequence[int]) -> list[int]:
         """Return the token ids of a text, encoded as by mlx_lm.generate; return ids as they are, after a check.

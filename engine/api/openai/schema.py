@@ -8,8 +8,9 @@ depth.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -26,6 +27,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 from kvpage_server import bounded
 
 from ...generation.sampling import MAX_BIAS, MAX_XTC_THRESHOLD, Sampling
+from ...generation.structure import of_choice, of_grammar, of_json, of_regex
 from .errors import ApiError, invalid, shortened
 
 # -- Unsupported fields that would change the answer, with the values that are accepted, because they change nothing ---
@@ -43,10 +45,8 @@ _IN_BOTH: dict[str, Values] = {
     "ebnf": (),
     "frequency_context_size": (),
     "grammar": ("",),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
     "include_stop_str_in_output": (False,),
     "json_schema": (),
     "length_penalty": (1,),
@@ -61,7 +61,6 @@ _IN_BOTH: dict[str, Values] = {
     "repeat_penalty": (1, 0),
     "skip_special_tokens": (False,),
     "stop_regex": ([],),
-    "structured_outputs": (),
     "top_a": (0,),
     "truncate_prompt_tokens": (),
     "typical_p": (1,),
@@ -145,6 +144,16 @@ def _biases(biases: Any) -> Any:
         if not (token.isascii() and token.isdecimal() and len(token) < 10):
             raise PydanticCustomError("invalid_value", "{token} is no token id, 0 or more", {"token": shortened(token)})
     return {int(token): bias for token, bias in biases.items()}
+
+
+def _schema(schema: Any) -> Any:
+    """Return a JSON Schema, decoded if it is a text. Raises PydanticCustomError."""
+    if not isinstance(schema, str):
+        return schema
+    try:
+        return from_json(schema, allow_inf_nan=False)
+    except ValueError as error:
+        raise PydanticCustomError("invalid_value", "it is not JSON: {error}", {"error": str(error)}) from error
 
 
 def _listed(value: Any) -> Any:
@@ -271,10 +280,47 @@ class StreamOptions(RequestBody):
     include_usage: bool = False
 
 
+class JsonSchema(RequestBody):
+    """A named JSON Schema. Answers match it, whether it is `strict` or not."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    description: str | None = None
+    definition: Annotated[dict[str, Any], Field(alias="schema")] = Field(default_factory=dict)
+    strict: bool | None = None
+
+
 class ResponseFormat(RequestBody):
     """Format of the answer."""
 
-    type: Annotated[str, _only("text")]
+    type: Annotated[str, _only("text", "json_object", "json_schema")]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError("invalid_value", "it is for the type json_schema", {"field": "json_schema"})
+        return self
+
+
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True, min_length=1)]
+Schema = Annotated[dict[str, Any], BeforeValidator(_schema)]
+
+
+class StructuredOutputs(RequestBody):
+    """Constraints of an answer, as in vLLM."""
+
+    unsupported = {
+        "disable_additional_properties": (False,),
+        "disable_any_whitespace": (True, False),
+        "structural_tag": (),
+        "whitespace_pattern": (),
+    }
+
+    definition: Annotated[Schema | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool = False
 
 
 Stops = Annotated[
@@ -282,6 +328,13 @@ Stops = Annotated[
     Field(fail_fast=True, max_length=MAX_STOPS),
     BeforeValidator(_listed),
 ]
+
+
+_Given = TypeVar("_Given")
+
+
+def _made(grammar: Callable[[_Given], str], given: _Given | None) -> Callable[[], str] | None:
+    return None if given is None else partial(grammar, given)
 
 
 class CompletionFields(RequestBody):
@@ -311,6 +364,38 @@ class CompletionFields(RequestBody):
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, max_length=MAX_STOP_IDS)] = []
     min_tokens: Annotated[int, Field(ge=0)] = 0
     ignore_eos: bool = False
+    # Constraints of the answer's text.
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+
+    @property
+    def constraints(self) -> dict[str, Callable[[], str]]:
+        """Constraints of the answer by the names of their fields, as functions that return a grammar. They raise
+        ConstraintError.
+        """
+        formatted, outputs = self.response_format or ResponseFormat(type="text"), self.structured_outputs
+        named = formatted.json_schema
+        found: dict[str, Callable[[], str] | None] = {
+            "response_format": _made(of_json, {"type": "object"} if formatted.type == "json_object" else None),
+            "response_format.json_schema.schema": _made(of_json, named.definition if named else None),
+            "guided_json": _made(of_json, self.guided_json),
+            "guided_regex": _made(of_regex, self.guided_regex),
+            "guided_choice": _made(of_choice, self.guided_choice),
+            "guided_grammar": _made(of_grammar, self.guided_grammar),
+        }
+        if outputs:
+            found |= {
+                "structured_outputs.json": _made(of_json, outputs.definition),
+                "structured_outputs.regex": _made(of_regex, outputs.regex),
+                "structured_outputs.choice": _made(of_choice, outputs.choice),
+                "structured_outputs.grammar": _made(of_grammar, outputs.grammar),
+                "structured_outputs.json_object": _made(of_json, {"type": "object"} if outputs.json_object else None),
+            }
+        return {name: make for name, make in found.items() if make}
 
     @property
     def choices(self) -> int:
@@ -351,7 +436,6 @@ class ChatBody(CompletionFields):
     tool_choice: Annotated[Any, _only("auto", "none")] = "auto"
     parallel_tool_calls: bool = True
     reasoning_effort: Annotated[str, Field(max_length=MAX_STOP)] | None = None
-    response_format: ResponseFormat | None = None
 
     # Of vLLM and SGLang.
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)

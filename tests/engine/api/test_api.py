@@ -269,7 +269,6 @@ BAD = {
     "a stop token beyond the vocabulary": (asked(stop_token_ids=[999999999]), "stop_token_ids", 400),
     "a negative stop token": (asked(stop_token_ids=[-1]), "stop_token_ids[0]", 400),
     "more tokens than the limit": (asked(min_tokens=3), "min_tokens", 400),
-    "JSON wanted": (asked(response_format={"type": "json_object"}), "response_format.type", 400),
     "a top_k below -1": (asked(top_k=-2), "top_k", 400),
     "a min_p above 1": (asked(min_p=1.1), "min_p", 400),
     "an XTC threshold above one half": (asked(xtc_threshold=0.6), "xtc_threshold", 400),

@@ -1,0 +1,132 @@
+"""Constraints on the text of an answer: JSON, JSON Schemas, regular expressions, choices and grammars.
+
+llguidance compiles a constraint to a parser, which returns a bitmask of the tokens that may follow. A processor of
+logits forbids all others. So a text that ends by itself matches the constraint, and a text that `max_tokens` cuts is
+the beginning of one that does. The mask of a token depends on the token before it, so an answer with a constraint waits
+for its last token before the next step of the model; other answers in the batch wait with it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.hf import from_tokenizer
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from transformers import PreTrainedTokenizerFast
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+# Separators as of `json.dumps`. Without further whitespace, a small model cannot add spaces without end.
+JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
+# About a tenth of a second for a compilation, and some milliseconds for the mask of a token.
+_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 2_000_000,
+    "step_lexer_fuel": 200_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
+
+
+class ConstraintError(ValueError):
+    """Error: a constraint is invalid, too large, or uses an unsupported keyword. The message has the reason."""
+
+
+def of_json(schema: dict[str, Any] | bool) -> str:
+    """Return the grammar of JSON texts that match a JSON Schema."""
+    plain = schema if isinstance(schema, dict) else {} if schema else {"not": {}}
+    return LLMatcher.grammar_from_json_schema(json.dumps(plain), overrides=JSON_OPTIONS)
+
+
+def of_regex(regex: str) -> str:
+    """Return the grammar of texts that match a regular expression, in the syntax of Rust's regex crate."""
+    return LLMatcher.grammar_from_regex(regex)
+
+
+def of_choice(choices: Sequence[str]) -> str:
+    """Return the grammar of one of some texts."""
+    return LLMatcher.grammar_from_regex("|".join(map(_escaped, choices)))
+
+
+def of_grammar(grammar: str) -> str:
+    """Return a grammar in the syntax of Lark, or of llama.cpp (GBNF). Raises ConstraintError."""
+    try:
+        return LLMatcher.grammar_from_lark(any_to_lark(grammar))
+    except Exception as error:
+        raise ConstraintError(f"the grammar is invalid: {error!s:.300}") from error
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"([\\.+*?()|\[\]{}^$#&\-~/])", r"\\\1", text)
+
+
+class Constraints:
+    """Compiler of constraints for a model. It may be used on one thread, other than that of the engine."""
+
+    def __init__(self, tokenizer: TokenizerWrapper, vocabulary: int, ends: Collection[int]) -> None:
+        """Create a compiler. `vocabulary` is the number of token ids of the model's logits, `ends` are the ids that end
+        an answer.
+        """
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._ends = sorted(ends)
+        self._compiled: LLTokenizer | None = None  # made for the first constraint, in a second for a large vocabulary
+
+    def compile(self, grammar: str) -> Constraint:
+        """Compile a grammar. Raises ConstraintError."""
+        if self._compiled is None:
+            fast = self._tokenizer._tokenizer
+            if not isinstance(fast, PreTrainedTokenizerFast):
+                raise ConstraintError("this model's tokenizer cannot constrain answers: it is not of `tokenizers`")
+            self._compiled = from_tokenizer(fast, n_vocab=self._vocabulary, eos_token=self._ends)
+        matcher = LLMatcher(self._compiled, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
+        if matcher.is_error():
+            raise ConstraintError(" ".join(matcher.get_error().split())[:300])
+        if not any(matcher.compute_bitmask()):
+            raise ConstraintError("no text matches it")
+        return Constraint(matcher, self._ends)
+
+
+class Constraint:
+    """A compiled constraint."""
+
+    def __init__(self, matcher: LLMatcher, ends: Sequence[int]) -> None:
+        self._matcher = matcher
+        self._ends = ends
+
+    def processor(self, prompt: int, after: Sequence[int] = ()) -> Callable[[mx.array, mx.array], mx.array]:
+        """Return a processor of logits for one answer to a prompt of `prompt` tokens. If the answer begins with
+        reasoning, the constraint begins `after` the tokens that end it.
+        """
+        matcher, seen = self._matcher.deep_copy(), prompt
+        before: list[int] | None = [] if after else None  # the last tokens of the reasoning
+
+        def process(tokens: mx.array, logits: mx.array) -> mx.array:
+            nonlocal seen, before
+            more: list[int] = tokens[seen:].tolist()  # type: ignore[assignment]
+            seen += len(more)
+            if before is not None:
+                before = [*before, *more][-len(after) :]
+                if before != [*after]:
+                    return logits
+                before, more = None, []
+            if more and more[-1] in self._ends:
+                return logits  # the answer has ended, and this token is not used
+            if not matcher.consume_tokens(more):
+                raise ConstraintError(f"the answer left its constraint: {matcher.get_error():.300}")
+            allowed = np.zeros(logits.shape[-1], bool)
+            if matcher.is_stopped():  # nothing may follow but the end
+                allowed[self._ends] = True
+            else:
+                bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+                allowed[: len(bits)] = bits[: len(allowed)]
+            return mx.where(mx.array(allowed), logits, -mx.inf)
+
+        return process

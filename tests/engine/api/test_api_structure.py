@@ -1,0 +1,199 @@
+"""Structured answers: JSON, schemas, regular expressions, choices and grammars."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import httpx
+import openai
+import pytest
+from api_engines import SMOLLM2, RunningEngine, start_engine, write_tiny
+from engine_models import letter_tokenizer
+
+# isort: split
+import mlx.core as mx
+from pydantic import create_model
+
+from engine.generation.structure import ConstraintError, Constraints, of_choice, of_json, of_regex
+
+HELLO = [{"role": "user", "content": "Hello"}]
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
+    model = write_tiny(tmp_path_factory.mktemp("models") / "tiny")
+    with start_engine(model) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def client(engine: RunningEngine) -> Iterator[openai.OpenAI]:
+    with engine.client() as client:
+        yield client
+
+
+def chat(client: openai.OpenAI, seed: int = 1, **more: Any) -> Any:
+    options = {"model": "tiny", "messages": HELLO, "temperature": 1.5, "seed": seed, "max_tokens": 200, **more}
+    return client.chat.completions.create(**options)
+
+
+def schema(of: dict[str, Any]) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": of, "strict": True}}}
+
+
+def is_person(text: str) -> bool:
+    person = json.loads(text)
+    return (
+        person.keys() == {"name", "age", "tags"}
+        and len(person["name"]) <= 8
+        and 0 <= person["age"] <= 150
+        and {*person["tags"]} <= {"a", "b"}
+        and len(person["tags"]) <= 3
+    )
+
+
+def test_answers_of_a_random_model_match_the_schema(client: openai.OpenAI) -> None:
+    answers = chat(client, n=12, **schema(PERSON)).choices
+    assert {choice.finish_reason for choice in answers} == {"stop"}
+    assert all(is_person(choice.message.content) for choice in answers)
+    assert len({choice.message.content for choice in answers}) > 6
+    (greedy,) = chat(client, temperature=0, **schema(PERSON)).choices
+    assert greedy.finish_reason == "length" or is_person(greedy.message.content)
+
+
+def test_a_cut_answer_is_the_beginning_of_the_whole_one(client: openai.OpenAI) -> None:
+    whole = chat(client, **schema(PERSON)).choices[0].message.content
+    cut = chat(client, max_tokens=9, **schema(PERSON)).choices[0]
+    assert (cut.finish_reason, cut.message.content) == ("length", whole[:9])
+    stream = chat(client, stream=True, **schema(PERSON))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"guided_regex": r"[a-c]{3}-[0-9]+!"}, r"[a-c]{3}-[0-9]+!"),
+        ({"guided_choice": ["yes", "no (maybe)", "a|b"]}, r"yes|no \(maybe\)|a\|b"),
+        ({"guided_grammar": 'root ::= "ab" [0-9] root | "!"'}, r"(ab[0-9])*!"),
+        ({"guided_grammar": 'start: "x" /[0-9]{2}/'}, r"x[0-9]{2}"),
+        ({"guided_json": '{"enum": ["red", 7]}'}, r'"red"|7'),
+        ({"structured_outputs": {"regex": "[xy]{4}"}}, r"[xy]{4}"),
+        ({"structured_outputs": {"choice": ["one", "two"]}}, r"one|two"),
+        ({"structured_outputs": {"json": {"const": 12}}}, r"12"),
+        ({"structured_outputs": {"grammar": 'start: "z"'}}, r"z"),
+    ],
+)
+def test_constraints_of_vllm_are_kept(client: openai.OpenAI, fields: dict[str, Any], pattern: str) -> None:
+    for seed in range(4):
+        (choice,) = chat(client, seed, extra_body=fields).choices
+        assert choice.finish_reason == "stop"
+        assert re.fullmatch(pattern, choice.message.content)
+    text = client.completions.create(model="tiny", prompt="a", temperature=1, max_tokens=90, extra_body=fields)
+    assert re.fullmatch(pattern, text.choices[0].text)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"response_format": {"type": "json_object"}}, {"extra_body": {"structured_outputs": {"json_object": True}}}],
+)
+def test_json_mode_gives_an_object(client: openai.OpenAI, fields: dict[str, Any]) -> None:
+    (choice,) = chat(client, max_tokens=60, **fields).choices
+    assert choice.message.content.startswith("{")
+    assert choice.finish_reason == "length" or isinstance(json.loads(choice.message.content), dict)
+
+
+async def test_an_answer_with_a_constraint_equals_the_answer_alone(engine: RunningEngine) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{engine.url}/v1", api_key="none", max_retries=0) as crowd:
+
+        async def ask(seed: int, **more: Any) -> str:
+            options: Any = {"model": "tiny", "messages": HELLO, "temperature": 1, "seed": seed, "max_tokens": 60}
+            return (await crowd.chat.completions.create(**options, **more)).choices[0].message.content
+
+        kinds: list[dict[str, Any]] = [{}, schema(PERSON), {"extra_body": {"guided_regex": "[a-z]{20}"}}]
+        alone = [await ask(seed, **kind) for seed, kind in enumerate(kinds)]
+        assert await asyncio.gather(*(ask(seed, **kind) for seed, kind in enumerate(kinds))) == alone
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        (schema({"not": {}}), "response_format.json_schema.schema", "not"),
+        (schema({"type": "array", "uniqueItems": True}), "response_format.json_schema.schema", "uniqueItems"),
+        (schema({"type": "tree"}), "response_format.json_schema.schema", "tree"),
+        (schema({"$ref": "#/definitions/x"}), "response_format.json_schema.schema", "does not exist"),
+        (schema({"minimum": 5, "maximum": 1, "type": "integer"}), "response_format.json_schema.schema", "Unsatisf"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", ""),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
+        ({"guided_regex": "("}, "guided_regex", "unclosed"),
+        ({"guided_choice": []}, "guided_choice", ""),
+        ({"guided_json": "{"}, "guided_json", "not JSON"),
+        ({"guided_json": [1]}, "guided_json", "dictionary"),
+        ({"guided_grammar": "start: nothing"}, "guided_grammar", "nothing"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "one constraint"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", ""),
+        ({"guided_regex": "a", "min_tokens": 1}, "min_tokens", ""),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", ""),
+        ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend", ""),
+    ],
+)
+def test_a_wrong_constraint_is_refused_by_name(
+    engine: RunningEngine, fields: dict[str, Any], param: str, message: str
+) -> None:
+    body = {"model": "tiny", "messages": HELLO, "max_tokens": 4, **fields}
+    reply = httpx.post(f"{engine.url}/v1/chat/completions", json=body, timeout=60)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, param)
+    assert message in error["message"]
+    assert len(error["message"]) < 500
+
+
+def test_a_constraint_begins_after_the_reasoning() -> None:
+    tokenizer = letter_tokenizer()
+    letters = {tokenizer.convert_ids_to_tokens(i): i for i in range(97)}
+    process = Constraints(tokenizer, 97, [96]).compile(of_regex("b")).processor(2, [letters["z"], letters["y"]])
+    logits = mx.zeros((1, 97))
+
+    def allowed(answer: str) -> set[str]:
+        tokens = mx.array([0, 1, *(letters[letter] for letter in answer)])
+        masked = process(tokens, logits)[0].tolist()
+        return {letter for letter, i in letters.items() if masked[i] == 0}
+
+    assert len(allowed("")) == 97
+    assert len(allowed("z")) == 97
+    assert len(allowed("zx")) == 97
+    assert len(allowed("zxz")) == 97
+    assert allowed("zxzy") == {"b"}
+    assert allowed("zxzyb") == {tokenizer.eos_token}
+
+
+def test_a_constraint_without_a_text_is_refused() -> None:
+    with pytest.raises(ConstraintError):
+        Constraints(letter_tokenizer(), 97, [96]).compile(of_json(False))
+    process = Constraints(letter_tokenizer(), 97, [96]).compile(of_choice(["a"])).processor(0)
+    with pytest.raises(ConstraintError, match="left its constraint"):
+        process(mx.array([5]), mx.zeros((1, 97)))
+
+
+Weather = create_model("Weather", city=(Literal["Oslo", "Rome"], ...), celsius=(int, ...), sunny=(bool, ...))
+
+
+def test_openais_client_parses_an_answer_of_the_real_model() -> None:
+    with start_engine(SMOLLM2) as engine, engine.client() as client:
+        messages: Any = [{"role": "user", "content": "What is the weather in Rome? Answer in JSON."}]
+        options: Any = {"model": "smollm2", "messages": messages, "temperature": 0, "max_tokens": 60}
+        parsed = client.chat.completions.parse(response_format=Weather, **options).choices[0].message.parsed
+        assert isinstance(parsed, Weather)
