@@ -19,7 +19,7 @@ from typing_extensions import Buffer
 
 from kvpage_server.client.calls import Call, Calls
 from kvpage_server.client.cluster.nodes import Peers
-from kvpage_server.client.cluster.plan import RAISES, Errand, Failed, Plan, Timed, present
+from kvpage_server.client.cluster.plan import RAISES, Failed, NodeRequest, Plan, Timed, present
 from kvpage_server.client.cluster.store import PAUSE, ClusterCalls, several
 from kvpage_server.client.commands import BlobCommands, ask_dialect
 from kvpage_server.client.errors import Closed, Disconnected, PageClientError, Unsupported
@@ -311,7 +311,7 @@ class AsyncPageClient:
             again = gone is not RAISES
             return present(await self._do(self._several.calls.ask(questions, again), end.left()), gone)
         if self._several:
-            asked = Errand(of, ask(questions))
+            asked = NodeRequest(of, ask(questions))
             (answer,) = present([await self._run(self._several.peers, asked, end, end.left())], RAISES)
             return list(answer)
         async with self._lent() as connection:
@@ -401,7 +401,7 @@ class AsyncPageClient:
                     await asyncio.sleep(pause_before_retry(connection, failures, end, error))
 
     async def _carry_out(self, plan: Plan[T], end: Deadline) -> T:
-        """Execute a plan on several servers, and return its result. The errands of a round run at the same time."""
+        """Execute a plan on several servers, and return its result. The requests of a round run at the same time."""
         assert self._several
         silence = self._several.peers.silence(end)
         try:
@@ -409,25 +409,27 @@ class AsyncPageClient:
             while True:
                 if asked.pause:
                     await asyncio.sleep(min(asked.pause, end.left()))
-                errands = [self._run(self._several.peers, errand, end, silence) for errand in asked.errands]
-                asked = plan.send(self._several.peers.unless_closed(await asyncio.gather(*errands)))
+                requests = [
+                    self._run(self._several.peers, node_request, end, silence) for node_request in asked.requests
+                ]
+                asked = plan.send(self._several.peers.unless_closed(await asyncio.gather(*requests)))
         except StopIteration as over:
             result: T = over.value
             return result
 
-    async def _run(self, peers: Peers, errand: Errand, end: Deadline, silence: float) -> Any | Failed:
+    async def _run(self, peers: Peers, node_request: NodeRequest, end: Deadline, silence: float) -> Any | Failed:
         failure: PageClientError | None = None
         peers.round_trips += 1
         try:
-            peers.check(errand.node)
-            async with self._lent(peers.pool(errand.node, errand.replica)) as connection:
-                await self._open(connection, end.part(errand.node, silence))
-                return await converse(connection, errand.request, end, silence, errand.node)
+            peers.check(node_request.node)
+            async with self._lent(peers.pool(node_request.node, node_request.replica)) as connection:
+                await self._open(connection, end.part(node_request.node, silence))
+                return await converse(connection, node_request.request, end, silence, node_request.node)
         except PageClientError as error:
             failure = error
             return Failed(error)
         finally:
-            peers.remember(errand.node, failure)
+            peers.remember(node_request.node, failure)
             del failure  # break the reference cycle: it has this frame in its traceback
 
     @asynccontextmanager

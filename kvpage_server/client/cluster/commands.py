@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpage_server.client.cluster.plan import Errand, Failed, Plan, Round
+from kvpage_server.client.cluster.plan import Failed, NodeRequest, Plan, Round
 from kvpage_server.client.cluster.topology import (
     SLOTS,
     Address,
@@ -441,7 +441,7 @@ class Router:
             yield from self._refresh()
         while left and end.seconds_left() > 0:
             groups, lost = self._by_node(left, slots, ways)
-            outcomes = yield Round([_errand(commands, group, to) for to, group in groups.items()], pause)
+            outcomes = yield Round([_node_request(commands, group, to) for to, group in groups.items()], pause)
             failures = len(lost)
             for i in lost:
                 self._failed(commands[i], ways[i], Refused(f"CLUSTERDOWN nobody serves slot {slots[i]}"))
@@ -555,7 +555,11 @@ class Router:
             groups[self.slots.shard(slot)].append(i)
         left = groups.pop(None, [])
         outcomes = yield Round(
-            [Errand(shard.primary, ask_lines([texts[i] for i in group])) for shard, group in groups.items() if shard]
+            [
+                NodeRequest(shard.primary, ask_lines([texts[i] for i in group]))
+                for shard, group in groups.items()
+                if shard
+            ]
         )
         for group, lines in zip(groups.values(), outcomes, strict=True):
             if isinstance(lines, Failed):
@@ -604,7 +608,7 @@ class Router:
         """
         error: PageClientError = Disconnected("the cluster's URL names no node")
         for node in dict.fromkeys([*self.slots.nodes(), *self.address.seeds]):
-            [outcome] = yield Round([Errand(node, ask_slots(node))])
+            [outcome] = yield Round([NodeRequest(node, ask_slots(node))])
             if not isinstance(outcome, Failed) and outcome.nodes():
                 self.slots, self.outdated = outcome, False
                 return
@@ -618,6 +622,6 @@ class Router:
             raise error.again()
 
 
-def _errand(commands: Sequence[Command], group: Sequence[int], to: tuple[Node, bool, bool]) -> Errand:
+def _node_request(commands: Sequence[Command], group: Sequence[int], to: tuple[Node, bool, bool]) -> NodeRequest:
     node, asking, replica = to
-    return Errand(node, ask([commands[i] for i in group], asking=asking), replica)
+    return NodeRequest(node, ask([commands[i] for i in group], asking=asking), replica)

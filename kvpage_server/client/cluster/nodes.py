@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Generator, Hashable, Iterable
 from typing import Any, TypeVar
 
-from kvpage_server.client.cluster.plan import Errand, Failed, Plan, Round
+from kvpage_server.client.cluster.plan import Failed, NodeRequest, Plan, Round
 from kvpage_server.client.errors import Closed, DeadlineExceeded, Disconnected, PageClientError
 from kvpage_server.client.wire.connection import Deadline, PageConnection, PagePool, page_pool
 from kvpage_server.client.wire.exchange import Conversation
@@ -18,7 +18,7 @@ from kvpage_server.client.wire.exchange import Conversation
 #
 # Connections to each server of a plan, and the servers that get no requests for a while.
 #
-# An errand (a request to one node) fails when no byte of it was sent or received for some time; other errands continue.
+# A request to a node fails when no byte of it was sent or received for some time; requests to other nodes continue.
 # Its node then gets no requests for a while, so that not every call waits for it.
 
 SILENCE = 2.0  # default of `node_deadline`, in seconds
@@ -34,7 +34,7 @@ class Peers:
         """Create a pool for each of the `known` nodes. Other nodes get theirs at their first use.
 
         `url_of` returns the URL of a node. `options` are options of redis-py's ConnectionPool. `silence` is the time in
-        seconds for which a node may send and receive no byte before its errand fails. Raises ValueError for an invalid
+        seconds for which a node may send and receive no byte before its request fails. Raises ValueError for an invalid
         URL or option.
         """
         Deadline(silence)
@@ -43,7 +43,7 @@ class Peers:
         self._closed = False
         self._lock = threading.Lock()
         self._left_alone: dict[Hashable, tuple[float, float, str]] = {}  # end and length of the pause, and the reason
-        self.round_trips = 0  # number of errands that were started
+        self.round_trips = 0  # number of requests to nodes that were started
         for node in known:
             self.pool(node, replica=False)
 
@@ -55,7 +55,7 @@ class Peers:
                 pool.close()
 
     def unless_closed(self, outcomes: list[Any]) -> list[Any]:
-        """Return the outcomes of a round unchanged. Raises Closed if errands failed because the client was closed."""
+        """Return the outcomes of a round unchanged. Raises Closed if requests failed because the client was closed."""
         if self._closed and any(isinstance(outcome, Failed) for outcome in outcomes):
             raise Closed
         return outcomes
@@ -82,7 +82,7 @@ class Peers:
             return pool
 
     def check(self, node: Hashable) -> None:
-        """Raise Disconnected if a node gets no requests for some seconds, because its last errand exceeded its
+        """Raise Disconnected if a node gets no requests for some seconds, because its last request exceeded its
         deadline.
         """
         until, _, why = self._left_alone.get(node, (0.0, 0.0, ""))
@@ -90,7 +90,7 @@ class Peers:
             raise Disconnected(f"{node} is left alone for a while: {why}")
 
     def remember(self, node: Hashable, failure: PageClientError | None) -> None:
-        """Note the outcome of an errand: `failure` is None if it succeeded.
+        """Note the outcome of a request to a node: `failure` is None if it succeeded.
 
         After a DeadlineExceeded, the node gets no requests for _LEFT_ALONE[0] to _LEFT_ALONE[1] seconds, twice as long
         each time. A reply ends that.
@@ -135,7 +135,7 @@ class Nodes:
             return result
 
     def _done(self, asked: Round, end: Deadline, silence: float) -> list[Any]:
-        talks = [_Talk(errand) for errand in asked.errands]
+        talks = [_Talk(node_request) for node_request in asked.requests]
         self._peers.round_trips += len(talks)
         try:
             for talk in talks:
@@ -146,17 +146,17 @@ class Nodes:
                 talk.close()
         for talk in talks:
             failure = talk.outcome.error if isinstance(talk.outcome, Failed) else None
-            self._peers.remember(talk.errand.node, failure)
+            self._peers.remember(talk.node_request.node, failure)
         return [talk.outcome for talk in talks]
 
     def _begin(self, talk: _Talk, end: Deadline, silence: float) -> None:
-        """Connect the connection of an errand if necessary, and send as much of its request as possible without
+        """Connect the connection of a request if necessary, and send as much of the request as possible without
         waiting.
         """
         try:
-            self._peers.check(talk.errand.node)
-            pool = self._peers.pool(talk.errand.node, talk.errand.replica)
-            talk.take(pool, end.part(talk.errand.node, silence))
+            self._peers.check(talk.node_request.node)
+            pool = self._peers.pool(talk.node_request.node, talk.node_request.replica)
+            talk.take(pool, end.part(talk.node_request.node, silence))
         except PageClientError as error:
             talk.fail(error)
 
@@ -174,7 +174,7 @@ class Nodes:
             left = end.seconds_left()
             if left <= 0:
                 for talk in by_fd.values():
-                    talk.fail(end.late(talk.errand.node, f"was not done after {time.monotonic() - began:.3g} s"))
+                    talk.fail(end.late(talk.node_request.node, f"was not done after {time.monotonic() - began:.3g} s"))
                 return
             busy = not all(talk.events for talk in by_fd.values())
             for fd, ready in poller.poll(0 if busy else math.ceil(1000 * min(left, silence / 4))):
@@ -184,7 +184,7 @@ class Nodes:
                 if not talk.events and not talk.over:
                     talk.go_on(0)
                 if not talk.over and now - talk.moved > silence:
-                    talk.fail(end.late(talk.errand.node, f"was silent for {silence:.3g} s"))
+                    talk.fail(end.late(talk.node_request.node, f"was silent for {silence:.3g} s"))
                 if talk.over:
                     poller.unregister(fd)
                     del by_fd[fd]
@@ -193,10 +193,10 @@ class Nodes:
 
 
 class _Talk:
-    """The execution of one errand on its connection."""
+    """The execution of one request to a node, on its connection."""
 
-    def __init__(self, errand: Errand) -> None:
-        self.errand = errand
+    def __init__(self, node_request: NodeRequest) -> None:
+        self.node_request = node_request
         self.outcome: Any = None
         self.over = False
         self.events = 0  # poll events to wait for
@@ -208,7 +208,7 @@ class _Talk:
         self._connection = pool.lend()
         self._pool = pool
         self._connection.open(deadline)
-        self._conversation: Conversation[Any] = self._connection.conversation(self.errand.request)
+        self._conversation: Conversation[Any] = self._connection.conversation(self.node_request.request)
         self._steps: Generator[int, int | None, None] = self._conversation.steps()
         self.fileno = self._conversation.sock.fileno()
         self.go_on(None)

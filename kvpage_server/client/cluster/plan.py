@@ -24,7 +24,7 @@ GONE = "gone"  # the reason of a miss: no server answered
 
 
 @dataclass(frozen=True, slots=True)
-class Errand:
+class NodeRequest:
     """One request to one node, as a part of a round. The request may consist of many commands."""
 
     node: Hashable  # str() of it is its name in error messages
@@ -34,15 +34,15 @@ class Errand:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Errands that run at the same time, after a pause of `pause` seconds."""
+    """Requests to nodes, sent at the same time, after a pause of `pause` seconds."""
 
-    errands: list[Errand]
+    requests: list[NodeRequest]
     pause: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Outcome of a failed errand. It has a copy of the error without a traceback."""
+    """Outcome of a failed request to a node. It has a copy of the error without a traceback."""
 
     error: PageClientError
 

@@ -21,7 +21,7 @@ from typing_extensions import Buffer
 
 from kvpage_server.address import urls_of
 from kvpage_server.client.calls import Call, Calls, count_misses
-from kvpage_server.client.cluster.plan import GONE, Errand, Failed, Plan, Round, timed
+from kvpage_server.client.cluster.plan import GONE, Failed, NodeRequest, Plan, Round, timed
 from kvpage_server.client.commands import BlobCommands, ask_dialect
 from kvpage_server.client.errors import Disconnected, PageClientError, Refused
 from kvpage_server.client.page import BlockBody, BlockName, Page, check_names
@@ -201,7 +201,7 @@ class SideBySideCalls:
             left[self.rendezvous.server(segment_of(key_of(question)))].append(i)
         answers: list[Any] = [None] * len(questions)
         for _ in range(_TRIES if again else 1):
-            asked = [Errand(server, ask(_of(questions, some))) for server, some in left.items()]
+            asked = [NodeRequest(server, ask(_of(questions, some))) for server, some in left.items()]
             for (server, some), outcome in zip(list(left.items()), (yield Round(asked)), strict=True):
                 if isinstance(outcome, Failed) and isinstance(outcome.error, Refused):
                     raise outcome.error.again()
@@ -254,7 +254,7 @@ class SideBySideCalls:
             left = [p for p in parts if p.server not in answers or _is_retryable(answers[p.server])]
             strange = [part for part in left if part.server not in self._dialects]
             if strange:
-                received = yield Round([Errand(part.server, ask_dialect()) for part in strange])
+                received = yield Round([NodeRequest(part.server, ask_dialect()) for part in strange])
                 for part, dialect in zip(strange, received, strict=True):
                     if isinstance(dialect, Failed):
                         answers[part.server] = dialect
@@ -262,7 +262,7 @@ class SideBySideCalls:
                         self._dialects[part.server] = dialect
             known = [part for part in left if part.server in self._dialects]
             if known:
-                outcomes = yield Round([Errand(p.server, p.request(self._dialects[p.server])) for p in known])
+                outcomes = yield Round([NodeRequest(p.server, p.request(self._dialects[p.server])) for p in known])
                 answers |= {part.server: outcome for part, outcome in zip(known, outcomes, strict=True)}
         failed = [answer.error for answer in answers.values() if isinstance(answer, Failed)]
         for error in failed:

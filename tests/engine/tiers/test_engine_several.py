@@ -269,7 +269,7 @@ def test_a_lookup_asks_every_server_once_for_all_blocks(tier: PageTier, home: Ho
 def test_a_killed_engine_leaves_a_manifest_with_its_blocks(
     home: Home, pool: BlockPool, other: PageTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At every errand to a server in turn: nothing after it is done."""
+    """A save is cancelled at its first request to a server, another save at its second request, and so on."""
     old, new = TOKENS[::-1][: 6 * BLOCK + 3], TOKENS[: 6 * BLOCK + 2]
     converse, left, tries = AsyncPageClient._lent, 0, Counter[bool]()
 
