@@ -20,6 +20,10 @@ def run_python(*arguments: str) -> str:
     return done.stdout
 
 
+def test_the_stub_has_the_interfaces_of_vllm() -> None:
+    assert "differs" not in run_python("tests/connectors/vllm_interfaces.py")
+
+
 def test_the_policy_passes_its_tests_with_the_classes_of_vllm() -> None:
     path = "tests/connectors/test_vllm_policy.py"
     output = run_python("-m", "pytest", "-q", "--noconftest", "-c", os.devnull, "--rootdir", str(ROOT), path)
