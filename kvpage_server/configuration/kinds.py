@@ -56,15 +56,16 @@ def integer(low: int, high: int) -> Kind:
 _UNITS = {"": 1, "b": 1, "k": 1000, "kb": 1024, "m": 1000**2, "mb": 1024**2, "g": 1000**3, "gb": 1024**3}
 
 
-def _bytes(word: str, instead: str = "") -> int:
+def _bytes(word: str, instead: str = "", low: int = 0) -> int:
     """Parse a number of bytes, with or without a unit such as mb.
 
-    Raises ValueError. Its message also names `instead`, another allowed value, if that is not empty.
+    Raises ValueError. Its message names the allowed values: at least `low`, and `instead`, if that is not empty.
     """
     found = re.fullmatch(r"([0-9]{1,18})([A-Za-z]*)", word)
     if not found or found[2].lower() not in _UNITS:
         other = f"{instead}, or " if instead else ""
-        raise ValueError(f"must be {other}a number of bytes such as 0, 512mb or 4gb, got '{word}'")
+        least = f" from {low} on, such as" if low else " such as 0,"
+        raise ValueError(f"must be {other}a number of bytes{least} 512mb or 4gb, got '{word}'")
     return int(found[1]) * _UNITS[found[2].lower()]
 
 
@@ -72,7 +73,7 @@ def memory(low: int = 0) -> Kind:
     """Return the kind of sizes: numbers of bytes, at least `low`, with or without a unit such as mb."""
 
     def read(words: list[str]) -> int:
-        size = _bytes(_one(words))
+        size = _bytes(_one(words), low=low)
         if size < low:
             raise ValueError(f"must be at least {low} bytes, got {size}")
         return size

@@ -368,7 +368,8 @@ class _Restore:
             return True
         size = entry.body_size
         self._restored.no_room.add(
-            f"{entry.name:.300}, {size} bytes: the server takes {self._largest} at once (maxmemory-clients)"
+            f"{entry.name:.300}, {size} bytes: the server takes {self._largest} at once (maxmemory-clients, "
+            "client-query-buffer-limit, proto-max-bulk-len)"
         )
         return False
 
