@@ -24,7 +24,8 @@ def run(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
     """Answer prompts, greedily, without the cache of earlier ones. Return the results and the connector's counts."""
     from vllm import SamplingParams
 
-    llm.reset_prefix_cache()
+    while not llm.reset_prefix_cache():  # vLLM frees the blocks of ended saves in a later step
+        llm.generate([{"prompt_token_ids": [1]}], SamplingParams(max_tokens=1), use_tqdm=False)
     prompts = [{"prompt_token_ids": tokens(parts)} for parts in order["prompts"]]
     greedy = SamplingParams(temperature=0, max_tokens=order["answers"], ignore_eos=True)
     results = llm.generate(prompts, greedy, use_tqdm=False)
