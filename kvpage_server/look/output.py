@@ -42,7 +42,8 @@ def watch(
     In a terminal, each frame replaces the last one; with `screen`, it fills the terminal. With `args.json`, print the
     JSON of `as_json()` instead, one line each time.
     """
-    replaces = out.is_terminal and not args.json and args.watch is not None
+    can_replace = out.is_terminal and not out.is_dumb_terminal  # one that cannot move its cursor shows all frames
+    replaces = can_replace and not args.json and args.watch is not None
     live = Live(console=Terminal(highlight=False), auto_refresh=False, screen=screen) if replaces else nullcontext()
     with live as shown:
         while True:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
+import select
+import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from io import StringIO
@@ -14,7 +19,7 @@ import redis
 from rich.cells import cell_len
 from servers import RunningServer
 from test_kvpage_cli import flip_a_bit, kvpage, set_block
-from waiting import until
+from waiting import PATIENCE, until
 
 from kvpage_server.look.top import _View
 from kvpage_server.system.terminal import Terminal, out, readable, table_of
@@ -182,3 +187,16 @@ def test_a_corrupt_block_of_an_agent_is_found(server: RunningServer, client: red
     flip_a_bit(server.pid, body)
     code, shown, _ = kvpage("verify", "alice", url=server.url)
     assert (code, shown.splitlines()) == (1, ["corrupt, and removed: 1 of 1 page", "  kv:b1:0:0:0:0"])
+
+
+def test_a_terminal_without_a_cursor_shows_every_frame_of_top(server: RunningServer) -> None:
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "kvpage_server.cli", "top", "--url", server.url]
+    with subprocess.Popen(command, stdout=slave, stderr=slave, env=os.environ | {"TERM": "dumb"}) as process:
+        received = b""
+        while received.count(b"memory") < 2:
+            assert select.select([master], [], [], PATIENCE)[0], received
+            received += os.read(master, 10_000)
+        process.kill()
+    os.close(master)
+    os.close(slave)
