@@ -106,10 +106,10 @@ class Engine:
 
 
 def sharing(share: Share, tokenizer: TokenizerWrapper) -> Sharing:
-    """Return the rule `share`: which first blocks the clients of a tenant may use of each other. For "system", derive
-    the tokens around a system message from the tokenizer's chat template.
+    """Return the rule `share`: which first blocks the clients of a tenant may reuse from each other. For "system", find
+    the tokens around a system message by applying the tokenizer's chat template to three short conversations.
 
-    Raises ValueError if the template does not put a system message before the user's.
+    Raises ValueError if there is no template, or it does not put a system message before the user's.
     """
     if share != "system":
         return Sharing(share)

@@ -87,7 +87,9 @@ async def answer(
 
 
 def _best(choices: list[dict[str, Any]], shapes: Sequence[Shape], body: CompletionFields) -> list[dict[str, Any]]:
-    """Return the `n` of `best_of` choices of each prompt whose tokens have the highest mean log-probability."""
+    """Return the `n` of `best_of` choices of each prompt whose tokens have the highest mean log-probability, the best
+    first and numbered anew. If `n` equals `best_of`, return `choices` unchanged.
+    """
     means = [shape.mean_logprob for shape in shapes if isinstance(shape, TextShape)]
     if body.choices == body.n or not means:
         return choices

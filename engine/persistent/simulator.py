@@ -185,8 +185,9 @@ class Executor:
 
     def insert(self, values: Mapping[str, Any] | None = None, /, **more: Any) -> None:
         """Set the values of dynamic variables for the next step: arrays of the declared dtype and shape, or numbers.
+        Values of other variables that were inserted before stay.
 
-        Raises InputError for an unknown variable, or a value of another dtype or shape.
+        Raises InputError, and sets no value, for an unknown variable or a value of another dtype or shape.
         """
         given = {**(values or {}), **more}
         checked = {name: self._checked(name, value) for name, value in given.items()}

@@ -42,7 +42,7 @@ class Miss(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BlockPlace:
-    """Place on the server of a block, or of the state after its tokens."""
+    """Names on the server of a block, or of the state after its tokens: of its pages, its seal and its digest."""
 
     name: str  # the block's chain hash
     tokens: int
