@@ -11,7 +11,7 @@ other values are written to new files.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from operator import add, gt
@@ -25,6 +25,7 @@ from kvpage_server.snapshot.format import (
     BadFile,
     DumpError,
     DumpOf,
+    Entry,
     Failures,
     FileContents,
     FoundPage,
@@ -160,6 +161,10 @@ def _split_if_large(group: list[Tensor]) -> Iterator[list[Tensor]]:
     return iter([group])
 
 
+def _keys_of(entry: Entry) -> Iterable[PageKey | bytes]:
+    return entry.keys() if isinstance(entry, PageTensor) else [entry.key]
+
+
 class _Dump:
     def __init__(self, store: RunningStore, path: Path, selection: Selection, file_bytes: int, done: Done) -> None:
         self._store = store
@@ -214,11 +219,14 @@ class _Dump:
             if isinstance(contents, BadFile) or contents.bad:
                 continue
             self._check_selection(contents.of.selection)
+            entries = [span.entry for span in contents.spans]
             if self._is_unchanged(contents):
                 self._dumped.count(contents)
-                for entry, _, _ in contents.spans:
+                for entry in entries:
                     self._kept[entry.name] = entry.grid if isinstance(entry, PageTensor) else (0, 0)
                 yield file.name, contents.digest
+            else:
+                self._report_lost([key for entry in entries for key in _keys_of(entry)])
 
     def _is_unchanged(self, contents: FileContents) -> bool:
         try:
@@ -257,7 +265,9 @@ class _Dump:
             wanted = [(key, size) for key, size in found if string_name(key) not in self._kept]
             self._done(len(found) - len(wanted))
             for keys in batches(((key, size + KEY_COSTS) for key, size in wanted), BATCH_BYTES):
-                for value in self._store.values(keys):
+                values = self._store.values(keys)
+                self._report_lost([*set(keys).difference(value.key for value in values)])
+                for value in values:
                     if len(name := string_name(value.key)) > _MOST_OF_FILE[-1]:
                         self._dumped.corrupt.add(
                             f"{name:.100}...: a key of {len(value.key)} bytes is too long for a dump"
@@ -272,6 +282,7 @@ class _Dump:
         for blocks in batches(self._without_kept(self._store.blocks(requests, self._selection.match)), BATCH_BYTES):
             keys = list(chain.from_iterable(blocks))
             values = {value.key: value for value in self._store.values([bytes(key) for key in keys])}
+            self._report_lost([key for key in keys if bytes(key) not in values])
             for block in blocks:
                 found = [(key, values[bytes(key)]) for key in block if bytes(key) in values]
                 yield self._tensors(found)
@@ -293,14 +304,21 @@ class _Dump:
                 pages.append(self._page(key, value))
             except PageError:  # it is damaged, or was a string when it was read
                 is_page, now = self._store.look(key)
-                if now is not None and not is_page:
+                if now is None:
+                    self._report_lost([key])
+                elif not is_page:
                     strings.append(self._string(now))
-                elif now is not None:
+                else:
                     try:
                         pages.append(self._page(key, now))
                     except PageError as error:
                         self._dumped.corrupt.add(f"{text_of(bytes(key))}: {error}")
         return [*tensors_of(pages), *strings]
+
+    def _report_lost(self, keys: Sequence[PageKey | bytes]) -> None:
+        """Report those of these missing keys whose values were damaged on the server's disk."""
+        for key in self._store.lost_by_damage(keys):
+            self._dumped.corrupt.add(f"{text_of(key)}: it was damaged on the server's disk, and is lost")
 
     def _page(self, key: PageKey, value: Value) -> FoundPage:
         header, body = decode_page(value.data)

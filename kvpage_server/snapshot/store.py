@@ -264,6 +264,14 @@ class RunningStore:
         replies = self._ask([b"".join(asked)], 2 * len(keys))
         return _existing(keys, replies[::2], replies[1::2])
 
+    def lost_by_damage(self, keys: Sequence[PageKey | bytes]) -> list[bytes]:
+        """Return those of these keys, pages and strings, that the server removed because their values were damaged."""
+        lost: list[bytes] = []
+        for some in _parts_of(keys, _KEYS_PER_QUERY):
+            replies = self._ask([_why_lost(key) for key in some], len(some), with_errors=True)
+            lost += [bytes(key) for key, reply in zip(some, replies, strict=True) if _reason(reply) == b"corrupt"]
+        return lost
+
     def exist(self, keys: Sequence[bytes]) -> list[bool | Refused]:
         """Return for each key whether it exists, or Refused if the user may not read it."""
         replies = self._query([command(b"TYPE", key) for key in keys])
@@ -314,7 +322,7 @@ def _connected(connection: PageConnection) -> None:
         connection.read_response()
 
 
-def _parts_of(keys: Sequence[bytes], most: int) -> list[Sequence[bytes]]:
+def _parts_of(keys: Sequence[T], most: int) -> list[Sequence[T]]:
     """Cut a list of keys into parts of at most `most` keys."""
     return [keys[start : start + most] for start in range(0, len(keys), most)]
 
@@ -336,6 +344,22 @@ def _map(reply: Any) -> dict[str, Any]:
 
 def _sscan(req_id: bytes, cursor: int, match: bytes) -> bytes:
     return command(b"SSCAN", index_key(req_id), cursor, b"MATCH", match, b"COUNT", _KEYS_PER_QUERY)
+
+
+def _why_lost(key: PageKey | bytes) -> bytes:
+    """Return the command that queries why a page or a string was removed."""
+    if isinstance(key, PageKey):
+        return command(b"KVPAGEWHY", key.req_id, key.layer, key.head, key.page, key.kv_type)
+    return command(b"KVLOST", re.sub(rb"[*?[\\]", rb"\\\g<0>", key))  # the pattern that matches only the key
+
+
+def _reason(reply: Any) -> bytes:
+    """Return the reason in a reply to `_why_lost`; the empty one if the key exists, or the user may not ask."""
+    if isinstance(reply, Refused):
+        return b""
+    found = _map(reply)
+    maps = map(_map, found["strings"]) if "strings" in found else iter([found])
+    return next((bytes(about["reason"]) for about in maps), b"")
 
 
 def _index_of(key: bytes) -> bytes | None:

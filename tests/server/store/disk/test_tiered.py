@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -480,6 +481,28 @@ def test_a_page_damaged_on_disk_is_a_counted_miss(tmp_path: Path) -> None:
         assert long[b"reason"] == b"corrupt"
     with tiered(tmp_path) as (_, client):
         assert client.dbsize() == 7
+
+
+def test_a_dump_reports_values_that_it_finds_damaged_on_disk(tmp_path: Path) -> None:
+    """The server removes them when the dump reads them. An update omits them, and reports them, too."""
+    store, new, old = (tmp_path / name for name in ("store", "new", "old"))
+    store.mkdir()
+    with tiered(store) as (server, client):
+        for seed in range(8):
+            set_page(client, seed)
+        client.set("a string", body(9000, 76))  # the scrubber reads it first, and then waits for nine seconds
+        client.set("z*string", body(9000, 77))
+        assert kvpage("dump", str(old), url=server.url)[0] == 0
+    for content in (body(20_000, 3), body(9000, 77)):
+        damage(store, content)
+    lost = [f"{key}: it was damaged on the server's disk, and is lost" for key in ("kv:r:0:3:0:0", "z*string")]
+    with tiered(store, "--scrub-rate", "1kb") as (server, client):
+        code, shown, _ = kvpage("dump", str(new), "--json", url=server.url)
+        found = json.loads(shown)
+        assert (code, found["pages"], found["strings"], sorted(found["corrupt"])) == (1, 7, 1, lost)
+        assert kvpage("dump", str(new), "--update", url=server.url)[0] == 0  # it never had them
+        code, shown, _ = kvpage("dump", str(old), "--update", "--json", url=server.url)
+        assert (code, sorted(json.loads(shown)["corrupt"])) == (1, lost)
 
 
 def test_verify_reads_values_on_disk(tmp_path: Path) -> None:
