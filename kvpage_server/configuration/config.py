@@ -255,14 +255,16 @@ class Config:
     maxdisk: int | str = option(
         memory_or_auto,
         AUTO,
-        "bytes of the store on disk; 0 is no limit; auto is half of free space and store together, 16mb at least",
+        "bytes of the store on disk, at least 16mb; 0 is no limit; auto is half of free space and store together",
     )
     write_behind_limit: int = option(
         memory(1024**2),
         256 * 1024**2,
         "bytes that may wait to be written to disk, at most 1/4 of maxmemory and 1/8 of maxdisk; above it, writes wait",
     )
-    scrub_rate: int = option(memory(1024), 4 * 1024**2, "bytes a second that are read from disk to find damage")
+    scrub_rate: int = option(
+        memory(), 4 * 1024**2, "bytes a second that are read from disk to find damage; 0 reads nothing"
+    )
     page_checksums: bool = option(yes_no, True, "compute a checksum for each page written", mutable=True)
     strict_page_shape: bool = option(
         yes_no, False, "refuse a body that is not page_size x head_dim x itemsize bytes", mutable=True

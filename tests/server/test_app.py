@@ -118,6 +118,18 @@ class TestBadConfiguration:
             from_arguments(["--maxmemory", value])
         assert str(caught.value) == f"maxmemory must be a number of bytes such as 0, 512mb or 4gb, got '{value}'"
 
+    @pytest.mark.parametrize(
+        "name", ["proto-max-bulk-len", "client-query-buffer-limit", "write-behind-limit", "scrub-rate", "maxmemory"]
+    )
+    def test_an_error_names_0_only_where_0_is_allowed(self, name: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            from_arguments([f"--{name}", "?"])
+        if "such as 0," in str(caught.value):
+            from_arguments([f"--{name}", "0"])
+        else:
+            with pytest.raises(ConfigError, match="at least 1048576 bytes, got 0"):
+                from_arguments([f"--{name}", "0"])
+
     def test_a_bad_policy_lists_the_known_ones(self) -> None:
         with pytest.raises(ConfigError) as caught:
             from_arguments(["--maxmemory-policy", "random"])

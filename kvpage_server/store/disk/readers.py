@@ -100,7 +100,7 @@ log = logging.getLogger("kvpage")
 
 
 class Scrubber:
-    """Thread that checks all values, `rate` bytes per second, again and again.
+    """Thread that checks all values, `rate` bytes per second, again and again; none if `rate` is 0.
 
     It calls `damaged` on the running event loop with the name of each damaged value, or the database key of a damaged
     record.
@@ -119,7 +119,7 @@ class Scrubber:
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._stopping.is_set():
+        while self.rate and not self._stopping.is_set():
             began = time.monotonic()
             try:
                 self._round()

@@ -131,7 +131,7 @@ def test_misses_are_counted_by_reason() -> None:
 
 def test_every_reason_is_reported_and_counted(tmp_path: Path) -> None:
     body = random.Random(1).randbytes(5000)
-    options = ("--store", "tiered", "--maxmemory", "256kb", "--quota", "kv:tenant.*", "2kb", "--scrub-rate", "1kb")
+    options = ("--store", "tiered", "--maxmemory", "256kb", "--quota", "kv:tenant.*", "2kb", "--scrub-rate", "0")
     with start_server(*options, directory=tmp_path) as server, server.client() as client:
         set_page(client, "corrupt", body=body)
     database = tmp_path / FILE

@@ -462,7 +462,7 @@ def test_a_page_damaged_on_disk_is_a_counted_miss(tmp_path: Path) -> None:
         client.set("long", body(9000, 77))
     for content in (body(20_000, 3), body(BLOCK, 50), body(9000, 77)):
         damage(tmp_path, content)
-    with tiered(tmp_path, "--scrub-rate", "1kb") as (server, client):
+    with tiered(tmp_path, "--scrub-rate", "0") as (server, client):
         words = [word for seed in range(8) for word in page_args(seed)]
         expected = [None if seed == 3 else body(20_000, seed) for seed in range(8)]
         assert client.execute_command("KVPAGEMGET", 8, *words) == expected
@@ -490,16 +490,15 @@ def test_a_dump_reports_values_that_it_finds_damaged_on_disk(tmp_path: Path) -> 
     with tiered(store) as (server, client):
         for seed in range(8):
             set_page(client, seed)
-        client.set("a string", body(9000, 76))  # the scrubber reads it first, and then waits for nine seconds
         client.set("z*string", body(9000, 77))
         assert kvpage("dump", str(old), url=server.url)[0] == 0
     for content in (body(20_000, 3), body(9000, 77)):
         damage(store, content)
     lost = [f"{key}: it was damaged on the server's disk, and is lost" for key in ("kv:r:0:3:0:0", "z*string")]
-    with tiered(store, "--scrub-rate", "1kb") as (server, client):
+    with tiered(store, "--scrub-rate", "0") as (server, client):
         code, shown, _ = kvpage("dump", str(new), "--json", url=server.url)
         found = json.loads(shown)
-        assert (code, found["pages"], found["strings"], sorted(found["corrupt"])) == (1, 7, 1, lost)
+        assert (code, found["pages"], found["strings"], sorted(found["corrupt"])) == (1, 7, 0, lost)
         assert kvpage("dump", str(new), "--update", url=server.url)[0] == 0  # it never had them
         code, shown, _ = kvpage("dump", str(old), "--update", "--json", url=server.url)
         assert (code, sorted(json.loads(shown)["corrupt"])) == (1, lost)
@@ -511,7 +510,7 @@ def test_verify_reads_values_on_disk(tmp_path: Path) -> None:
             set_page(client, seed)
         set_block(client, 0)
     damage(tmp_path, body(20_000, 3))
-    with tiered(tmp_path, "--scrub-rate", "1kb") as (_, client):
+    with tiered(tmp_path, "--scrub-rate", "0") as (_, client):
         assert client.execute_command("KVPAGEVERIFY", "r") == {
             b"checked": 8,
             b"unchecked": 0,
@@ -534,6 +533,18 @@ def test_the_scrubber_removes_damage_and_repairs_from_memory(tmp_path: Path) -> 
         settle(client)
     with tiered(tmp_path) as (_, client):
         assert get_page(client, 5) == body(20_000, 5)
+
+
+def test_without_a_scrub_rate_nothing_is_scrubbed(tmp_path: Path) -> None:
+    with tiered(tmp_path) as (_, client):
+        set_page(client, 3)
+        settle(client)
+        until(lambda: disk_info(client)["scrub_rounds"] > 0)
+    damage(tmp_path, body(20_000, 3))
+    with tiered(tmp_path, "--scrub-rate", "0") as (_, client):
+        time.sleep(0.3)
+        info = disk_info(client)
+        assert (info["scrubbed_bytes"], info["scrub_rounds"], info["disk_corrupt"], client.dbsize()) == (0, 0, 0, 1)
 
 
 def test_a_second_server_on_a_directory_is_refused_with_a_reason(tmp_path: Path) -> None:
