@@ -291,7 +291,7 @@ async def login_of(request: Request) -> Login:
     RedisError if the store refuses the login or does not answer.
     """
     logins: Logins = request.app.state.logins
-    login = logins.of_cookie(request.cookies.get(cookie_name(request), ""))
+    login = await logins.of_cookie(request.cookies.get(cookie_name(request), ""))
     if login is not None:
         return login
     scheme, _, token = request.headers.get("authorization", "").partition(" ")

@@ -92,8 +92,11 @@ class Logins:
         """
         return hmac.compare_digest(self._token, word.encode("utf-8", "surrogateescape"))
 
-    def of_cookie(self, cookie: str) -> Login | None:
-        """Return the login of a browser, or None if it has to log in first."""
+    async def of_cookie(self, cookie: str) -> Login | None:
+        """Return the login of a browser, or None if it has to log in first.
+
+        A login that the store has refused since is removed.
+        """
         digest, now = _digest(cookie), time.monotonic()
         session = self._sessions.get(digest)
         if session is None:
@@ -101,15 +104,22 @@ class Logins:
         if now - session.used > IDLE_SECONDS or session.login not in self._logins:
             del self._sessions[digest]
             return None
+        login = self._logins[session.login]
+        if login.observer.revoked:
+            await self._forget(session.login)
+            return None
         session.used = now
         self._sessions.move_to_end(digest)
         self._logins.move_to_end(session.login)
-        return self._logins[session.login]
+        return login
 
-    async def forget(self, login: Login) -> None:
-        """Remove a login, and close its connection, because the store does not accept its password any more."""
-        for key in [key for key, known in self._logins.items() if known is login]:
-            del self._logins[key]
+    async def _forget(self, key: bytes) -> None:
+        """Remove a login and its browsers, and close its connection, because the store does not accept its password any
+        more.
+        """
+        login = self._logins.pop(key)
+        for digest in [digest for digest, session in self._sessions.items() if session.login == key]:
+            del self._sessions[digest]
         await login.observer.close()
 
     async def _enter(self, user: str, password: str, address: str, checked_since: float) -> bytes:
@@ -120,6 +130,9 @@ class Logins:
         """
         key = hashlib.blake2b(f"{user}\0{password}".encode("utf-8", "surrogateescape"), digest_size=16).digest()
         known = self._logins.get(key)
+        if known is not None and known.observer.revoked:
+            await self._forget(key)
+            known = None
         if known is not None and known.checked >= checked_since:
             self._logins.move_to_end(key)
             return key
@@ -129,8 +142,8 @@ class Logins:
             await store.connection_pool.release(await store.connection_pool.get_connection())  # type: ignore[no-untyped-call]
         except redis.RedisError as error:
             await store.aclose()
-            if isinstance(error, redis.AuthenticationError) and known is not None:
-                await self.forget(known)
+            if isinstance(error, redis.AuthenticationError) and key in self._logins:
+                await self._forget(key)
             raise
         if known := self._logins.get(key):
             known.checked = time.monotonic()

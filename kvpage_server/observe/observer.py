@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import redis
 import redis.asyncio
 
 from kvpage_server.observe.asking import Reading, ask_async
@@ -151,6 +152,7 @@ class Observer:
         self._known = Known()
         self._keys = 0  # number of keys at the last read of the holdings
         self._next_login = time.monotonic() + LOGIN_SECONDS
+        self.revoked = False  # whether the store has refused the user's login
 
     async def overview(self) -> Overview:
         """Return the overview of the store, at most OVERVIEW_SECONDS old. Add each new one to `history`.
@@ -164,7 +166,7 @@ class Observer:
                 if time.monotonic() >= self._next_login:
                     await self.store.connection_pool.disconnect(inuse_connections=False)
                     self._next_login = time.monotonic() + LOGIN_SECONDS
-                last.value = await ask_async(self.store, overview_of_store())
+                last.value = await self.read(overview_of_store())
                 last.until = time.monotonic() + OVERVIEW_SECONDS
                 self.history.add(last.value)
                 if 2 * last.value.contents.keys < self._keys:  # for example flushed: the known keys no longer exist
@@ -186,7 +188,7 @@ class Observer:
             now = await self.overview()
             if last.value is None or time.monotonic() >= last.until:
                 began, self._keys = time.monotonic(), now.contents.keys
-                last.value = await ask_async(self.store, holdings_of_store(known=self._known))
+                last.value = await self.read(holdings_of_store(known=self._known))
                 took = time.monotonic() - began
                 last.until = began + max(HOLDINGS_SECONDS, took / HOLDINGS_SHARE)
             return last.value
@@ -201,8 +203,17 @@ class Observer:
         return [(agent, await self.read(context_of(agent, holdings))) for agent in found]
 
     async def read(self, reading: Reading[T]) -> T:
-        """Execute a reading over the user's connection, and return its result."""
-        return await ask_async(self.store, reading)
+        """Execute a reading over the user's connection, and return its result.
+
+        After the first AuthenticationError, raise it without another login: the store would count a wrong password.
+        """
+        if self.revoked:
+            raise redis.AuthenticationError("the store has refused the login")
+        try:
+            return await ask_async(self.store, reading)
+        except redis.AuthenticationError:
+            self.revoked = True
+            raise
 
     async def close(self) -> None:
         await self.store.aclose()

@@ -198,7 +198,13 @@ async def index(request: Request) -> Response:
     """
     if token := request.query_params.get("token"):
         return await log_in(request, DEFAULT, token)
-    await login_of(request)
+    login = await login_of(request)
+    try:
+        await login.observer.overview()
+    except redis.AuthenticationError:
+        raise
+    except redis.RedisError:
+        pass  # the page reports it, and tries again
     return page_response("store", PAGE / "main.html", source="server", leave=_LOG_OUT)
 
 

@@ -152,6 +152,30 @@ def test_revoked_user_is_refused_at_the_next_login(seen: SeenServer, change: str
         client.execute_command("ACL", "DELUSER", "brief")
 
 
+@pytest.mark.parametrize("change", ["DELUSER brief", "SETUSER brief off", "SETUSER brief resetpass >second"])
+def test_a_cookie_without_access_is_not_used_to_log_in(seen: SeenServer, change: str) -> None:
+    """Otherwise an open page would slow down all logins from its address."""
+    with seen.server.client(password="secret") as client, seen.stranger() as browser, seen.stranger() as another:
+        client.execute_command("ACL", "SETUSER", "brief", "on", ">first", "~*", "+@all")
+        for each in (browser, another):
+            each.post("/login", data={"user": "brief", "password": "first"})
+            assert each.get("/").status_code == 200
+        before = client.info("stats")["acl_access_denied_auth"]
+        client.execute_command("ACL", *change.split())
+        assert eventually(lambda: browser.get("/").status_code == 303)
+        for _ in range(10):
+            for each in (browser, another):
+                assert each.get("/metrics").status_code == 401
+                assert each.get("/").headers["location"] == "/login"
+                assert each.get("/page/events").headers["location"] == "/login"
+        assert client.info("stats")["acl_access_denied_auth"] - before <= 2  # redis-py logs in again once
+        client.execute_command("ACL", "SETUSER", "brief", "reset", "on", ">first", "~*", "+@all")
+        assert browser.get("/metrics").status_code == 401
+        assert browser.post("/login", data={"user": "brief", "password": "first"}).headers["location"] == "/"
+        assert browser.get("/metrics").status_code == 200
+        client.execute_command("ACL", "DELUSER", "brief")
+
+
 def test_a_login_cookie_is_hidden_from_scripts_and_other_sites(seen: SeenServer) -> None:
     with seen.browser() as browser:
         wrong = browser.post("/login", data={"user": "admin", "password": "guess"})
