@@ -366,8 +366,8 @@ class TestLog:
             assert run("--check-config", "--port", str(server.port)).returncode == 0
 
     def test_the_least_size_is_named(self) -> None:
-        expected = "scrub-rate must be a number of bytes from 1024 on, such as 512mb or 4gb, got 'much'"
-        assert refused("--check-config", "--scrub-rate", "much") == expected
+        expected = "write-behind-limit must be a number of bytes from 1048576 on, such as 512mb or 4gb, got 'much'"
+        assert refused("--check-config", "--write-behind-limit", "much") == expected
 
     def test_check_config_finds_a_limit_that_is_too_low(self) -> None:
         assert refused("--check-config", "--maxdisk", "1mb").startswith("maxdisk must be auto, 0 or at least 16.00M")
