@@ -150,7 +150,7 @@ def run_dump(server: redis.Redis, args: argparse.Namespace) -> bool:
         raise DumpError("there is no page of what --request names")
     started = time.monotonic()
     with RunningStore(args.url) as store, _bar("dumping", keys) as done:
-        dumped = dump(store, args.directory, selection, update=args.update, done=done)
+        dumped = dump(store, args.directory, selection, update=args.update, server=shown(args.url), done=done)
     if args.json:
         counts = {"files": dumped.files, "kept_files": dumped.kept, "corrupt": dumped.corrupt.texts}
         print_json({"url": shown(args.url)} | _counts(dumped.amount) | counts)

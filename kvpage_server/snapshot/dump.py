@@ -131,20 +131,21 @@ def dump(
     selection: Selection,
     *,
     update: bool = False,
+    server: str = "",
     file_bytes: int = FILE_BYTES,
     done: Done = lambda count: None,
 ) -> Dumped:
     """Write the server's keys into a directory, which is created if necessary. Return the counts.
 
     With `update`, a finished dump in the directory is updated; an unfinished one is continued in any case. A file has
-    about `file_bytes` bytes of tensors. `done` is called with numbers of processed keys. Raises DumpError for a
-    directory with another dump, or with a finished one without `update`; OSError; and the errors of
-    `kvpage_server.client.errors`.
+    about `file_bytes` bytes of tensors. `server` is the URL to record. `done` is called with numbers of processed keys.
+    Raises DumpError for a directory with another dump, or that of another URL, or with a finished one without `update`;
+    OSError; and the errors of `kvpage_server.client.errors`.
     """
     private_directory(path)
     with format.locked(path, to_write=True):
         remove_unfinished(path)
-        return _Dump(store, path, selection, file_bytes, done).run(update)
+        return _Dump(store, path, selection, server, file_bytes, done).run(update)
 
 
 def _size(group: list[Tensor]) -> tuple[int, ...]:
@@ -166,8 +167,11 @@ def _keys_of(entry: Entry) -> Iterable[PageKey | bytes]:
 
 
 class _Dump:
-    def __init__(self, store: RunningStore, path: Path, selection: Selection, file_bytes: int, done: Done) -> None:
+    def __init__(
+        self, store: RunningStore, path: Path, selection: Selection, server: str, file_bytes: int, done: Done
+    ) -> None:
         self._store = store
+        self._server = server
         self._path = path
         self._selection = selection
         self._file_bytes = file_bytes
@@ -185,6 +189,10 @@ class _Dump:
             self._check_selection(summary.selection)
             if not update:
                 raise DumpError(f"{self._path} holds a finished dump; --update brings it up to date")
+            if summary.server and self._server and summary.server != self._server:
+                raise DumpError(
+                    f"{self._path} holds a dump of {summary.server:.200}, not of {self._server}: name another directory"
+                )
         old = format.dump_files(self._path)
         files = dict(self._unchanged(old))
         self._dumped.kept = len(files)
@@ -200,7 +208,7 @@ class _Dump:
             contents = write_file(file, tensors, DumpOf(self._began_ms, str(self._selection)))
             self._dumped.count(contents)
             files[file.name] = contents.digest
-        format.write_summary(self._path, format.Summary(self._began_ms, str(self._selection), files))
+        format.write_summary(self._path, format.Summary(self._began_ms, str(self._selection), files, self._server))
         format.remove(file for file in stale if file.name in finished)
         return self._dumped
 

@@ -681,6 +681,7 @@ class Summary:
     dumped_ms: int  # start of the dump, in unix milliseconds of the server
     selection: str
     files: dict[str, str]  # digests by name
+    server: str = ""  # URL without a password; empty if unknown
 
 
 @contextmanager
@@ -725,7 +726,8 @@ def read_summary(path: Path) -> Summary | None:
         raise BadFile(f"{SUMMARY} is corrupt: selection must be a string and files an object")
     if not all(_FILE.match(name) and isinstance(digest, str) for name, digest in files.items()):
         raise BadFile(f"{SUMMARY} is corrupt: files must be names of files of a dump with their digests")
-    return Summary(dumped_ms, selection, files)
+    server = fields.get("server", "")
+    return Summary(dumped_ms, selection, files, server if isinstance(server, str) else "")
 
 
 def write_summary(path: Path, summary: Summary) -> None:

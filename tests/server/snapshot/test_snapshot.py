@@ -409,6 +409,18 @@ def test_the_commands_report_their_results(server: RunningServer, client: redis.
     assert kvpage("restore", str(tmp_path / "empty"), *url)[2] == f"kvpage: {tmp_path / 'empty'} holds no dump\n"
 
 
+def test_the_dump_of_another_server_is_not_updated(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
+    client.set("string", "value")
+    kvpage("dump", str(tmp_path), "--url", server.url)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with start_server() as other:
+        code, _, errors = kvpage("dump", str(tmp_path), "--update", "--url", other.url)
+        assert code == 1
+        assert f"holds a dump of {server.url}, not of {other.url}: name another directory" in errors
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert kvpage("dump", str(tmp_path), "--update", "--url", server.url)[0] == 0
+
+
 @pytest.mark.parametrize("command", ["dump", "restore", "inspect"])
 def test_an_empty_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     monkeypatch.chdir(tmp_path)
