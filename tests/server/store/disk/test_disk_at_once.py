@@ -225,3 +225,21 @@ def test_keys_are_deleted_all_or_none_on_a_full_disk(tmp_path: Path) -> None:
             assert client.exists("kv:r:0:0:0:0", "plain") == (delete[0] == "DEL")
             client.execute_command("SAVE")
             assert disk_info(client)["disk_bytes"] < 1000
+
+
+@pytest.mark.parametrize("policy", ["noeviction", "allkeys-prefix"])
+def test_a_replaced_value_and_the_new_one_must_fit_together(tmp_path: Path, policy: str) -> None:
+    """In nine tenths of `maxdisk`, 15,099,494 bytes: eviction frees nothing for a value that replaces itself."""
+    with tiered(tmp_path, *SMALL, "--maxmemory-policy", policy) as (_, client):
+        for size, larger in (7_400_000, 7_500_000), (4_000_000, 11_000_000), (12_000_000, 3_000_000):
+            client.set("value", body(size))
+            client.execute_command("SAVE")
+            assert client.set("value", body(larger))
+            client.delete("value")
+            client.execute_command("SAVE")
+        client.set("value", body(8_000_000))
+        with pytest.raises(redis.OutOfMemoryError, match=AT_ONCE):
+            client.set("value", body(8_100_000))
+        client.delete("value")
+        client.execute_command("SAVE")
+        assert client.set("value", body(8_100_000))
