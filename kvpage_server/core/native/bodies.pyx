@@ -1,4 +1,4 @@
-"""The receiver of bodies. The reference implementation is in `core/python/bodies.py`."""
+"""The receiver of bodies. The reference implementation, in `core/python/bodies.py`, documents the class."""
 
 import sys
 
@@ -16,7 +16,7 @@ from kvpage_server.core.native.sockets cimport iovec, msghdr, recvmsg
 
 from kvpage_server.core import pieces
 from kvpage_server.core.pieces import ErrorAnswer, WrongAnswer, wrong_answer
-from kvpage_server.core.python import bodies as twin
+from kvpage_server.core.python import bodies as reference
 from kvpage_server.page import FIELD_AT, HEADER_SIZE
 from kvpage_server.page import MAGIC as _MAGIC
 from kvpage_server.page import VERSION as _VERSION
@@ -48,8 +48,8 @@ cdef enum Reason:  # of a missing item
 
 REASONS = (None, "absent", "size", "header", "checksum")
 
-cdef Py_ssize_t SCRATCH_BYTES = twin.SCRATCH_BYTES, LONG_BYTES = twin.LONG_BYTES
-cdef Py_ssize_t LARGEST_STEP_BYTES = twin.LARGEST_STEP_BYTES, ITEMS_AHEAD = twin.ITEMS_AHEAD
+cdef Py_ssize_t SCRATCH_BYTES = reference.SCRATCH_BYTES, LONG_BYTES = reference.LONG_BYTES
+cdef Py_ssize_t LARGEST_STEP_BYTES = reference.LARGEST_STEP_BYTES, ITEMS_AHEAD = reference.ITEMS_AHEAD
 cdef Py_ssize_t MAX_LINE = pieces.MAX_LINE, MAX_FRAME = pieces.MAX_FRAME
 cdef uint64_t MAX_BULK = pieces.MAX_BULK
 cdef int AT_MAGIC = FIELD_AT["magic"], AT_VERSION = FIELD_AT["version"], AT_KV_TYPE = FIELD_AT["kv_type"]
@@ -73,7 +73,7 @@ cdef class Bodies:
     cdef bint verify  # whether bodies must match their checksums
     cdef Next next
     cdef Py_ssize_t item  # index of the current item; in the state WRONG, the item of the error
-    cdef Py_ssize_t left  # missing bytes of the present part: header, body or CRLF
+    cdef Py_ssize_t left  # missing bytes of the current part: header, body or CRLF
     cdef char[32] opening  # the expected line of the array
     cdef Py_ssize_t opening_size
     cdef char[HEADER] header  # the header of the current blob
@@ -82,7 +82,7 @@ cdef class Bodies:
     cdef Py_ssize_t end
     cdef uint8_t *reasons  # a `Reason` for each item
     cdef Py_ssize_t missed  # number of missing items
-    cdef Py_ssize_t error_size  # bytes of an error's line, '-' included
+    cdef Py_ssize_t error_size  # bytes of an error's line, including the '-'
     cdef object error  # the text of an error reply, or None
 
     def __init__(self, Memory places, *, bint array, PageKeys names=None, bint verify=False):
@@ -155,11 +155,14 @@ cdef class Bodies:
                 self.take()
         if trouble:
             return self.failed(trouble)
-        self.look_at_the_end()
+        self.finish_reply()
         return count
 
     cdef failed(self, int trouble):
-        """Return -1 after an error of recvmsg(2) that is no failure. Raise OSError otherwise."""
+        """Return -1 if the error `trouble` of recvmsg(2) only means that no bytes are available.
+
+        Otherwise raise OSError.
+        """
         if trouble == EAGAIN:
             return -1
         if trouble != EINTR:
@@ -179,10 +182,10 @@ cdef class Bodies:
             rest += some
             left -= some
             self.take()
-            self.look_at_the_end()
+            self.finish_reply()
 
-    cdef int look_at_the_end(self) except -1:
-        """Do the steps at the end of a reply that need Python objects: copy an error's text, or raise WrongAnswer."""
+    cdef int finish_reply(self) except -1:
+        """Do the steps at the end of a reply that need the interpreter: copy an error's text, or raise WrongAnswer."""
         cdef Py_ssize_t size
         cdef char *there = self.scratch + self.start
         if self.next == NOTHING and self.error_size and self.error is None:
@@ -219,7 +222,7 @@ cdef class Bodies:
             i += 1
         return SCRATCH_BYTES
 
-    # -- parsers: each takes bytes at `at` and returns their number, or -1 if it needs more -------------------------
+    # -- parsers: each parses bytes at `at`, and returns their number, or -1 if it needs more ------------------------
 
     cdef void take(self) noexcept nogil:
         """Parse the bytes in the scratch memory, except an incomplete line at the end."""
@@ -257,7 +260,7 @@ cdef class Bodies:
         if size < self.opening_size:
             return -1
         self.next = LINE
-        self.skip_to_the_end()
+        self.end_if_complete()
         return self.opening_size
 
     cdef Py_ssize_t take_error(self, char *at, Py_ssize_t size) noexcept nogil:
@@ -361,7 +364,7 @@ cdef class Bodies:
         self.missed += 1
 
     cdef void arrived(self) noexcept nogil:
-        """Check a complete blob. Its CRLF follows."""
+        """Check a complete blob, and expect its CRLF."""
         cdef Reason reason
         self.next = CRLF
         self.left = 2
@@ -374,9 +377,9 @@ cdef class Bodies:
         """Begin with the next item."""
         self.item += 1
         self.next = LINE
-        self.skip_to_the_end()
+        self.end_if_complete()
 
-    cdef void skip_to_the_end(self) noexcept nogil:
+    cdef void end_if_complete(self) noexcept nogil:
         """Expect no more bytes if all items were received."""
         if self.item == self.count:
             self.next = NOTHING

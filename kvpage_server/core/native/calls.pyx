@@ -1,4 +1,4 @@
-"""The fast path. The reference implementation is `core/python/calls.py`."""
+"""The fast path. The reference implementation, `core/python/calls.py`, documents the classes."""
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_Check, PyBytes_CheckExact, PyBytes_FromStringAndSize
 from cpython.bytes cimport PyBytes_GET_SIZE
@@ -40,11 +40,13 @@ cdef extern from *:
     int __builtin_clzll(unsigned long long) noexcept nogil
 
 cdef enum:
-    FRAME = 24  # bytes of a line with a number, with a margin
+    FRAME = 24  # bytes of memory for a line with a number; the longest one takes 22
     BUCKETS = 64  # bits of a duration in nanoseconds
 
 
 cdef class Callee:
+    """Row of the fast path: the function for a command's name."""
+
     cdef readonly object what, name, function
     cdef readonly Py_ssize_t fewest, most
     cdef readonly bint asks
@@ -72,6 +74,8 @@ cdef class Callee:
 
 
 cdef class Caller:
+    """The fast path of one client: it takes commands from a parser, and calls the functions of its table."""
+
     cdef object client, may_run, note_slow
     cdef Parser parser
     cdef dict rows
@@ -93,6 +97,7 @@ cdef class Caller:
         Py_ssize_t left,
         long long deadline,
     ):
+        """Make up to `left` calls of complete commands, and append their replies to `pieces`."""
         cdef Callee row = None, before = None
         cdef list histogram = None
         cdef PyObject *found
@@ -110,7 +115,7 @@ cdef class Caller:
                     words = self.parser.take()
                     if words is None:
                         return None
-                # Find its row. A command that needs a decision is returned.
+                # Find its row. Return a command that needs a decision of the session.
                 if type(words) is list:
                     count = PyList_GET_SIZE(words)
                     found = PyDict_GetItemWithError(self.rows, <object>PyList_GET_ITEM(words, 0))
@@ -125,7 +130,7 @@ cdef class Caller:
                     return left, words, None, None, None
                 if (ask or row.asks) and not self.may_run(client, row.what, words):
                     return left, words, None, None, None
-                # Call it, and count the call. The attributes of a row are read once for consecutive calls of it.
+                # Call it, and count the call. For consecutive calls of one row, its attributes are read once.
                 if row is not before:
                     client.last_command = row.name
                     counts = counts_of[row.name]
@@ -148,7 +153,7 @@ cdef class Caller:
                     self.note_slow(client, row.what, words, took)
                 if ended > deadline:
                     left = 0
-                # Add its reply. A result that the caller has to process is returned.
+                # Add its reply. Return a result that the session has to process.
                 if error is not None or PyList_GET_SIZE(pushed) or not client.fast_path_ok:
                     return left, words, row, reply, error
                 if not self.encode_reply(reply, pieces):
@@ -160,7 +165,10 @@ cdef class Caller:
                 client.finished = ended
 
     cdef bint encode_reply(self, reply, list pieces) except -1:
-        """Append a plain reply in wire format. Return False for another reply. A subclass of bytes has that format."""
+        """Append a plain reply in wire format; a subclass of bytes has that format already.
+
+        Return False for other replies.
+        """
         if PyBytes_CheckExact(reply):
             PyList_Append(pieces, bulk(<bytes>reply))
         elif PyBytes_Check(reply):

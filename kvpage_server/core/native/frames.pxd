@@ -8,35 +8,36 @@ from kvpage_server.core.native.words cimport Packed
 @cython.final
 cdef class Scratch:
     cdef char *memory  # SCRATCH_SIZE bytes
-    cdef void *owner  # borrowed: the Parser that has unparsed bytes in the memory; NULL for none
+    cdef void *owner  # borrowed: the Parser whose unparsed bytes are in the memory; NULL if there is none
 
 
 @cython.final
 cdef class Parser:
     cdef readonly object limits
     cdef readonly bint trusted  # whether the client has authenticated
-    cdef readonly Py_ssize_t receiving  # bytes of the arena that the current command has
-    cdef readonly Py_ssize_t received  # bytes of the arena that the last returned command has
-    cdef readonly Py_ssize_t taken_bytes  # bytes of memory that the last returned command has
-    cdef object hashed  # names of commands whose long words get a digest
+    cdef readonly Py_ssize_t receiving  # bytes of slots of the current command
+    cdef readonly Py_ssize_t received  # bytes of slots of the command that `next` returned last
+    cdef readonly Py_ssize_t taken_bytes  # bytes of memory of the command that `next` returned last
+    cdef object hashed  # names of commands whose long words are hashed while they are received
     cdef Arena arena
     cdef Scratch scratch
-    # Received bytes that were not parsed: `data[pos:end]`. `data` is the scratch memory while this parser is its owner,
-    # and otherwise `own`, with `own_room` bytes.
+    # The unparsed bytes are `data[pos:end]`. `data` is the scratch memory while this parser is its owner, and otherwise
+    # the parser's memory `own` of `own_room` bytes.
     cdef char *data
     cdef char *own
     cdef Py_ssize_t own_room, pos, end
-    cdef Py_ssize_t scanned  # bytes after `pos` that were searched for the end of a line without success
-    # The current command. Its complete words are in `args`, or in `packed` if there are many; both None without one.
+    cdef Py_ssize_t scanned  # bytes after `pos` that have no end of a line
+    # The current command. Its complete words are in `args`, or in `packed` if it has more than MOST_LISTED. Both are
+    # None if there is no current command.
     cdef list args
     cdef Packed packed
     cdef Py_ssize_t missing  # number of its words that are not complete
-    cdef Py_ssize_t size  # bytes of its words, the one whose line was read last included
-    cdef Py_ssize_t length  # bytes of the current word; -1 until its line was read
+    cdef Py_ssize_t size  # bytes of its words, including the one whose line was parsed last
+    cdef Py_ssize_t length  # bytes of the current word; -1 until its line was parsed
     cdef Py_ssize_t most_words, most_bytes  # limits for this client: words of a command, and bytes of a word
     cdef Py_ssize_t max_command  # limit of the bytes of a command
     cdef LongWord word  # the current word, if it is long
-    cdef bint were_long  # whether the last words were long enough to be received into their slots
+    cdef bint were_long  # whether the last long word had IN_PLACE bytes or more
     cdef object fault  # the error that `next` has to raise, or None
 
     cdef Py_ssize_t receive_once(self, int descriptor, Py_ssize_t *most, bint again) except -2

@@ -1,9 +1,11 @@
-"""The parser of requests in RESP. The reference implementation is `core/python/frames.py`.
+"""The parser of requests in RESP. The reference implementation, `core/python/frames.py`, documents the methods.
 
-Every byte is parsed a bounded number of times, however the input is cut into packets. Bytes are received into a scratch
-memory that all connections of an event loop share, so that it stays in the processor's cache, and parsed there. Before
-another connection receives, a parser copies bytes that it cannot parse yet to memory of its own. These are usually few,
-because the received part of a long word is copied to its slot.
+**Data structure.** Bytes are received into scratch memory that all connections of an event loop share, so that it stays
+in the processor's cache, and parsed there. Before another connection receives, a parser copies its unparsed bytes to
+memory of its own. These are usually few, because the received part of a long word is copied to its slot immediately.
+
+**Cost.** Every byte is parsed a bounded number of times, and copied amortised O(1) times, however the input is cut into
+packets.
 """
 
 cimport cython
@@ -32,13 +34,15 @@ cdef Py_ssize_t DIRECT = protocol.DIRECT
 cdef Py_ssize_t AHEAD = protocol.AHEAD
 cdef Py_ssize_t RECEIVE_TURN = protocol.RECEIVE_TURN
 cdef Py_ssize_t RECEIVE_AGAIN_FROM = protocol.RECEIVE_AGAIN_FROM
-cdef Py_ssize_t PIECE = 256 * 1024  # bytes received into a slot in one call: they are hashed while in the cache
+cdef Py_ssize_t PIECE = 256 * 1024  # bytes received into a slot in one call: few, to hash them while in the cache
 cdef Py_ssize_t SHORTEST = 6  # bytes of an empty word with its line
-cdef Py_ssize_t LITTLE = 4096  # unparsed bytes that are moved to the scratch memory before more are received
+cdef Py_ssize_t LITTLE = 4096  # up to this number, unparsed bytes are moved to the scratch memory before a receive
 
 
 @cython.no_gc
 cdef class Scratch:
+    """Receive buffer of SCRATCH_SIZE bytes that all parsers of a thread share."""
+
     def __cinit__(self):
         self.memory = <char *>malloc(SCRATCH_SIZE)
         if self.memory == NULL:
@@ -50,6 +54,8 @@ cdef class Scratch:
 
 @cython.no_gc
 cdef class Parser:
+    """The parser of one connection's requests: bytes in, commands out."""
+
     def __cinit__(self, Arena arena not None, Scratch scratch=None, limits=None, hashed=frozenset()):
         self.arena = arena
         self.scratch = scratch or Scratch()
@@ -75,7 +81,7 @@ cdef class Parser:
 
     @property
     def held(self):
-        """Bytes of memory of received data that was not returned as a command."""
+        """Bytes of memory of received data that `next` did not return yet."""
         cdef Py_ssize_t words = len(self.args) if self.args is not None else 0
         if self.packed is not None:
             words = self.packed.count
@@ -83,11 +89,11 @@ cdef class Parser:
 
     @property
     def is_idle(self):
-        """Whether all received bytes were returned as commands."""
+        """Whether `next` has returned all received bytes as commands."""
         return self.pos == self.end and self.missing == 0 and self.fault is None
 
     def give_up(self):
-        """Return the complete words of the current command, and drop all other received bytes."""
+        """Drop all received bytes. Return the complete words of the current command."""
         self.word.slot = self.fault = None
         self.pos = self.end
         words = self.taken()
@@ -96,6 +102,7 @@ cdef class Parser:
     # -- receiving -------------------------------------------------------------------------------------------------
 
     def receive(self, int descriptor):
+        """Receive until a command is complete, no bytes are available, or RECEIVE_TURN bytes were received."""
         cdef Py_ssize_t received = 0, count, room
         while received < RECEIVE_TURN:
             count = self.receive_once(descriptor, &room, received > 0)
@@ -107,17 +114,17 @@ cdef class Parser:
         return received
 
     cdef Py_ssize_t receive_once(self, int descriptor, Py_ssize_t *most, bint again) except -2:
-        """Receive with one system call. Set `most` to the bytes that the buffers have. Return the bytes received.
+        """Receive with one system call, and return the number of bytes. Set `most` to the size of the buffers.
 
-        Return 0 at the end of the stream, -1 if no bytes are available. Raise OSError; but with `again`, that is after
-        bytes were received in this turn, return -1, because the next call raises the error.
+        Return 0 at the end of the stream, -1 if no bytes are available. Raise OSError. With `again`, bytes were
+        received before in this turn: then return -1 instead, because the next turn raises the error.
         """
         cdef iovec room[2]
         cdef int rooms = 1
         cdef Py_ssize_t count, straight = 0
         self.make_room(room)
-        # Receive into the scratch memory; or, if much of a long word is missing and the scratch memory is empty, into
-        # the word's slot, and AHEAD bytes after it into the scratch memory.
+        # Select the buffers. Usually it is the scratch memory. If DIRECT bytes or more of a long word are missing, and
+        # the scratch memory is empty, it is the word's slot, and for AHEAD bytes behind the word the scratch memory.
         cdef Py_ssize_t missing = 0 if self.word.slot is None else self.word.missing()
         if self.end or missing < DIRECT:
             room[0].iov_len = min(<Py_ssize_t>room[0].iov_len, missing + (AHEAD if self.were_long else SCRATCH_SIZE))
@@ -144,7 +151,7 @@ cdef class Parser:
         return count
 
     cdef bint completes(self) except -1:
-        """Return whether `next` has a result: a complete command or an error, which is kept for `next`."""
+        """Return whether `next` has a result: a complete command or an error, which is kept for it."""
         try:
             return self.is_whole()
         except (ProtocolError, MemoryError) as fault:
@@ -164,7 +171,7 @@ cdef class Parser:
             self.end += count - taken
 
     cdef int make_room(self, iovec *room) except -1:
-        """Set `room` to the buffer for the next bytes, after the unparsed bytes. Raise MemoryError."""
+        """Set `room` to the buffer for the next bytes: the memory behind the unparsed bytes. Raise MemoryError."""
         # Many unparsed bytes stay in memory of their own, so that they are not copied for each packet.
         cdef Py_ssize_t rest = self.end - self.pos
         if rest > LITTLE:
@@ -187,9 +194,9 @@ cdef class Parser:
         return 0
 
     cdef int keep(self, Py_ssize_t more) except -1:
-        """Copy the unparsed bytes to `own`, with space for `more` bytes after them. Raise MemoryError.
+        """Move the unparsed bytes to `own`, with space for `more` bytes behind them. Raise MemoryError.
 
-        The memory gets twice the size of the unparsed bytes, so that copies are amortised O(1) for each byte.
+        New memory has twice the size of the unparsed bytes, so that each byte is copied amortised O(1) times.
         """
         cdef Py_ssize_t rest = self.end - self.pos
         cdef char *larger
@@ -217,6 +224,7 @@ cdef class Parser:
         return self.take()
 
     cdef object take(self):
+        """Return the next complete command, see `next`."""
         if self.fault is not None:
             fault, self.fault = self.fault, None
             raise fault
@@ -238,7 +246,10 @@ cdef class Parser:
         return False
 
     cdef object taken(self):
-        """Return the words of the current command, or None without one, and prepare for the next command."""
+        """Return the words of the current command, and begin with the next one.
+
+        Return None without a current command.
+        """
         cdef Py_ssize_t words = len(self.args) if self.args is not None else 0
         if self.packed is not None:
             words = self.packed.count
@@ -250,7 +261,7 @@ cdef class Parser:
         return command
 
     cdef int begin_command(self) except -1:
-        """Parse the first line of a command. Return False if it is incomplete. An empty line is no command."""
+        """Parse the first line of a command, or an inline command. Return False if it is incomplete."""
         cdef Py_ssize_t count, end
         if self.data[self.pos] != b"*":
             return self.inline()
@@ -289,7 +300,7 @@ cdef class Parser:
         return True
 
     cdef bint skip_blank(self) noexcept:
-        """Skip lines without a word, of which a megabyte may arrive at a time. Return whether there was one."""
+        """Skip all lines without a word: a client may send a megabyte of them. Return whether there was one."""
         cdef char *start = self.data + self.pos
         cdef char *end = self.data + self.end
         cdef char *at = start
@@ -329,7 +340,7 @@ cdef class Parser:
     # -- words -----------------------------------------------------------------------------------------------------
 
     cdef int take_words(self) except -1:
-        """Parse the received words of the current command. Return False if one is incomplete."""
+        """Parse words until the current command is complete. Return False if the current word is incomplete."""
         cdef const char *word
         while self.missing:
             # A long word: copy its received part to its slot.
@@ -339,7 +350,7 @@ cdef class Parser:
                     return False
                 self.end_long_word()
                 continue
-            # The line of the next word. Complete short words are parsed before in a fast loop.
+            # Complete short words: parse them in a fast loop. Then parse the line of the next word.
             if self.length < 0:
                 self.take_short_words()
                 if not self.missing:
@@ -365,7 +376,7 @@ cdef class Parser:
         return True
 
     cdef int take_short_words(self) except -1:
-        """Parse complete short words, up to the first that is long or needs an error. This is the fast loop."""
+        """Parse complete short words in a fast loop. It stops before a word that is long, incomplete or invalid."""
         cdef const char *at = self.data + self.pos
         cdef const char *end = self.data + self.end
         cdef const char *word
@@ -444,7 +455,8 @@ cdef Packed packed_of(list words):
 cdef inline Py_ssize_t announced(Parser parser, char kind, Py_ssize_t most) noexcept:
     """Parse a complete line of `kind` and a number up to `most`, and return the number.
 
-    Return -1, and parse nothing, for every other line: the caller parses it with the functions of `core/protocol.py`.
+    For any other line, return -1 and parse nothing: the caller parses it with the functions of `core/protocol.py`,
+    which raise the errors.
     """
     cdef const char *line = parser.data + parser.pos
     cdef Py_ssize_t size = min(parser.end - parser.pos, 12), number = 0, i = 1

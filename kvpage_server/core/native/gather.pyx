@@ -1,8 +1,8 @@
 # cython: auto_pickle=False
 """The output queue of a session. The reference implementation is `Outbox` in `core/python/bodies.py`.
 
-The memory of a slot, a part of one, or bytes is read without a Python view. Consecutive short bytes are joined when
-they are added, because that costs less than to pass each of them to the kernel.
+The memory of a slot, of a part of one, and of bytes is read without a memoryview. Consecutive short pieces of type
+bytes are joined when they are added, because that costs less than passing each of them to the kernel.
 """
 
 cimport cython
@@ -29,19 +29,19 @@ cdef Py_ssize_t SEND_BYTES = _SEND_BYTES
 cdef Py_ssize_t SEND_TURN = _SEND_TURN
 cdef Py_ssize_t SHORT = 512  # a piece with fewer bytes is joined with others
 cdef Py_ssize_t JOINED = 64 * 1024  # the most bytes of joined pieces
-cdef Py_ssize_t KEPT_PIECES = 64  # pieces for which an empty queue keeps memory
+cdef Py_ssize_t KEPT_PIECES = 64  # most pieces for which an empty queue keeps its memory
 
 
 cdef struct Waiting:  # a piece of the queue
     char *at  # its memory
     Py_ssize_t size  # bytes
     PyObject *piece  # owned: the object with the memory
-    PyObject *view  # owned: the view of a piece that is neither bytes nor of a slot; NULL for the others
+    PyObject *view  # owned: the memoryview of a piece of another type than bytes, Slot and Part; otherwise NULL
 
 
 @cython.final
 cdef class Outbox:
-    """Queue of pieces. Costs: amortised O(1) for each piece. Borrowed memory is not copied."""
+    """Output queue of a session. Amortised O(1) for each piece. Borrowed memory is not copied."""
 
     cdef readonly Py_ssize_t nbytes  # bytes in the queue
     cdef Waiting *pieces  # array with memory for `room` pieces; the queue is from `first` to before `count`
@@ -101,7 +101,7 @@ cdef class Outbox:
     cdef int add_one(self, piece) except -1:
         """Append a piece, unless it is empty."""
         cdef Waiting waiting
-        place(piece, &waiting)
+        locate(piece, &waiting)
         if waiting.size == 0:
             Py_XDECREF(waiting.view)
             return 0
@@ -131,7 +131,7 @@ cdef class Outbox:
     def send(self, int descriptor):
         """Send queued output until the socket's buffer is full or the turn is over. Return the bytes sent.
 
-        Raise OSError if nothing was sent. An error after some bytes is raised by the next call.
+        Raise OSError if nothing was sent; after some bytes, the next call raises it.
         """
         cdef iovec pieces[MOST_PIECES]
         cdef msghdr message
@@ -146,7 +146,7 @@ cdef class Outbox:
             else:
                 count = sendmsg(descriptor, &message, MSG_DONTWAIT)
             if count >= 0:
-                self.take_off(count)
+                self.remove_sent(count)
                 sent += count
                 if count < size:
                     break  # the socket's buffer is full
@@ -198,9 +198,9 @@ cdef class Outbox:
         """Remove `count` bytes that the kernel has accepted."""
         if not 0 <= count <= self.nbytes:
             raise ValueError(f"{self.nbytes} bytes wait to be sent, got {count}")
-        self.take_off(count)
+        self.remove_sent(count)
 
-    cdef void take_off(self, Py_ssize_t count):
+    cdef void remove_sent(self, Py_ssize_t count):
         """Remove `count` bytes from the front of the queue."""
         cdef Py_ssize_t left
         cdef PyObject *piece
@@ -217,7 +217,7 @@ cdef class Outbox:
             self.first += 1
             Py_XDECREF(view)
             Py_XDECREF(piece)
-        if self.first and 2 * self.first >= self.count:  # not earlier, because this moves the remaining pieces
+        if self.first and 2 * self.first >= self.count:  # not earlier, because it moves all remaining pieces
             self.count -= self.first
             memmove(self.pieces, self.pieces + self.first, self.count * sizeof(Waiting))
             self.first = 0
@@ -234,14 +234,17 @@ cdef class Outbox:
             Py_XDECREF(self.pieces[self.count].piece)
 
     def renew(self):
-        """Read the address of each piece's memory again, because it has changed. Raise ValueError for another size."""
+        """Read the address of each piece's memory again, because it has moved.
+
+        Raise ValueError if its size has changed.
+        """
         cdef Py_ssize_t i
         cdef Waiting *waiting
         cdef Waiting now
         for i in range(self.first, self.count):
             waiting = self.pieces + i
             if waiting.view != NULL:
-                place(<object>waiting.piece, &now)
+                locate(<object>waiting.piece, &now)
                 if now.size != waiting.size:
                     Py_XDECREF(now.view)
                     raise ValueError(f"a piece of {waiting.size} bytes has become one of {now.size}")
@@ -250,11 +253,11 @@ cdef class Outbox:
 
     def clear(self):
         """Drop all queued output."""
-        self.take_off(self.nbytes)
+        self.remove_sent(self.nbytes)
 
 
-cdef int place(piece, Waiting *waiting) except -1:
-    """Set the memory, the size and the view of a piece."""
+cdef int locate(piece, Waiting *waiting) except -1:
+    """Set `at`, `size` and `view` of `waiting` for a piece."""
     cdef Slot slot
     cdef Part part
     cdef int frame

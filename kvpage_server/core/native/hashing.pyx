@@ -1,7 +1,7 @@
 """XXH3-64 of bytes, in one call or incrementally.
 
-On processors with AVX2, the functions of `hashing_avx2` are used. Code for every x86-64 has narrower registers, and is
-two to three times as slow.
+On processors with AVX2, the functions of `hashing_avx2` are used. Code for all x86-64 processors uses narrower
+registers, and is two to three times as slow.
 """
 
 cimport cython

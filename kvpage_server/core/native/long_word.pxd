@@ -4,7 +4,7 @@ from kvpage_server.core.native.slots cimport Slot
 
 cdef class LongWord:
     cdef Slot slot  # the slot of the current long word; None without one
-    cdef Py_ssize_t filled, digested  # bytes that were received, CRLF included, and bytes that were hashed
+    cdef Py_ssize_t filled, digested  # bytes that were received, including the CRLF, and bytes that were hashed
     cdef bint hashes  # whether the slot gets a digest
     cdef Digest digest  # the hash of a word that is received in several parts
 

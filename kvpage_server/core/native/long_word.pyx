@@ -1,4 +1,5 @@
-"""The long word that a parser receives: it is copied to or received in its slot, in parts, and hashed meanwhile."""
+"""The long word that a parser receives: its bytes are copied to its slot, or received there, and hashed part by part.
+"""
 
 cimport cython
 from libc.string cimport memcpy
@@ -14,17 +15,20 @@ from kvpage_server.core.protocol import ProtocolError
 @cython.final
 @cython.no_gc
 cdef class LongWord:
+    """The current long word of a parser, or none."""
+
     def __cinit__(self):
         self.digest = Digest.__new__(Digest)
 
     cdef int begin(self, Slot slot, bint hashes) except -1:
+        """Begin with an empty slot. With `hashes`, hash its bytes."""
         self.slot = slot
         self.hashes = hashes
         self.filled = self.digested = 0
         return 0
 
     cdef Py_ssize_t missing(self) noexcept:
-        """Return the number of bytes to receive, CRLF included."""
+        """Return the number of missing bytes, including the CRLF."""
         return self.slot.size + 2 - self.filled
 
     cdef char *place(self) noexcept:
@@ -53,6 +57,7 @@ cdef class LongWord:
         count = end - self.digested
         cdef const char *text = slot.at + self.digested
         cdef Digest digest = self.digest
+        # Hash a word that was received in one part with one call, and another one incrementally.
         if count == slot.size:
             if count >= UNLOCKED_FROM:
                 with nogil:
@@ -73,7 +78,7 @@ cdef class LongWord:
         return 0
 
     cdef Slot end(self):
-        """Return the slot of a complete word. Raise ProtocolError if the word does not end with CRLF."""
+        """Return the slot of a complete word, which ends. Raise ProtocolError if no CRLF follows the word."""
         cdef Slot slot = self.slot
         if slot.at[slot.size] != b"\r" or slot.at[slot.size + 1] != b"\n":
             raise ProtocolError(protocol.NO_CRLF)

@@ -7,7 +7,7 @@ from kvpage_server.core.pieces import as_bytes
 
 
 cdef class Memory:
-    """Buffers of the caller, whose memory stays valid while this object, or a part of it, exists."""
+    """The caller's buffers, whose memory stays valid while this object, or a slice of it, exists."""
 
     def __init__(self, buffers, *, bint writable=False):
         cdef Py_ssize_t i
@@ -22,7 +22,7 @@ cdef class Memory:
             self.hold(some[i], i, writable)
 
     cdef int hold(self, object given, Py_ssize_t i, bint writable) except -1:
-        """Get buffer `i`. Raise Unusable for one that can't be sent from or, with `writable`, received into."""
+        """Open buffer `i`. Raise Unusable if it cannot be sent from or, with `writable`, not be received into."""
         cdef Py_buffer *buffer = self.buffers + i
         try:
             PyObject_GetBuffer(given, buffer, PyBUF_STRIDES)

@@ -1,8 +1,8 @@
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 
-cdef struct Row:  # a row of a block's pages: see `core/pieces.py`
-    uint32_t number  # the row's number plus one; 0 for a free entry of the table
+cdef struct Row:  # an entry of the hash table of a `PageSet`: a row of a block's pages, see `core/pieces.py`
+    uint32_t number  # the row's number plus one; 0 for a free entry
     uint64_t heads  # a bit for each page; 0 if all pages of the row were removed
 
 
@@ -14,13 +14,14 @@ cdef class PageSet:
     cdef public object extent, shape
     cdef public bint shape_known
     cdef readonly uint64_t version
-    # The rows, in a hash table with open addressing and linear probing. The table has 2**bits_of_room entries, and at
-    # most three quarters of them are taken. A row without pages keeps its entry until the table grows. Most blocks of
-    # single pages have only one row, so a table of one entry is in the object.
+    # The rows, in a hash table with open addressing and linear probing: a row is in the first entry from its hash on
+    # that was free when it was added. The table has 2**bits_of_room entries, of which at most about three quarters are
+    # taken, so a lookup is O(1). A row without pages keeps its entry until the table grows. Most blocks of single pages
+    # have only one row, so the object contains a table of one entry.
     cdef Row one  # the table of one entry
     cdef Row *rows  # the table: `one`, or allocated memory
-    cdef uint32_t taken  # number of entries with a row, rows without pages included
-    cdef int bits_of_room
+    cdef uint32_t taken  # number of entries with a row, including rows without pages
+    cdef int bits_of_room  # binary logarithm of the number of entries
     cdef void drop_rows(self) noexcept
     cdef Row *row(self, uint32_t number) noexcept
     cdef int grow(self) except -1
@@ -41,8 +42,8 @@ cdef struct Place:  # the parts of a page's key, and its expiry
 
 cdef class PageNames:
     cdef readonly list keys
-    cdef Place *places  # one for each key
-    cdef Py_ssize_t room  # number of places that have memory
+    cdef Place *places  # array with the place of each key
+    cdef Py_ssize_t room  # number of places in the array
     cdef Py_ssize_t count  # number of parsed pages
     cdef int make_room(self, words, Py_ssize_t first, Py_ssize_t most, Py_ssize_t width) except -1
     cdef int check(self, Py_ssize_t i) except -1

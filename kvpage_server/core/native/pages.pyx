@@ -1,4 +1,8 @@
-"""Batches of pages, in arrays of C structures. The reference implementation is `core/python/pages.py`."""
+"""Batches of pages. The reference implementation, `core/python/pages.py`, documents the classes and functions.
+
+A batch is an array of C structures (`Place`) and two lists, of keys and of slots. So parsing, checking and hashing a
+page runs without Python objects except its key. Storing and finding a page costs one lookup in a dict.
+"""
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.dict cimport PyDict_SetItem
@@ -55,7 +59,7 @@ cdef enum:
     MOST_REQ_ID = 256
     LONGEST_KEY = 3 + MOST_REQ_ID + 4 * (1 + 10)
     LONGEST_NUMBER = 15  # digits of the largest number, which is a ttl
-    MOST_HASHED = 4 << 20  # bytes that are hashed in one step, about 0.5 ms
+    MOST_HASHED = 4 << 20  # bytes that are hashed in one step, in about 0.5 ms
 
 cdef int64_t MAX_LAYER = contract.MAX_LAYER, MAX_HEAD = contract.MAX_HEAD, MAX_PAGE = contract.MAX_PAGE
 cdef int64_t MAX_KV_TYPE = contract.MAX_KV_TYPE, MAX_U32 = contract.MAX_U32, MAX_TTL = contract.MAX_TTL
@@ -65,6 +69,7 @@ cdef uint8_t[256] IN_REQ_ID  # by byte: 1 if a request id may contain it
 
 
 cdef fill_tables():
+    """Fill the two tables above."""
     for dtype in range(256):
         ITEMSIZE[dtype] = contract.DType(dtype).itemsize if dtype in contract.DType.__members__.values() else 0
         IN_REQ_ID[dtype] = dtype > 0x20 and dtype != 0x7F and dtype != ord(":")
@@ -100,6 +105,8 @@ cdef uint64_t SCATTER = secrets.randbits(64) | 1  # factor of the hash; random, 
 
 
 cdef class PageSet:
+    """The set of pages of one block. Costs: O(1) to add, remove and find a page."""
+
     def __cinit__(self, bytes req_id not None, uint32_t page):
         self.req_id, self.page = req_id, page
         self.rows = &self.one
@@ -119,9 +126,9 @@ cdef class PageSet:
         self.taken = 0
 
     cdef Row *row(self, uint32_t number) noexcept:
-        """Return the entry of a row, or a free entry for it; NULL if the table has to grow first.
+        """Return the entry of a row, or the free entry where it would be added; NULL if the table has to grow first.
 
-        `number` is the row's number plus one.
+        `number` is the row's number plus one. Amortised O(1): a multiplicative hash, then linear probing.
         """
         cdef uint32_t last = (<uint32_t>1 << self.bits_of_room) - 1
         cdef uint32_t i
@@ -135,7 +142,10 @@ cdef class PageSet:
         return &self.rows[i]
 
     cdef int grow(self) except -1:
-        """Replace the table by one that is at most half full after another row. Drop rows without pages."""
+        """Replace the table by one that is at most half full after the next row.
+
+        Drop rows without pages. O(entries).
+        """
         cdef Row *old = self.rows
         cdef uint32_t i, room = <uint32_t>1 << self.bits_of_room, living = 0
         cdef int bits = 2
@@ -155,7 +165,7 @@ cdef class PageSet:
         return 0
 
     cdef Row *row_to_fill(self, uint32_t number) except NULL:
-        """Return the entry of a row, which is added if the table does not have it. Raise MemoryError."""
+        """Return the entry of a row. Add the row if the table does not have it. Raise MemoryError."""
         cdef Row *found = self.row(number)
         if found == NULL:
             self.grow()
@@ -166,6 +176,7 @@ cdef class PageSet:
         return found
 
     cdef void change(self) noexcept:
+        """Count a change of a page."""
         self.shape_known = False
         self.version += 1
 
@@ -200,7 +211,10 @@ cdef class PageSet:
         return EACH_ROW(self.sorted_rows())
 
     cdef bytes sorted_rows(self):
-        """Return the rows with pages as packed `Row`s with the rows' own numbers, in the order of these."""
+        """Return the rows with pages as an array of `Row`, in bytes, sorted by number.
+
+        The numbers are those of the rows.
+        """
         cdef size_t i, count = 0, room = <size_t>1 << self.bits_of_room
         for i in range(room):
             count += self.rows[i].heads != 0
@@ -246,7 +260,7 @@ cdef class PageSet:
 
 
 cdef int sort(Row *rows, size_t count) except -1:
-    """Sort rows by number: a radix sort by the four bytes of a number, from the lowest on. O(count)."""
+    """Sort rows by number in O(count): a radix sort by the four bytes of a number, the lowest byte first."""
     cdef size_t[256] starts
     cdef size_t i, start, size
     cdef int shift
@@ -256,6 +270,7 @@ cdef int sort(Row *rows, size_t count) except -1:
     cdef Row *source = rows
     cdef Row *target = other
     for shift in range(0, 32, 8):
+        # Count the rows with each value of this byte, and compute where each group starts.
         memset(starts, 0, sizeof(starts))
         for i in range(count):
             starts[source[i].number >> shift & 255] += 1
@@ -263,11 +278,12 @@ cdef int sort(Row *rows, size_t count) except -1:
         for i in range(256):
             size, starts[i] = starts[i], start
             start += size
+        # Copy each row to the next place of its group.
         for i in range(count):
             target[starts[source[i].number >> shift & 255]] = source[i]
             starts[source[i].number >> shift & 255] += 1
         source, target = target, source
-    free(other)  # after an even number of rounds, the sorted rows are in `rows`
+    free(other)  # after an even number of passes, the sorted rows are in `rows`
     return 0
 
 
@@ -279,7 +295,7 @@ cdef inline uint32_t number_of(uint32_t layer, uint32_t head, uint32_t kv_type) 
 # -- names -------------------------------------------------------------------------------------------------------------
 
 cdef inline int64_t number(const char *text, Py_ssize_t size, int64_t most) noexcept:
-    """Return a number from decimal digits without leading zeros; -1 if it is none, or more than `most`."""
+    """Parse decimal digits without leading zeros. Return the number; -1 if it is invalid, or more than `most`."""
     cdef int64_t value = 0
     cdef Py_ssize_t i
     if size < 1 or size > LONGEST_NUMBER or (text[0] == c"0" and size > 1):
@@ -301,7 +317,7 @@ cdef bint is_req_id(const char *text, Py_ssize_t size) noexcept:
 
 
 cdef inline int64_t number_at(words, Py_ssize_t i, int64_t most) except -2:
-    """Return word `i` as a number; -1 if it is none, or more than `most`."""
+    """Parse word `i` with `number`; return -1 for a slot, too. Raise IndexError."""
     cdef Py_ssize_t size
     cdef void *slot
     cdef const char *text = word_at(words, i, &size, &slot)
@@ -309,14 +325,14 @@ cdef inline int64_t number_at(words, Py_ssize_t i, int64_t most) except -2:
 
 
 cdef inline char *put_part(char *at, const char *text, Py_ssize_t size) noexcept:
-    """Write a colon and a text at `at`. Return the end."""
+    """Write a colon and a text at `at`. Return the address behind them."""
     at[0] = c":"
     memcpy(at + 1, text, size)
     return at + 1 + size
 
 
 cdef bytes read_name(words, Py_ssize_t first, Place *place):
-    """Return the key of the page that five words name, and fill its place; None if a word is invalid."""
+    """Return the key of the page that five words name, and fill its place. Return None if a word is invalid."""
     cdef char[LONGEST_KEY] key
     cdef char *end = key + 2
     cdef Py_ssize_t size, i
@@ -340,8 +356,11 @@ cdef bytes read_name(words, Py_ssize_t first, Place *place):
     return PyBytes_FromStringAndSize(key, end - key)
 
 
-cdef find_fault(words, Py_ssize_t first, Py_ssize_t place, Py_ssize_t width, bint strict):
-    """Raise BadPage for the invalid words of a page, with the message of the reference implementation."""
+cdef raise_bad_page(words, Py_ssize_t first, Py_ssize_t place, Py_ssize_t width, bint strict):
+    """Raise BadPage for a page with an invalid word, with the message of the reference implementation.
+
+    `place` is the page's index in the batch, `width` the number of its words.
+    """
     cdef Py_ssize_t at = first + place * width
     some = words[at : at + width]
     try:
@@ -356,13 +375,15 @@ cdef find_fault(words, Py_ssize_t first, Py_ssize_t place, Py_ssize_t width, bin
 
 
 cdef class PageNames:
+    """The names of up to `most` pages, parsed from five words each, from word `first` on."""
+
     def __init__(self, words, Py_ssize_t first, Py_ssize_t most):
         cdef Py_ssize_t i
         self.make_room(words, first, most, NAME_WORDS)
         for i in range(self.room):
             key = read_name(words, first + i * NAME_WORDS, &self.places[i])
             if key is None:
-                find_fault(words, first, i, NAME_WORDS, False)
+                raise_bad_page(words, first, i, NAME_WORDS, False)
             self.keys.append(key)
             self.count += 1
 
@@ -390,6 +411,7 @@ cdef class PageNames:
         return 0
 
     cdef const char *key(self, Py_ssize_t i) noexcept:
+        """Return the bytes of the key of page `i`."""
         return PyBytes_AS_STRING(<object>PyList_GET_ITEM(self.keys, i))
 
     cdef bint is_same_block(self, Py_ssize_t i, Py_ssize_t j) noexcept:
@@ -403,6 +425,7 @@ cdef class PageNames:
         )
 
     cdef tuple block_name(self, Py_ssize_t i):
+        """Return the request id and page id of the block of page `i`."""
         return PyBytes_FromStringAndSize(self.key(i) + 3, self.places[i].req_id), self.places[i].page
 
     def name(self, Py_ssize_t i):
@@ -436,6 +459,9 @@ cdef class PageNames:
 # -- pages to store ----------------------------------------------------------------------------------------------------
 
 cdef class NewPages(PageNames):
+    """Up to `most` pages to store, parsed from ten words each, from word `first` on, with headers and bodies in slots.
+    """
+
     cdef readonly list slots
 
     def __init__(
@@ -457,7 +483,7 @@ cdef class NewPages(PageNames):
             if key is not None:
                 slot = self.describe(words, first + i * PAGE_WORDS, i, arena, now, strict, hashes, &left)
             if slot is None:
-                find_fault(words, first, i, PAGE_WORDS, strict)
+                raise_bad_page(words, first, i, PAGE_WORDS, strict)
             self.keys.append(key)
             self.slots.append(slot)
             self.count += 1
@@ -475,7 +501,10 @@ cdef class NewPages(PageNames):
         bint hashes,
         Py_ssize_t *left,
     ):
-        """Return the slot of page `i`, with its header; None if a word is invalid. Hashed bytes reduce `left`."""
+        """Return the slot of page `i`, with its header; None if a word is invalid.
+
+        Subtract hashed bytes from `left`.
+        """
         cdef Place *place = &self.places[i]
         cdef Header header
         cdef Py_ssize_t size
@@ -489,6 +518,7 @@ cdef class NewPages(PageNames):
         cdef int64_t ttl = number_at(words, first + 8, MAX_TTL)
         if dtype < 0 or not ITEMSIZE[dtype] or page_size < 1 or head_dim < 1 or ttl < 0:
             return None
+        # Check the size of the body. A short body has no slot yet: copy it to a new one.
         body = word_at(words, first + 9, &size, &held)
         if body == NULL or size > MAX_U32 or (strict and not fills(size, <uint64_t>page_size * <uint64_t>head_dim, ITEMSIZE[dtype])):
             return None
@@ -497,11 +527,13 @@ cdef class NewPages(PageNames):
         else:
             slot = arena.take(size)
             memcpy(slot.at, body, size)
+        # Hash the body, unless the parser has hashed it while it was received.
         digest = slot.digest if hashes else 0
         if hashes and not digest:
             digest = hash_of(slot)
             left[0] -= size
         slot.digest = 0
+        # Write the header.
         memcpy(header.magic, b"KVPG", 4)
         header.version, header.flags, header.reserved = 2, 0, 0
         header.dtype, header.kv_type = <uint8_t>dtype, place.kv_type
@@ -537,7 +569,7 @@ cdef class NewPages(PageNames):
         self.check(at)
         cdef int64_t expires = self.places[at].expires
         while i < self.count and self.places[i].expires == expires:
-            # Find the value that the page replaces. One that is no single page in memory needs a decision.
+            # Find the value that the page replaces. If that is no single page in memory, the store has to decide.
             place, key = &self.places[i], <object>PyList_GET_ITEM(self.keys, i)
             slot = <Slot>PyList_GET_ITEM(self.slots, i)
             old = None
@@ -550,7 +582,7 @@ cdef class NewPages(PageNames):
             if block is None or not self.is_same_block(i, i - 1):
                 if one_block and block is not None:
                     break
-                if old is not None:  # a page, so its block exists
+                if old is not None:  # it is a page, so its block exists
                     block = <PageSet>old.unit
                     note_neighbours(requests, block, beside)
                 else:
@@ -579,14 +611,17 @@ cdef class NewPages(PageNames):
             block.footprint += footprint
             if expires and not 0 < block.soonest < expires:
                 block.soonest = expires
-            # Set the entry.
+            # Store the slot in the index.
             slot.unit, slot.expires = block, expires
             PyDict_SetItem(entries, key, slot)
             i += 1
         return Put(i, blocks, made, beside, grown, stored, replaced, key_bytes, name_bytes)
 
     cdef object open_block(self, dict requests, Py_ssize_t i, type make, Py_ssize_t *made, list beside):
-        """Return the block of page `i`, which is created if it does not exist; None if it needs a decision."""
+        """Return the block of page `i`. Create it with `make` if it does not exist, and count it in `made`.
+
+        Return None if the store has to decide: the block is an extent, or unloaded.
+        """
         cdef Place *place = &self.places[i]
         req_id = PyBytes_FromStringAndSize(self.key(i) + 3, place.req_id)
         cdef PyObject *request = PyDict_GetItemWithError(requests, req_id)
@@ -611,7 +646,7 @@ cdef class NewPages(PageNames):
 
 
 cdef int note_neighbours(dict requests, PageSet block, list beside) except -1:
-    """Append a block to `beside` if its request has the block before or after it."""
+    """Append a block to `beside` if its request has the block with the page id before or after it."""
     cdef dict request = requests[block.req_id]
     if len(request) > 1 and (<int64_t>block.page - 1 in request or <int64_t>block.page + 1 in request):
         beside.append(block)
@@ -623,7 +658,7 @@ cdef inline Py_ssize_t footprint_of(Slot slot) noexcept:
 
 
 cdef bint fills(uint64_t size, uint64_t elements, uint64_t itemsize) noexcept:
-    """Return whether a body has `elements` elements. A division, because the product of the sizes may overflow."""
+    """Return whether a body of `size` bytes has `elements` elements. It divides, because a product may overflow."""
     return size % itemsize == 0 and size // itemsize == elements
 
 
@@ -671,11 +706,11 @@ def look_up(dict entries not None, list keys not None, Py_ssize_t first, Py_ssiz
 
 def filled(list found not None, filler):
     cdef Py_ssize_t i
-    cdef tuple all_of_it = PyTuple_New(PyList_GET_SIZE(found))
+    cdef tuple result = PyTuple_New(PyList_GET_SIZE(found))
     for i in range(PyList_GET_SIZE(found)):
-        thing = <object>PyList_GET_ITEM(found, i)
-        if thing is None:
-            thing = filler
-        Py_INCREF(thing)
-        PyTuple_SET_ITEM(all_of_it, i, thing)
-    return all_of_it
+        item = <object>PyList_GET_ITEM(found, i)
+        if item is None:
+            item = filler
+        Py_INCREF(item)
+        PyTuple_SET_ITEM(result, i, item)
+    return result

@@ -28,7 +28,7 @@ if sys.byteorder != "little":
 
 cdef enum:
     HEADER = 64
-    NUMBERS = 128  # the most bytes that the numbers of a page and the frame of its body take
+    NUMBERS = 128  # most bytes of the numbers of a page and the frame of its body
 assert HEADER == HEADER_SIZE
 
 cdef Py_ssize_t PAGES_PER_CHUNK = _PAGES_PER_CHUNK
@@ -51,7 +51,7 @@ cdef struct Shape:
 
 
 cdef bint fill_shape(Shape *shape, object dtype, object page_size, object head_dim) except -1:
-    """Set a shape. Return whether a page may have it."""
+    """Set a shape. Return whether it is valid for a page."""
     cdef int64_t kind, rows, columns
     try:
         kind, rows, columns = dtype, page_size, head_dim
@@ -166,7 +166,7 @@ cdef class SentPages:
 
 
 cdef char *put_page(char *to, const Name *name, const Shape *shape, uint64_t ttl, const Py_buffer *body) noexcept nogil:
-    """Write the words of a page up to the frame of its body at `to`. Return the end."""
+    """Write the words of a page, up to the frame of its body, at `to`. Return the address behind them."""
     to = put_name(to, name)
     to = put_number_word(to, shape.dtype)
     to = put_number_word(to, shape.page_size)
@@ -178,7 +178,7 @@ cdef char *put_page(char *to, const Name *name, const Shape *shape, uint64_t ttl
 cdef char *put_blob(
     char *to, const Name *name, const Shape *shape, const char *common, const Py_buffer *body
 ) noexcept nogil:
-    """Write a page's key, and its blob up to the body, at `to`. Return the end."""
+    """Write a page's key, and its blob up to the body, at `to`. Return the address behind them."""
     cdef uint64_t page = name.page, digest = digest_of(body.buf, body.len)
     cdef uint32_t size = <uint32_t>body.len
     to = put_frame(put_key(to, name), HEADER + body.len)
@@ -196,7 +196,7 @@ cdef char *put_blob(
 
 
 cdef class Chunk:
-    """Encoded pages: text and bodies by turns; text is first and last."""
+    """Encoded pages: texts and bodies alternate; a text is first and last."""
 
     def __dealloc__(self):
         PyMem_Free(self.text)

@@ -9,8 +9,10 @@ cdef struct SizeClass:  # the slots of one size, and the chunks that they are cu
     Chunk *open  # list of the chunks with a free slot; the next slot is taken from the first chunk
 
 
-# Memory for slots of one size. Slots are numbered. The slots from `cut` on were not in use since the chunk was last
-# empty. The free slots before `cut` are in the stack `places`. So a new chunk needs no list of all its slots.
+# Memory for slots of one size, which are numbered. The slots from `cut` on were not used since the chunk was last
+# empty. The free slots before `cut` are in the stack `places`. So a new chunk needs no list of all its slots. A chunk
+# may be in two doubly linked lists: the chunks of its size class with a free slot, and the arena's chunks without a
+# slot in use.
 cdef struct Chunk:
     PyObject *arena  # borrowed: each slot in use has a reference to it
     PyObject *stretch  # owned: the `Stretch` with the memory
@@ -18,12 +20,12 @@ cdef struct Chunk:
     char *start  # of the first slot
     Py_ssize_t size  # bytes
     Py_ssize_t slots  # number of slots
-    Py_ssize_t cut  # number of the first slot that was never in use
-    Py_ssize_t free  # number of free slots before that
+    Py_ssize_t cut  # number of the first slot that was not used since the chunk was last empty
+    Py_ssize_t free  # number of free slots before `cut`
     uint16_t *places  # stack of the numbers of these free slots
-    Chunk *before  # neighbours in the list of chunks with a free slot
+    Chunk *before  # the neighbours in the list of chunks with a free slot
     Chunk *behind
-    Chunk *empty_before  # neighbours in the list of empty chunks
+    Chunk *empty_before  # the neighbours in the list of chunks without a slot in use
     Chunk *empty_behind
 
 
@@ -36,12 +38,12 @@ cdef class Arena:
     cdef Chunk *empty  # list of the chunks without a slot in use
     cdef Slot take(self, Py_ssize_t size)  # raises MemoryError
     cdef Chunk *map_chunk(self, Py_ssize_t index) except NULL
-    cdef int let_go(self) except -1
+    cdef int free_empty_chunks(self) except -1
 
 
 cdef class Slot:
-    cdef Chunk *chunk  # the chunk that the slot is returned to
-    cdef char *at  # the body's first byte; the frame is before it, and the CRLF after the body
+    cdef Chunk *chunk  # the chunk that contains the slot
+    cdef char *at  # the body's first byte; header and frame are before it, and the CRLF is behind the body
     cdef readonly Py_ssize_t size  # bytes of the body
     cdef public uint64_t digest
     cdef public int64_t expires

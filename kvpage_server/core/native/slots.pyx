@@ -1,8 +1,9 @@
 # cython: auto_pickle=False
-"""The arena. The reference implementation is `core/python/slots.py`.
+"""The arena. The reference implementation, `core/python/slots.py`, documents the classes.
 
-Chunks and their lists are C structures, so that to allocate or free a slot takes two or three dozen instructions. No
-Python code runs between a read and a change of them. So any thread may drop the last reference to a slot.
+Chunks and their lists are C structures, so that allocating or freeing a slot takes two or three dozen instructions:
+O(1). No Python code runs between a read and a change of them, so the interpreter's lock protects them, and any thread
+may drop the last reference to a slot.
 """
 
 cimport cython
@@ -28,6 +29,7 @@ cdef int CHUNKS_PER_STEP = 256  # chunks returned in one call, because other cli
 
 
 cdef int frame_size(Py_ssize_t size) noexcept nogil:
+    """Return the bytes of the frame of a body of `size` bytes: a dollar sign, the digits, CRLF."""
     cdef int digits = 1
     while size >= 10:
         size //= 10
@@ -36,14 +38,14 @@ cdef int frame_size(Py_ssize_t size) noexcept nogil:
 
 
 cdef inline Py_ssize_t class_of(Py_ssize_t size) noexcept nogil:
-    """Return the index of the size class for a body of `size` bytes: there are four for each doubling, from 64 on."""
+    """Return the index of the size class for a body of `size` bytes. From 64 on, there are four for each doubling."""
     if size <= 64:
         return 0
     cdef int doubled = 64 - __builtin_clzll(size - 1)  # number of bits of size - 1
     return 4 * (doubled - 7) + ((size - 1) >> (doubled - 3)) - 3
 
 
-cdef Py_ssize_t CLASSES = class_of(LARGEST) + 1
+cdef Py_ssize_t CLASSES = class_of(LARGEST) + 1  # number of size classes
 
 
 cdef Py_ssize_t capacity_of(Py_ssize_t index) noexcept nogil:
@@ -57,7 +59,7 @@ cdef Py_ssize_t capacity_of(Py_ssize_t index) noexcept nogil:
 
 
 cdef inline void open_chunk(Chunk *chunk) noexcept nogil:
-    """Insert a chunk at the front of the chunks with a free slot."""
+    """Insert a chunk at the front of the list of chunks with a free slot."""
     cdef SizeClass *size_class = chunk.size_class
     chunk.before, chunk.behind = NULL, size_class.open
     if chunk.behind != NULL:
@@ -66,7 +68,7 @@ cdef inline void open_chunk(Chunk *chunk) noexcept nogil:
 
 
 cdef inline void close_chunk(Chunk *chunk) noexcept nogil:
-    """Remove a chunk from the chunks with a free slot."""
+    """Remove a chunk from the list of chunks with a free slot."""
     if chunk.before != NULL:
         chunk.before.behind = chunk.behind
     else:
@@ -76,11 +78,12 @@ cdef inline void close_chunk(Chunk *chunk) noexcept nogil:
 
 
 cdef inline Py_ssize_t in_use(Chunk *chunk) noexcept nogil:
+    """Return the number of slots in use."""
     return chunk.cut - chunk.free
 
 
 cdef inline void note_empty(Arena arena, Chunk *chunk) noexcept:
-    """Insert a chunk at the front of the empty chunks."""
+    """Insert a chunk at the front of the list of chunks without a slot in use."""
     arena.in_empty_chunks += chunk.size
     chunk.empty_before, chunk.empty_behind = NULL, arena.empty
     if chunk.empty_behind != NULL:
@@ -89,7 +92,7 @@ cdef inline void note_empty(Arena arena, Chunk *chunk) noexcept:
 
 
 cdef inline void note_not_empty(Arena arena, Chunk *chunk) noexcept:
-    """Remove a chunk from the empty chunks."""
+    """Remove a chunk from the list of chunks without a slot in use."""
     arena.in_empty_chunks -= chunk.size
     if chunk.empty_before != NULL:
         chunk.empty_before.empty_behind = chunk.empty_behind
@@ -100,6 +103,7 @@ cdef inline void note_not_empty(Arena arena, Chunk *chunk) noexcept:
 
 
 cdef Chunk *new_chunk(object regions, Py_ssize_t size, Py_ssize_t slots) except NULL:
+    """Allocate a chunk of `size` bytes for `slots` slots, which is in no list. Raise MemoryError."""
     cdef Chunk *chunk = <Chunk *>calloc(1, sizeof(Chunk))
     cdef uint16_t *places = <uint16_t *>malloc(slots * sizeof(uint16_t))
     cdef Py_ssize_t address
@@ -122,6 +126,7 @@ cdef Chunk *new_chunk(object regions, Py_ssize_t size, Py_ssize_t slots) except 
 
 
 cdef void free_chunk(Chunk *chunk) noexcept:
+    """Free the structure of a chunk, which is in no list, and its reference to the stretch."""
     Py_DECREF(<object>chunk.stretch)
     free(chunk.places)
     free(chunk)
@@ -139,7 +144,8 @@ cdef class Slot:
     `expires` is in unix milliseconds, 0 for never. `unit` is the block of a page, None for a string. `digest` is the
     XXH3-64 of a body that was hashed while it was received and is not stored yet, and 0 otherwise.
 
-    The garbage collector does not track slots. So `unit` must not refer to the slot, directly or through other objects.
+    The garbage collector does not track slots. So `unit` must not refer to the slot, neither directly nor through other
+    objects.
     """
 
     def __init__(self):
@@ -151,13 +157,14 @@ cdef class Slot:
             return
         cdef Arena arena = <Arena>chunk.arena
         cdef Py_ssize_t pitch = chunk.size_class.pitch
+        # Push the slot on the stack of free slots. A full chunk gets a free slot.
         if in_use(chunk) == chunk.slots:
             open_chunk(chunk)
         chunk.places[chunk.free] = <uint16_t>((self.at - chunk.start) // pitch)
         chunk.free += 1
         arena.used -= pitch
         if in_use(chunk) == 0:
-            chunk.cut = chunk.free = 0  # take slots from the first on again
+            chunk.cut = chunk.free = 0  # the next slot is the first one of the chunk
             note_empty(arena, chunk)
         Py_DECREF(arena)
 
@@ -198,6 +205,7 @@ cdef class Slot:
 
 
 cdef char *header_of(Slot slot) noexcept:
+    """Return the address of the 64 bytes before the frame."""
     return slot.at - frame_size(slot.size) - HEADER
 
 
@@ -221,14 +229,17 @@ cdef class Part:
 @cython.final
 @cython.internal
 cdef class Memory:
-    """Part of a slot's memory. A view refers to this object, and this object to the slot, which so stays in use."""
+    """A part of a slot's memory.
+
+    A memoryview refers to this object, and this object to the slot, which stays in use.
+    """
 
     cdef Slot slot
     cdef char *start
     cdef Py_ssize_t size
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
-        Py_DECREF(None)  # Cython has put None into buffer.obj, which PyBuffer_FillInfo overwrites
+        Py_DECREF(None)  # Cython has set buffer.obj to None, and PyBuffer_FillInfo overwrites it
         PyBuffer_FillInfo(buffer, self, self.start, self.size, 0, flags)
 
 
@@ -280,13 +291,14 @@ cdef class Arena:
 
     def trim(self):
         """Return empty chunks to their regions, and memory that was spare for long enough to the system."""
-        self.let_go()
+        self.free_empty_chunks()
         self.regions.trim()
 
     cdef Slot take(self, Py_ssize_t size):
+        """Allocate a slot for a body of `size` bytes. Raise MemoryError."""
         if size > LARGEST:
             raise MemoryError(f"the system has no {size} bytes more")
-        # Select the first chunk with a free slot.
+        # Select the first chunk of the size class with a free slot, or a new one.
         cdef Slot slot = Slot.__new__(Slot)
         cdef Py_ssize_t index = class_of(size)
         cdef SizeClass *size_class = &self.classes[index]
@@ -295,7 +307,7 @@ cdef class Arena:
             chunk = self.map_chunk(index)
         if in_use(chunk) == 0:
             note_not_empty(self, chunk)
-        # Take the slot that was freed last, because it may be in the processor's cache, or else a new one.
+        # Take the slot that was freed last, because it may be in the processor's cache; otherwise an unused one.
         cdef Py_ssize_t place
         if chunk.free:
             chunk.free -= 1
@@ -313,9 +325,9 @@ cdef class Arena:
         return slot
 
     cdef Chunk *map_chunk(self, Py_ssize_t index) except NULL:
-        """Add an empty chunk to a size class, and return it. Raise MemoryError."""
+        """Allocate an empty chunk for the size class `index`, and return it. Raise MemoryError."""
         cdef SizeClass *size_class = &self.classes[index]
-        self.let_go()
+        self.free_empty_chunks()
         shape = slot_shape(capacity_of(index))
         size_class.pitch, size_class.lead = shape.pitch, shape.lead
         nbytes, slots = chunk_shape(shape, size_class.held)
@@ -329,8 +341,8 @@ cdef class Arena:
         note_empty(self, chunk)
         return chunk
 
-    cdef int let_go(self) except -1:
-        """Return up to CHUNKS_PER_STEP empty chunks to their regions, so that other sizes can use the memory."""
+    cdef int free_empty_chunks(self) except -1:
+        """Return up to CHUNKS_PER_STEP empty chunks to their regions, for slots of any size."""
         cdef int i
         cdef Chunk *chunk
         for i in range(CHUNKS_PER_STEP):
@@ -348,7 +360,7 @@ cdef class Arena:
 
 
 cdef inline void write_frame(Slot slot, char *frame) noexcept:
-    """Write a slot's frame at `frame`, set the start of its body after that, and write the CRLF after the body."""
+    """Write a slot's frame at `frame`, and the CRLF behind its body. Set `at`, the start of the body."""
     cdef int size = frame_size(slot.size)
     cdef Py_ssize_t left = slot.size
     cdef int i = size - 3

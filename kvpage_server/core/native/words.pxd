@@ -7,14 +7,14 @@ from libc.string cimport memcpy
 from kvpage_server.core.native.slots cimport Slot
 
 
-cdef struct Word:
+cdef struct Word:  # a word of a `Packed`
     uint32_t at  # start of a short word in the text; index of a long word in the slots
     int32_t size  # bytes of a short word; -1 for a long one
 
 
 @cython.final
 cdef class Words:
-    """Consecutive words of a long command. A short word gets an object only when it is read."""
+    """Consecutive words of a long command. A short word becomes a Python object only when it is read."""
 
     cdef Packed packed  # all words of the command
     cdef Py_ssize_t first  # index of the first one of these words
@@ -22,13 +22,13 @@ cdef class Words:
 
 
 @cython.final
-cdef class Packed:  # all words of a long command
+cdef class Packed:  # all words of a long command, in three arrays: `text`, `words`, `slots`
     cdef char *text  # the short words, one after the other
     cdef Word *words
     cdef Py_ssize_t count  # number of words
     cdef list slots  # the long words
     cdef Py_ssize_t size  # bytes of the text
-    cdef Py_ssize_t text_room, words_room  # bytes of text and number of words that have memory
+    cdef Py_ssize_t text_room, words_room  # allocated bytes of text, and allocated number of words
     cdef int make_room(self, Py_ssize_t size) except -1
     cdef int add_slot(self, Slot slot) except -1
 

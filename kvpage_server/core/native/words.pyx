@@ -1,6 +1,7 @@
 """The words of a long command in a few arrays: short words one after the other in a text, long words in slots.
 
-The reference implementation is in `core/python/frames.py`.
+So a short word takes 8 bytes in addition to its own, and no Python object. The reference implementation is in
+`core/python/frames.py`.
 """
 
 from cpython.bytes cimport PyBytes_FromStringAndSize
@@ -10,9 +11,9 @@ from libc.stdlib cimport free, realloc
 
 from kvpage_server.core.native.slots cimport Slot
 
-cdef Py_ssize_t FIRST_WORDS = 128  # words that have memory at first
-cdef Py_ssize_t TEXT = 1024  # bytes of text that have memory at first
-cdef Py_ssize_t SPARE = 1024 * 1024  # unused bytes of a text that are kept
+cdef Py_ssize_t FIRST_WORDS = 128  # words for which memory is allocated at first
+cdef Py_ssize_t TEXT = 1024  # bytes of text that are allocated at first
+cdef Py_ssize_t SPARE = 1024 * 1024  # unused bytes of a text that `drop_from` keeps
 
 
 cdef class Packed:
@@ -42,7 +43,7 @@ cdef class Packed:
 
 
 cdef int drop_from(Packed packed, Py_ssize_t first) except -1:
-    """Drop the words from index `first` on, and free the memory of the text if they had much of it."""
+    """Drop the words from index `first` on. Shrink the text if it exceeds twice the remaining bytes plus SPARE."""
     cdef Py_ssize_t i, slots = PyList_GET_SIZE(packed.slots)
     for i in range(packed.count - 1, first - 1, -1):
         if packed.words[i].size < 0:
@@ -57,7 +58,7 @@ cdef int drop_from(Packed packed, Py_ssize_t first) except -1:
 
 
 cdef void *resized(void *memory, Py_ssize_t *room, Py_ssize_t needed, Py_ssize_t least, Py_ssize_t size) except NULL:
-    """Reallocate an array for twice the `needed` items of `size` bytes, at least `least`. Set `room` to their number.
+    """Reallocate an array for twice the `needed` items of `size` bytes, but at least `least`. Set `room` to the number.
 
     Raise MemoryError, also above UINT32_MAX items, because `Word.at` has 32 bits.
     """
