@@ -200,6 +200,13 @@ def test_an_agent_that_is_none_is_named(
     assert (reply.status_code, reply.json()["error"]["param"]) == (status, param), reply.text
 
 
+@pytest.mark.parametrize("method", ["GET", "HEAD", "DELETE", "PUT"])
+@pytest.mark.parametrize("path", ["/nobody/save", "/nobody/fork"])
+def test_save_and_fork_need_post(engines: list[RunningEngine], method: str, path: str) -> None:
+    reply = agents(engines[0], method, path)
+    assert (reply.status_code, reply.headers["allow"]) == (405, "POST")
+
+
 def test_a_file_that_cannot_be_removed_is_reported(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "squatted.safetensors").mkdir()
     with start_engine(tiny, "--cold", str(tmp_path)) as engine:
