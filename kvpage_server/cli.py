@@ -460,9 +460,11 @@ def connectors(store: redis.Redis, args: argparse.Namespace) -> bool:
 
 
 def bench(store: redis.Redis, args: argparse.Namespace) -> bool:
-    """Print the speed of writes and reads of pages and blocks, on one server or on two to compare. Return True.
+    """Print the speed of writes and reads of pages and blocks, on the server args.url and, to compare, in turns on
+    args.against. Delete the written data afterwards. Return True.
 
-    Raises RedisError, and LookError if a library for --plot is missing.
+    Connections of its own are used, not `store`. Raises RedisError, OSError for a file that cannot be written, and
+    LookError if a library for --plot is missing.
     """
     from kvpage_server.bench import run  # imported here, since numpy and the page client are slow to load
 

@@ -107,7 +107,9 @@ AGENT_ROUTES = [
 
 
 def _service_and_tenant(request: Request) -> tuple[Service, Tenant]:
-    """Return the service, and the tenant of the request's token. Raises ApiError: 401, 403."""
+    """Return the service, and the tenant of the request's token, as `Tokens.tenant` does. Raises ApiError: 401 for a
+    missing or unknown token, 403 for the token of WATCHER.
+    """
     service: Service = request.app.state.service
     return service, service.tokens.tenant(request)
 

@@ -1,4 +1,4 @@
-"""The endpoints POST /v1/chat/completions and POST /v1/completions."""
+"""The endpoints POST /v1/chat/completions and POST /v1/completions. Their routes are in `server`."""
 
 from __future__ import annotations
 

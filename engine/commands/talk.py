@@ -184,7 +184,7 @@ def _tokens(engine: Engine, messages: Messages) -> list[int]:
 
 
 def _read_all() -> str:
-    """Return standard input. Raises Failure for input that cannot be decoded."""
+    """Return all of standard input, decoded in the encoding of `sys.stdin`. Raises Failure if that fails for a byte."""
     try:
         text = sys.stdin.read()
         text.encode()  # the locale may decode a wrong byte as half of a surrogate pair

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from http.client import HTTPException
 from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
@@ -48,8 +49,9 @@ class Turn:
 
 
 def ask_api(url: str, model: str, messages: Messages) -> Turn:
-    """Request the likeliest next message of a conversation as a stream, and return it with its measurements. Raises
-    OSError if the engine fails.
+    """Return the likeliest next message of a conversation, of at most MAX_TOKENS tokens, and its measurements. It is
+    received as a stream. `url` is the engine's, without /v1. Raises OSError if the engine cannot be reached, replies
+    with an error, or ends before the answer is complete.
     """
     body = {
         "model": model,
@@ -64,15 +66,20 @@ def ask_api(url: str, model: str, messages: Messages) -> Turn:
     kvpage: dict[str, Any] = {}
     usage: dict[str, Any] = {}
     with urlopen(Request(f"{url}/v1/chat/completions", json.dumps(body).encode()), timeout=ANSWER_SECONDS) as reply:
-        for line in reply:
-            if not line.startswith(b"data: {"):
-                continue
-            chunk: dict[str, Any] = json.loads(line[6:])
-            if "error" in chunk:
-                raise OSError(chunk["error"]["message"])
-            first = first or time.perf_counter() - asked
-            text += chunk["choices"][0]["delta"].get("content", "") if chunk["choices"] else ""
-            kvpage, usage = chunk.get("kvpage", kvpage), chunk["usage"] or usage
+        try:
+            for line in reply:
+                if not line.startswith(b"data: {"):
+                    continue
+                chunk: dict[str, Any] = json.loads(line[6:])
+                if "error" in chunk:
+                    raise OSError(chunk["error"]["message"])
+                first = first or time.perf_counter() - asked
+                text += chunk["choices"][0]["delta"].get("content", "") if chunk["choices"] else ""
+                kvpage, usage = chunk.get("kvpage", kvpage), chunk["usage"] or usage
+        except (HTTPException, ValueError) as error:
+            raise OSError(f"the engine ended within its answer: {error!r}") from error
+    if not usage or not kvpage:
+        raise OSError("the engine ended before its answer was complete")
     return Turn(text, usage["prompt_tokens"], kvpage["tokens_reused"], kvpage["tier"], first, kvpage["why"])
 
 

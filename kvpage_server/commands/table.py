@@ -1,6 +1,7 @@
 """Rows of the command table: keys of the arguments, values that must be in memory, usage, reply.
 
-This module contains no commands, and does not depend on clients.
+This module contains no commands, and does not depend on clients. The decorator `registry.command` declares a command,
+in a module of `families`.
 """
 
 from __future__ import annotations

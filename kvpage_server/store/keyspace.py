@@ -160,7 +160,10 @@ class Keyspace:
         self._admit([[*coming]])
 
     def _admit(self, parts: Sequence[list[PendingWrite]]) -> Iterable[ReservationParts]:
-        """Do the same for the parts of a batch. Return the amounts of each part for reservations in quotas."""
+        """Evict values until the disk and the quotas have space for all parts of a batch. Memory is not checked.
+
+        Return the bytes to reserve in the quotas for each part, () without quotas. Raise OverLimit as `admit` does.
+        """
         if self.disk.stored.maxdisk:
             self.disk.admit([*chain.from_iterable(parts)])
         return self.quotas.admit(parts) if self.evictor.has_quotas else ()

@@ -88,9 +88,12 @@ async def agents(connection: ServerConnection, fingerprint: int) -> list[str]:
 
 
 async def _change(connection: ServerConnection, keys: Sequence[str], change: Callable[[Stored], Stored]) -> None:
-    """Replace manifests, or delete them for None, and delete blocks that no manifest names any more.
+    """Replace manifests, or delete them, in a transaction that also counts the manifests of each block. Then delete the
+    blocks that no manifest names any more.
 
-    `change` is called with the values of `keys`, and again if they have changed meanwhile.
+    `change` gets the manifests at `keys`, None for a missing one, and returns the new ones by key: None deletes a
+    manifest, and a key that it leaves out keeps its own. It is called again if a manifest has changed meanwhile. Counts
+    that are no numbers are deleted, and no block then: they are left to eviction. Raises Refused, or an outage.
     """
     dropped: list[str] = []
     counted: set[str] = set()

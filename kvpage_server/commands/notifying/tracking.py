@@ -588,7 +588,10 @@ def _block_of(key: bytes) -> tuple[bytes, int] | None:
 
 
 def _encode_invalidations(messages: Sequence[list[bytes] | None], protocol: int) -> Raw:
-    """Return encoded messages about changed keys. In RESP2 they are messages of `CHANNEL`."""
+    """Return messages about changed keys, encoded one after the other for RESP version `protocol`, 2 or 3.
+
+    A message is a list of keys; None means all keys. In RESP2 they are pub/sub messages of `CHANNEL`.
+    """
     opening = _OPENING[protocol]
     return Raw(b"".join([opening + _encoded_keys(keys, protocol) for keys in messages]))
 

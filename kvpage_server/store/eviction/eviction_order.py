@@ -1,8 +1,5 @@
 """The order of eviction: one policy for all units, and another of the same kind for each quota.
 
-**A new policy** is a subclass of `Queues` in a module of this folder, with a row in `policies`. Callers report each use
-to the policy, request its victims one by one, and remove as many of them as the limit requires.
-
 **A change of policy** is O(1). The new policy takes over the units in steps, see `queues`.
 """
 
@@ -47,7 +44,11 @@ class Evictor:
         self.hand_over()
 
     def set_quotas(self, rules: Sequence[Rule], index_costs: IndexCosts) -> None:
-        """Replace the quotas. A quota whose pattern existed before keeps its count of evictions."""
+        """Replace the quotas. A quota whose pattern existed before keeps its count of evictions; everything else of it
+        starts empty, and the caller counts the existing units again (`QuotaAccounts.set_rules`). Nothing is evicted.
+
+        `index_costs` computes the bytes that a unit takes in the index.
+        """
         old = {quota.pattern: quota for quota in self.quotas.all}
         every = self._policies()[0]
         self.quotas = Quotas(rules, every, self.rules.order, index_costs)

@@ -1,5 +1,7 @@
 """Keys by the second of their expiry: the order in which keys expire, and in which `volatile-ttl` evicts them.
 
+`Contents.expire` removes an expired key.
+
 **Data structure.** Each second has a bucket: a list of every key whose expiry was set to that second. A heap orders the
 seconds. A bucket is processed when its second is over. An entry of a bucket is stale if the key's expiry was changed
 later. All stale entries are dropped together when they outnumber the others. Costs: amortised O(1) to add a key and to
@@ -62,9 +64,11 @@ class Expirer:
                 yield key
 
     def nearest(self, elapsed: int) -> Iterator[bytes]:
-        """Yield the keys that have an expiry, in the order of its second. `elapsed` is now, in monotonic milliseconds.
+        """Yield the keys that have an expiry, in the order of its second, for eviction.
 
-        The caller evicts a key before it requests the next. Keys that still exist at the end were spared.
+        Before it requests the next key, the caller evicts the last one or spares it. When the iterator is closed, the
+        yielded keys that still exist are noted as spared: later iterators yield them after all others, or in order
+        again after `_SPARED_FOR`. `elapsed` is now, in monotonic milliseconds, and serves only this timeout.
         """
         if elapsed >= self._again:
             self._put_back()

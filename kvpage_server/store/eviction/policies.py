@@ -1,4 +1,8 @@
-"""Eviction policies: allkeys-lru, allkeys-s3fifo, and the table of all policies."""
+"""Eviction policies: allkeys-lru, allkeys-s3fifo, and the table of all policies.
+
+**A new policy** is a subclass of `Queues` in a module of this folder, with a row in the table at the end. Callers
+report each use to the policy, request its victims one by one, and remove as many of them as the limit requires.
+"""
 
 from __future__ import annotations
 

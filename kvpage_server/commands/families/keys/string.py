@@ -211,7 +211,12 @@ def getdel(client: Client, args: list[Argument]) -> Reply:
     summary="Returns a value and changes its time to live.",
 )
 def getex(client: Client, args: list[Argument]) -> Reply:
-    """Change a key's expiry as the options say. Return its value, or null if there is no such key."""
+    """Return a key's value, for a page its blob, and set or remove the key's expiry if an option says so. Return null,
+    and change nothing, if there is no such key.
+
+    Without an option, the expiry stays. A time in the past deletes the key, after its value was read. Raises ReplyError
+    for invalid options or, if the key exists, an invalid time.
+    """
     key, options, keyspace = plain(args[0]), _options(args[1:], words=(b"PERSIST",)), client.server.keyspace
     entry = keyspace.reader.read(key)
     if entry is None:
