@@ -26,7 +26,7 @@ from kvpage_server.address import DEFAULT_URL, URL, shown, urls_of, with_credent
 from kvpage_server.client.cluster.side_by_side import servers_of
 from kvpage_server.client.cluster.topology import Address
 from kvpage_server.client.wire.connection import plain_client
-from kvpage_server.configuration.kinds import integer, memory
+from kvpage_server.configuration.kinds import Kind, integer, memory
 from kvpage_server.look.cluster_stats import cluster_as_one, is_cluster, status_of_several, top_of_several
 from kvpage_server.look.ls import ROWS, ls
 from kvpage_server.look.multi_store import NO_ANSWER, MultiStore, SlotsMoved, Unavailable, by_segment
@@ -276,10 +276,12 @@ def _parser() -> argparse.ArgumentParser:
         "verify", verify, "check the checksums of a request's or an agent's pages, and remove corrupt pages"
     )
     verify_.add_argument("req", metavar="REQ|AGENT")
-    verify_.add_argument("pages", metavar="PAGE", nargs="*", type=int, default=[])
+    verify_.add_argument("pages", metavar="PAGE", nargs="*", type=_number(integer(0, 2**32 - 1)), default=[])
     why_ = shows("why", why, "explain why a read of a request, page or string, or a load of an agent, would miss")
     why_.add_argument("req", metavar="REQ|AGENT|KEY")
-    why_.add_argument("name", metavar="LAYER HEAD PAGE TYPE", nargs="*", type=int, default=[])
+    why_.add_argument(
+        "name", metavar="LAYER HEAD PAGE TYPE", nargs="*", type=_number(integer(0, 2**32 - 1)), default=[]
+    )
     _add_snapshots(shows)
     _add_replay(add)
     connectors_ = add("connectors", connectors, "check that an engine saves a context here, and restores it unchanged")
@@ -302,24 +304,40 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_figures(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
-    command.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures: FILE.png, FILE.svg or FILE.pdf")
+    command.add_argument("--json", type=_path, metavar="FILE", help="write the figures to FILE")
+    command.add_argument("--plot", type=_plot, metavar="FILE", help="draw the figures: FILE.png, FILE.svg or FILE.pdf")
 
 
 def _seconds(word: str, least: float = 0.1) -> float:
-    """Parse an argument in seconds, from `least` to a day. Raises ValueError, ArgumentTypeError."""
-    seconds = float(word) if word.isascii() else 0.0
+    """Parse an argument in seconds, from `least` to a day. Raises ArgumentTypeError."""
+    seconds = 0.0
+    with suppress(ValueError):
+        seconds = float(word) if word.isascii() else 0.0
     if not least <= seconds <= 86400:
         raise argparse.ArgumentTypeError(f"must be {least} to 86400 seconds, got {word}")
     return seconds
 
 
 def _object(word: str) -> dict[str, Any]:
-    """Parse an object in JSON. Raises ValueError, ArgumentTypeError."""
-    found = json.loads(word)
+    """Parse an object in JSON. Raises ArgumentTypeError."""
+    found = None
+    with suppress(ValueError):
+        found = json.loads(word)
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"must be an object in JSON, got {word}")
     return found
+
+
+def _number(kind: Kind) -> Callable[[str], int]:
+    """Return a parser of numbers of a kind. It raises ArgumentTypeError, which names the allowed values."""
+
+    def parse(word: str) -> int:
+        try:
+            return int(kind.read([word]))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse
 
 
 def _rows(word: str) -> int:
@@ -332,12 +350,7 @@ def _rows(word: str) -> int:
 def _add_replay(add: Callable[..., argparse.ArgumentParser]) -> None:
     from kvpage_server.replay import CAPACITIES, SIMULATIONS, USUAL
 
-    def positive(word: str) -> int:
-        return int(integer(1, 10**12).read([word]))
-
-    def size(word: str) -> int:
-        return int(memory(1).read([word]))
-
+    positive, size = _number(integer(1, 10**12)), _number(memory(1))
     replay_ = add("replay", replay, "compare eviction policies on a trace in Mooncake's format", asks=False)
     replay_.add_argument("trace", metavar="TRACE", type=Path)
     several: dict[str, Any] = {"nargs": "+", "action": "extend"}
@@ -353,10 +366,18 @@ def _add_replay(add: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _path(text: str) -> Path:
-    """Return a path. Raises ArgumentTypeError for an empty one, such as that of an unset variable."""
-    if not text:
-        raise argparse.ArgumentTypeError("a path has at least one character")
+    """Return a path. Raises ArgumentTypeError for an empty one, such as that of an unset variable, and for "-"."""
+    if text in ("", "-"):
+        raise argparse.ArgumentTypeError("a path has at least one character" if not text else "- is not a path")
     return Path(text)
+
+
+def _plot(text: str) -> Path:
+    """Return the path of a chart. Raises ArgumentTypeError for a format that is not offered."""
+    path = _path(text)
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"must end with .png, .svg or .pdf, got {text}")
+    return path
 
 
 def _add_snapshots(shows: Callable[..., argparse.ArgumentParser]) -> None:

@@ -416,7 +416,6 @@ def test_wrong_arguments_have_the_exit_status_of_argparse(server: RunningServer,
     for words, why in (
         (["why", "r", "0", "0", "0"], "a page is named by LAYER HEAD PAGE TYPE, got 3 of the four"),
         (["why", "r", "0", "0", "0", "6"], "kv_type must be between 0 and 5, got 6"),
-        (["verify", "r", "4294967296"], "page_id must be between 0 and 4294967295, got 4294967296"),
         (["verify", "a:b"], "req_id must be 1 to 256 bytes without ':', spaces or control characters"),
         (["bench", "--against", "nonsense"], "begins with redis://, rediss:// or unix://"),
         (["replay", str(trace), "--nodes", "2", "--capacity", "1", "2"], "--nodes takes one --policy"),
@@ -565,3 +564,22 @@ def test_queries_leave_values_on_disk_and_idle(tmp_path: Path) -> None:
                 assert "disk" in shown
         code, shown, _ = kvpage("ls", "--json", url=server.url)
         assert json.loads(shown)["agents"][0]["idle_seconds"] >= 2
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("replay", "trace", "--capacity", "0"), "must be a whole number between 1 and 1000000000000, got '0'"),
+        (("replay", "trace", "--block-bytes", "much"), "must be a number of bytes from 1 on, such as 512mb or 4gb"),
+        (("replay", "trace", "--json", "-"), "- is not a path"),
+        (("replay", "trace", "--plot", "chart.gif"), "must end with .png, .svg or .pdf, got chart.gif"),
+        (("bench", "--seconds", "long"), "seconds, got long"),
+        (("verify", "r", "4294967296"), "must be a whole number between 0 and 4294967295, got '4294967296'"),
+        (("verify", "r", "x"), "must be a whole number between 0 and 4294967295, got 'x'"),
+        (("why", "r", "0", "0", "-1", "0"), "must be a whole number between 0 and 4294967295, got '-1'"),
+    ],
+)
+def test_a_wrong_argument_is_refused_with_the_allowed_ones(words: tuple[str, ...], reason: str) -> None:
+    code, _, errors = kvpage(*words)
+    assert code == 2
+    assert reason in errors
