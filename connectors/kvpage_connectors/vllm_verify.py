@@ -113,23 +113,17 @@ def _start(job: dict[str, Any]) -> tuple[Run | None, str]:
 # -- in a process of its own -------------------------------------------------------------------------------------------
 
 
-class _Messages(logging.Handler):
-    """Messages of the connector."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def run_vllm(job: dict[str, Any]) -> Run:
     """Run the prompt in vLLM, after a short one that warms it up."""
     from vllm import LLM, SamplingParams, __version__
 
-    messages = _Messages()  # after the import, which configures logging
-    logging.getLogger("vllm.kvpage").addHandler(messages)
+    messages: list[str] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        messages.append(record.getMessage())
+        return True
+
+    logging.getLogger("vllm.kvpage").addFilter(keep)  # vLLM removes handlers when it configures its loggers
     options = {"disable_log_stats": False, "enforce_eager": True, **job["options"]}
     engine = LLM(**options, kv_transfer_config=job["config"])
     config = engine.llm_engine.model_config
@@ -147,7 +141,7 @@ def run_vllm(job: dict[str, Any]) -> Run:
         first_token=output.metrics.first_token_latency,
         answer=list(answer.token_ids),
         chances=[chances[token].logprob for token, chances in zip(answer.token_ids, answer.logprobs, strict=True)],
-        messages=messages.lines,
+        messages=messages,
     )
 
 
