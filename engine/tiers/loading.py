@@ -251,23 +251,32 @@ class Loading:
 
         `asyncio.wait` waits for the fetch, because a cancellation of `await fetching` would cancel that task, too.
 
-        The fetch has HEDGE_AFTER_SECONDS. After that, the file is read as well if it has more than memory; otherwise
-        the load ends if memory has most of the prompt. When the fetch has ended, the file is read if it has more than
-        fetch and memory, or if they have nothing, because then the file determines the reason of the miss.
+        The fetch and the header of the file have HEDGE_AFTER_SECONDS. After that, the file is read as well if it has
+        more than memory; otherwise the load ends if memory has most of the prompt. When the fetch has ended, the file
+        is read if it has more than fetch and memory, or if they have nothing, because then the file determines the
+        reason of the miss. A header that is late is awaited only if they have nothing, because the disk may hang.
         """
-        in_file = await self._tokens_in_file()
-        patience = HEDGE_AFTER_SECONDS - (time.perf_counter() - self._started)
-        await asyncio.wait([fetching], timeout=max(0.0, patience))
-        if not fetching.done():
-            if in_file > self._memory.reach:
-                return await self._hedge(in_file, fetching)
-            if self._memory_has_most:
+        header = asyncio.create_task(self._tokens_in_file())
+        try:
+            patience = HEDGE_AFTER_SECONDS - (time.perf_counter() - self._started)
+            await asyncio.wait([header, fetching], timeout=max(0.0, patience))
+            if not fetching.done() and not header.done() and not self._memory_has_most:
+                await asyncio.wait([header, fetching], return_when=asyncio.FIRST_COMPLETED)
+            if not fetching.done():
+                if header.done() and (in_file := header.result()) > self._memory.reach:
+                    return await self._hedge(in_file, fetching)
+                if self._memory_has_most:
+                    return None
+                await asyncio.wait([fetching])
+            best = max(self._memory.reach, self._fetch.reach if self._fetch else 0)
+            if not self._header or (best and not header.done()):
                 return None
-            await asyncio.wait([fetching])
-        best = max(self._memory.reach, self._fetch.reach if self._fetch else 0)
-        if self._header and (in_file > best or not best):
-            await self._read(in_file)
-        return None
+            in_file = await header
+            if in_file > best or not best:
+                await self._read(in_file)
+            return None
+        finally:
+            header.cancel()
 
     async def _hedge(self, in_file: int, fetching: asyncio.Task[None]) -> None:
         """Read the file while the page server is late, and wait for the first of the two that has enough."""

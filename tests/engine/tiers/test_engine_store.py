@@ -294,6 +294,27 @@ def test_a_late_server_reply_precedes_a_waiting_file(
     assert eventually(lambda: pool.used_blocks == 7), "what memory keeps; the file's own blocks are given back"
 
 
+def test_a_hanging_disk_does_not_delay_fetched_blocks(
+    stores: Callable[..., AgentCacheStore],
+    pool: BlockPool,
+    cold: SafetensorsCacheAdapter,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loading, "HEDGE_AFTER_SECONDS", 0.1)
+    first = stores(cold=cold)
+    remember(first, pool, "alice", TOKENS[:50])
+    first.close()
+    second = stores(cold=cold, deadline=60.0, restore_within=60.0)
+    disk = threading.Event()
+    for _ in range(2):
+        second._loop.files.submit(disk.wait)
+    try:
+        loaded = second.begin_load("alice", TOKENS).result(timeout=20)
+    finally:
+        disk.set()
+    assert (loaded.tier, taken(pool, loaded)) == ("page", 50)
+
+
 def test_a_damaged_file_leaves_the_load_to_the_slow_server(
     stores: Callable[..., AgentCacheStore],
     pool: BlockPool,
