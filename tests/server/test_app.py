@@ -346,7 +346,8 @@ class TestLog:
     @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is of Linux")
     def test_a_pidfile_on_a_full_disk_is_named(self) -> None:
         message = "pidfile: /dev/full cannot be written: No space left on device"
-        assert refused("--port", str(free_port()), "--store", "memory", "--pidfile", "/dev/full").endswith(message)
+        words = ["--port", str(free_port()), "--store", "memory", "--maxclients", "100", "--pidfile", "/dev/full"]
+        assert refused(*words).endswith(message)
 
     def test_a_byte_order_mark_is_ignored(self, tmp_path: Path) -> None:
         conf = tmp_path / "kvpage.conf"

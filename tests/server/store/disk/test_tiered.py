@@ -492,10 +492,11 @@ def test_a_dump_reports_values_that_it_finds_damaged_on_disk(tmp_path: Path) -> 
             set_page(client, seed)
         client.set("z*string", body(9000, 77))
         assert kvpage("dump", str(old), url=server.url)[0] == 0
+        port = server.port  # an update needs the same URL
     for content in (body(20_000, 3), body(9000, 77)):
         damage(store, content)
     lost = [f"{key}: it was damaged on the server's disk, and is lost" for key in ("kv:r:0:3:0:0", "z*string")]
-    with tiered(store, "--scrub-rate", "0") as (server, client):
+    with tiered(store, "--scrub-rate", "0", port=port) as (server, client):
         code, shown, _ = kvpage("dump", str(new), "--json", url=server.url)
         found = json.loads(shown)
         assert (code, found["pages"], found["strings"], sorted(found["corrupt"])) == (1, 7, 0, lost)
