@@ -60,6 +60,7 @@ await listener.quit();
 
 // Monitoring
 const watcher = new Redis({ port, disableClientInfo: true }); // its CLIENT SETINFO may come before it knows that it monitors
+await watcher.ping(); // it is ready: its own INFO is not among the monitored commands
 const monitor = await watcher.monitor(); // a connection of its own
 const seen = once(monitor, "monitor");
 await redis.get("watched");
