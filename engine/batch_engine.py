@@ -393,8 +393,10 @@ class BlockPoolBatchEngine:
 
     def _start_forks(self, request: Request) -> None:
         """Start the answers that wait for a prompt, of which all but the last token is computed."""
-        running = next(uid for uid, one in self._running.items() if one is request)
         forks, request.forks = request.forks, []
+        if not forks:
+            return
+        running = next(uid for uid, one in self._running.items() if one is request)
         full = request.shared[: self._block_manager.full_blocks(request)]
         at = len(request.prompt) - 1
         for child in forks:

@@ -305,7 +305,8 @@ def _prompts(
     sampling = body.sampling(service.prompts.kept_by_xtc)
     asked: list[Prompt] = []
     for tokens, text in texts:
-        leader = len(asked)
+        leader, label = len(asked), service.label(text or "")
+        end_of_reasoning = service.prompts.end_of_reasoning(tokens) if constraint else ()
         for i in range(body.choices):
             named = given is not None and not i
             seed = None if sampling.seed is None else sampling.seed + i
@@ -320,9 +321,9 @@ def _prompts(
                 continues=continues,
                 logprobs=0 if logprobs is None else max(1, logprobs),  # with 0, the token's own would be missing
                 constraint=constraint,
-                end_of_reasoning=service.prompts.end_of_reasoning(tokens) if constraint else (),
+                end_of_reasoning=end_of_reasoning,
                 leader=leader if i else None,
-                label=service.label(text or ""),
+                label=label,
             )
             asked.append(prompt)
     return asked, given

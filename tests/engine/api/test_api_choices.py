@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import openai
-import pytest
-from api_engines import RunningEngine, start_engine, write_tiny
+from api_engines import RunningEngine
 
 HELLO = [{"role": "user", "content": "Hello"}]
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
-    model = write_tiny(tmp_path_factory.mktemp("models") / "tiny")
-    with start_engine(model) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def client(engine: RunningEngine) -> Iterator[openai.OpenAI]:
-    with engine.client() as client:
-        yield client
 
 
 def chat(client: openai.OpenAI, **more: Any) -> Any:

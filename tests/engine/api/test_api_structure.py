@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import httpx
 import openai
 import pytest
-from api_engines import SMOLLM2, RunningEngine, start_engine, write_tiny
+from api_engines import SMOLLM2, RunningEngine, start_engine
 from engine_models import letter_tokenizer
 
 # isort: split
@@ -31,19 +30,6 @@ PERSON = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
-    model = write_tiny(tmp_path_factory.mktemp("models") / "tiny")
-    with start_engine(model) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def client(engine: RunningEngine) -> Iterator[openai.OpenAI]:
-    with engine.client() as client:
-        yield client
 
 
 def chat(client: openai.OpenAI, seed: int = 1, **more: Any) -> Any:

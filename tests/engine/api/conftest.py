@@ -1,0 +1,22 @@
+"""An engine with the tiny model and the default options, for tests that need no others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+from api_engines import RunningEngine, start_engine, write_tiny
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
+    model = write_tiny(tmp_path_factory.mktemp("models") / "tiny")
+    with start_engine(model) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def client(engine: RunningEngine) -> Iterator[openai.OpenAI]:
+    with engine.client() as client:
+        yield client
