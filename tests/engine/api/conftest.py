@@ -1,4 +1,4 @@
-"""An engine with the tiny model and the default options, for tests that need no others."""
+"""An engine with the tiny model and the default options, and `api`, OpenAI's client of it (`client` is Redis's)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
 
 
 @pytest.fixture(scope="module")
-def client(engine: RunningEngine) -> Iterator[openai.OpenAI]:
+def api(engine: RunningEngine) -> Iterator[openai.OpenAI]:
     with engine.client() as client:
         yield client

@@ -32,9 +32,9 @@ PERSON = {
 }
 
 
-def chat(client: openai.OpenAI, seed: int = 1, **more: Any) -> Any:
+def chat(api: openai.OpenAI, seed: int = 1, **more: Any) -> Any:
     options = {"model": "tiny", "messages": HELLO, "temperature": 1.5, "seed": seed, "max_tokens": 200, **more}
-    return client.chat.completions.create(**options)
+    return api.chat.completions.create(**options)
 
 
 def schema(of: dict[str, Any]) -> dict[str, Any]:
@@ -52,20 +52,20 @@ def is_person(text: str) -> bool:
     )
 
 
-def test_answers_of_a_random_model_match_the_schema(client: openai.OpenAI) -> None:
-    answers = chat(client, n=12, **schema(PERSON)).choices
+def test_answers_of_a_random_model_match_the_schema(api: openai.OpenAI) -> None:
+    answers = chat(api, n=12, **schema(PERSON)).choices
     assert {choice.finish_reason for choice in answers} == {"stop"}
     assert all(is_person(choice.message.content) for choice in answers)
     assert len({choice.message.content for choice in answers}) > 6
-    (greedy,) = chat(client, temperature=0, **schema(PERSON)).choices
+    (greedy,) = chat(api, temperature=0, **schema(PERSON)).choices
     assert greedy.finish_reason == "length" or is_person(greedy.message.content)
 
 
-def test_a_cut_answer_is_the_beginning_of_the_whole_one(client: openai.OpenAI) -> None:
-    whole = chat(client, **schema(PERSON)).choices[0].message.content
-    cut = chat(client, max_tokens=9, **schema(PERSON)).choices[0]
+def test_a_cut_answer_is_the_beginning_of_the_whole_one(api: openai.OpenAI) -> None:
+    whole = chat(api, **schema(PERSON)).choices[0].message.content
+    cut = chat(api, max_tokens=9, **schema(PERSON)).choices[0]
     assert (cut.finish_reason, cut.message.content) == ("length", whole[:9])
-    stream = chat(client, stream=True, **schema(PERSON))
+    stream = chat(api, stream=True, **schema(PERSON))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole
 
 
@@ -83,12 +83,12 @@ def test_a_cut_answer_is_the_beginning_of_the_whole_one(client: openai.OpenAI) -
         ({"structured_outputs": {"grammar": 'start: "z"'}}, r"z"),
     ],
 )
-def test_constraints_of_vllm_are_kept(client: openai.OpenAI, fields: dict[str, Any], pattern: str) -> None:
+def test_constraints_of_vllm_are_kept(api: openai.OpenAI, fields: dict[str, Any], pattern: str) -> None:
     for seed in range(4):
-        (choice,) = chat(client, seed, extra_body=fields).choices
+        (choice,) = chat(api, seed, extra_body=fields).choices
         assert choice.finish_reason == "stop"
         assert re.fullmatch(pattern, choice.message.content)
-    text = client.completions.create(model="tiny", prompt="a", temperature=1, max_tokens=90, extra_body=fields)
+    text = api.completions.create(model="tiny", prompt="a", temperature=1, max_tokens=90, extra_body=fields)
     assert re.fullmatch(pattern, text.choices[0].text)
 
 
@@ -96,8 +96,8 @@ def test_constraints_of_vllm_are_kept(client: openai.OpenAI, fields: dict[str, A
     "fields",
     [{"response_format": {"type": "json_object"}}, {"extra_body": {"structured_outputs": {"json_object": True}}}],
 )
-def test_json_mode_gives_an_object(client: openai.OpenAI, fields: dict[str, Any]) -> None:
-    (choice,) = chat(client, max_tokens=60, **fields).choices
+def test_json_mode_gives_an_object(api: openai.OpenAI, fields: dict[str, Any]) -> None:
+    (choice,) = chat(api, max_tokens=60, **fields).choices
     assert choice.message.content.startswith("{")
     assert choice.finish_reason == "length" or isinstance(json.loads(choice.message.content), dict)
 
@@ -181,5 +181,5 @@ def test_openais_client_parses_an_answer_of_the_real_model() -> None:
     with start_engine(SMOLLM2) as engine, engine.client() as client:
         messages: Any = [{"role": "user", "content": "What is the weather in Rome? Answer in JSON."}]
         options: Any = {"model": "smollm2", "messages": messages, "temperature": 0, "max_tokens": 60}
-        parsed = client.chat.completions.parse(response_format=Weather, **options).choices[0].message.parsed
+        parsed = api.chat.completions.parse(response_format=Weather, **options).choices[0].message.parsed
         assert isinstance(parsed, Weather)
