@@ -181,5 +181,5 @@ def test_openais_client_parses_an_answer_of_the_real_model() -> None:
     with start_engine(SMOLLM2) as engine, engine.client() as client:
         messages: Any = [{"role": "user", "content": "What is the weather in Rome? Answer in JSON."}]
         options: Any = {"model": "smollm2", "messages": messages, "temperature": 0, "max_tokens": 60}
-        parsed = api.chat.completions.parse(response_format=Weather, **options).choices[0].message.parsed
+        parsed = client.chat.completions.parse(response_format=Weather, **options).choices[0].message.parsed
         assert isinstance(parsed, Weather)
