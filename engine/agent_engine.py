@@ -59,6 +59,7 @@ class Answer:
     text: str
     tokens: tuple[int, ...]  # without the end-of-text token
     finish_reason: str  # "stop" or "length"
+    stopped_by: str | None  # the stop string before which the text ends
     prompt_tokens: int
     reuse: Reuse
     not_kept: str | None = None  # the reason if the context could not be kept
@@ -168,6 +169,7 @@ class Job:
             text=done.text,
             tokens=done.tokens,
             finish_reason=done.finish_reason,
+            stopped_by=done.stopped_by,
             prompt_tokens=done.prompt_tokens,
             reuse=reuse,
             not_kept=done.not_kept,

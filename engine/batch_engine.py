@@ -518,7 +518,7 @@ class BlockPoolBatchEngine:
         if request.guard:
             request.guard.check(response.token)
         request.add(response.token, ends=ends_text)
-        if response.finish_reason or request.text.stopped:
+        if response.finish_reason or request.text.stopped_by:
             request.text.finish()
         if request.on_token:
             request.on_token(request.token_event(response, ends_text=ends_text))
@@ -526,7 +526,7 @@ class BlockPoolBatchEngine:
             return None
         if response.finish_reason:
             return self._complete(response.uid, response.prompt_cache, response.all_tokens, response.finish_reason)
-        if not request.text.stopped:
+        if not request.text.stopped_by:
             return None
         cache, tokens = self._runner.extract(response.uid)
         self._runner.remove(response.uid)
@@ -544,7 +544,7 @@ class BlockPoolBatchEngine:
                 not_kept = str(error)
         if not blocks:
             self._block_manager.release(request)
-        return request.completed("stop" if request.text.stopped else reason, self.spec, blocks, not_kept)
+        return request.completed("stop" if request.text.stopped_by else reason, self.spec, blocks, not_kept)
 
     def _failed(self, request: Request, error: Exception) -> CompletedGeneration:
         with suppress(Exception):  # the tokenizer itself may have failed

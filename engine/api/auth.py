@@ -26,6 +26,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,32}")
 _MOST_BYTES = 16 << 20  # bytes of a file of tokens
 WATCHER = "*"  # the tenant's name of a token that may read the metrics of all tenants, and nothing else
 AGENT_HEADER = "X-Agent-Id"
+KEY_HEADER = "X-Api-Key"
 
 
 class TokenFileError(ValueError):
@@ -132,14 +133,24 @@ class Tokens:
         """
         if not self._tenants:
             return Tenant()
-        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        scheme, _, token = credential(request).partition(" ")
         if scheme.lower() != "bearer" or not token:
-            raise ApiError(401, "a token is needed: Authorization: Bearer TOKEN", code="invalid_api_key")
+            raise ApiError(
+                401, "a token is needed: Authorization: Bearer TOKEN, or X-Api-Key: TOKEN", code="invalid_api_key"
+            )
         asked = _digest(token.strip())
         for digest, tenant in self._tenants.items():
             if hmac.compare_digest(digest, asked):
                 return tenant
         raise ApiError(401, "the token is not known", code="invalid_api_key")
+
+
+def credential(request: Request) -> str:
+    """Return the value of the header Authorization; without it, the key of X-Api-Key, Anthropic's header, as a bearer
+    token; "" if a request has neither.
+    """
+    key = request.headers.get(KEY_HEADER)
+    return request.headers.get("Authorization") or (f"Bearer {key}" if key else "")
 
 
 def _digest(token: str) -> bytes:

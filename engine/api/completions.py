@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from pydantic_core import to_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -24,18 +23,7 @@ from .auth import Tenant
 from .openai.errors import ApiError, invalid
 from .openai.reading import Reader
 from .openai.schema import MAX_ANSWERS, ChatBody, CompletionBody, CompletionFields
-from .openai.shapes import (
-    CHAT,
-    TEXT,
-    ChatLikelihoods,
-    ChatShape,
-    Envelope,
-    Kind,
-    Shape,
-    TextLikelihoods,
-    TextShape,
-    usage_of,
-)
+from .openai.shapes import CHAT, TEXT, ChatLikelihoods, ChatShape, Envelope, Kind, Shape, TextLikelihoods, TextShape
 from .service import Service
 from .worker import Answers, Prompt
 
@@ -78,8 +66,7 @@ async def answer(
         except Exception as error:
             raise refusal(error, service) from error
         if body.stream:
-            usage = body.stream_options.include_usage
-            events = _events(service, answers, first, shapes, envelope, usage)
+            events = _events(service, answers, first, shapes, envelope)
             return _Stream(events, service, answers, deadline, ends.pop_all())
     service.answered(answers)
     choices = [await _run(shapes[i], partial(shapes[i].choice, whole)) for i, whole in enumerate(answers.whole)]
@@ -191,27 +178,25 @@ async def _events(
     first: tuple[int, Token | Answer],
     shapes: Sequence[Shape],
     envelope: Envelope,
-    usage: bool,
 ) -> AsyncIterator[bytes]:
     """Yield the server-sent events of a stream: the openings with the `first` event, the further tokens, and the ends.
 
-    With `usage`, an event before the end has the numbers of tokens. An exception becomes an event.
+    An exception becomes an event.
     """
     try:
         index, event = first
-        opening = _encoded(chunk for shape in shapes for chunk in shape.opening())
-        if events := opening + await _run(shapes[index], partial(_next, shapes[index], event)):
+        opening = envelope.encoded(chunk for shape in shapes for chunk in shape.opening())
+        if events := opening + envelope.encoded(await _run(shapes[index], partial(_next, shapes[index], event))):
             yield events
         async for index, event in answers:
-            if events := await _run(shapes[index], partial(_next, shapes[index], event)):
+            if events := envelope.encoded(await _run(shapes[index], partial(_next, shapes[index], event))):
                 yield events
         service.answered(answers)
-        counts = [envelope.chunk(usage=usage_of(answers.of_prompts, answers.whole))] if usage else []
-        yield _encoded(counts) + b"data: [DONE]\n\n"
+        yield envelope.ending(answers.of_prompts, answers.whole)
     except ClientDisconnect:
         raise
     except Exception as error:  # noqa: BLE001 - the status was sent already: an event has the error
-        yield _encoded([refusal(error, service).body])
+        yield envelope.failure(refusal(error, service))
 
 
 async def _run(shape: Shape, make: Callable[[], _Result]) -> _Result:
@@ -219,12 +204,8 @@ async def _run(shape: Shape, make: Callable[[], _Result]) -> _Result:
     return await asyncio.to_thread(make) if shape.may_take_long else make()
 
 
-def _next(shape: Shape, event: Token | Answer) -> bytes:
-    return _encoded(shape.chunks(event) if isinstance(event, Token) else shape.closing(event))
-
-
-def _encoded(chunks: Iterable[dict[str, Any]]) -> bytes:
-    return b"".join(b"data: %s\n\n" % to_json(chunk, inf_nan_mode="null") for chunk in chunks)
+def _next(shape: Shape, event: Token | Answer) -> list[dict[str, Any]]:
+    return list(shape.chunks(event) if isinstance(event, Token) else shape.closing(event))
 
 
 async def chat(request: Request) -> Response:
@@ -232,6 +213,24 @@ async def chat(request: Request) -> Response:
     service: Service = request.app.state.service
     tenant = service.tokens.tenant(request)
     body = await service.parsed(ChatBody, request)
+    asked, given, readers = await conversation(service, request, tenant, body)
+    envelope = _envelope(service, CHAT, body, given)
+    shapes = []
+    for i, reader in enumerate(readers):
+        likelihoods = ChatLikelihoods(service.prompts.token_text, body.top_logprobs) if body.logprobs else None
+        shapes.append(ChatShape(envelope, i, reader, likelihoods))
+    return await answer(service, request, service.ask(asked), shapes, envelope, body)
+
+
+async def conversation(
+    service: Service, request: Request, tenant: Tenant, body: ChatBody
+) -> tuple[list[Prompt], str | None, list[Reader]]:
+    """Return the prompts of a conversation for the engine, one for each choice, the client's name for the agent, and a
+    reader of each answer.
+
+    Raises ApiError: 404 for another model, 400 for a conversation that the model or its template refuses. Raises
+    ClientDisconnect.
+    """
     service.check_model(body.model)
     prompts = service.prompts
     logprobs = body.top_logprobs if body.logprobs else None
@@ -243,13 +242,8 @@ async def chat(request: Request) -> Response:
         service, request, tenant, body, [(tokens, first)], body.limit, logprobs, constraint, continues=continues
     )
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
-    envelope = _envelope(service, CHAT, body, given)
-    shapes = []
-    for i in range(len(asked)):
-        reader = Reader(prompts.markup, tokens, tools, several=body.parallel_tool_calls)
-        likelihoods = None if logprobs is None else ChatLikelihoods(prompts.token_text, logprobs)
-        shapes.append(ChatShape(envelope, i, reader, likelihoods))
-    return await answer(service, request, service.ask(asked), shapes, envelope, body)
+    readers = [Reader(prompts.markup, tokens, tools, several=body.parallel_tool_calls) for _ in asked]
+    return asked, given, readers
 
 
 async def complete(request: Request) -> Response:

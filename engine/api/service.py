@@ -20,7 +20,7 @@ from kvpage_server.web import page_response
 
 from ..chains import is_unnamed, unnamed_agent
 from ..startup import Engine
-from .auth import AGENT_HEADER, Tenant, Tokens, tenant_of
+from .auth import AGENT_HEADER, Tenant, Tokens, credential, tenant_of
 from .metrics import Metrics
 from .openai.errors import ApiError, invalid, shortened
 from .openai.prompts import Prompts
@@ -215,7 +215,7 @@ class Service:
 
     def unnamed(self, request: Request, tenant: Tenant) -> str:
         """Return the engine's id of a new agent for a prompt without a name."""
-        return tenant.agent(unnamed_agent(request.headers.get("Authorization", "")), "agent_id")
+        return tenant.agent(unnamed_agent(credential(request)), "agent_id")
 
     def label(self, text: str) -> str:
         """Return the label of a context without a name, which `kvpage` and the web pages show.

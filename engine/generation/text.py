@@ -243,7 +243,7 @@ class AnswerText:
         self._read = 0  # characters that `read` has returned
         self._held = 0  # characters at the end that may be the beginning of a stop string
         self._finished = False
-        self.stopped = False
+        self.stopped_by: str | None = None  # the stop string that has ended the text
 
     @property
     def text(self) -> str:
@@ -258,7 +258,7 @@ class AnswerText:
 
     def finish(self) -> None:
         """End the text, because no token follows. Text that was held back becomes final."""
-        if not self.stopped:
+        if self.stopped_by is None:
             self._detokenizer.finalize()
             self._look()
         self._finished = True
@@ -277,11 +277,11 @@ class AnswerText:
             self._unsearched = len(self._text)
             return
         start = max(self._unsearched, before - self._longest)  # earlier text was searched before
-        at = min((at for word in self._stop if (at := self._text.find(word, start)) >= 0), default=-1)
-        self.stopped = at >= 0
-        if self.stopped:
+        found = [(at, word) for word in self._stop if (at := self._text.find(word, start)) >= 0]
+        if found:
+            at, self.stopped_by = min(found)
             self._text = self._text[:at]
-        self._held = 0 if self.stopped else self._beginning_of_a_stop()
+        self._held = 0 if found else self._beginning_of_a_stop()
 
     def _beginning_of_a_stop(self) -> int:
         """Return the length in characters of the longest end of the text with which a stop string may begin."""

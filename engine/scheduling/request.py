@@ -61,6 +61,7 @@ class CompletedGeneration:
     text: str
     tokens: tuple[int, ...]  # without the end-of-text token
     finish_reason: str  # "stop" or "length"; "error" when `error` was raised
+    stopped_by: str | None  # the stop string before which the text ends
     blocks: AgentBlocks  # prompt and answer with end of text; the receiver frees them; empty when not kept
     prompt_tokens: int
     tokens_reused: int  # of the prompt, taken from `cache`
@@ -159,6 +160,7 @@ class Request:
             text=self.text.text,
             tokens=tuple(self.tokens),
             finish_reason=reason,
+            stopped_by=self.text.stopped_by,
             blocks=blocks or AgentBlocks(self.agent_id, (), (), spec.fingerprint),
             prompt_tokens=len(self.prompt),
             tokens_reused=self.tokens_reused,

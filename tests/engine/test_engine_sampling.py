@@ -190,7 +190,7 @@ def test_stop_strings_begin_after_min_tokens() -> None:
     for count, expected in ((0, ""), (1, "a"), (2, "abx"), (4, "abxa"), (5, "abxab")):
         text, read = AnswerText(Letters(), ["ab", "b"], count), ""
         for letter in "abxab":
-            if not text.stopped:
+            if not text.stopped_by:
                 text.add(ord(letter))
                 read += text.read()
         text.finish()

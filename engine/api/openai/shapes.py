@@ -7,9 +7,12 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from pydantic_core import to_json
+
 from ...agent_engine import Answer
 from ...generation.text import REPLACEMENT, TokenText
 from ...scheduling.request import Token
+from .errors import ApiError
 from .reading import AnswerPart, Reader
 
 # -- Log-probabilities of tokens, as chat and text completions show them -----------------------------------------------
@@ -121,6 +124,19 @@ class Envelope:
         """Return the complete reply to a request. `prompts` are answers, one for each prompt; `answers` are all."""
         opening = {"id": self._id, "object": self._kind.whole, **self._common, "choices": choices}
         return opening | {"usage": usage_of(prompts, answers), "kvpage": self.kvpage(answers[0])}
+
+    def encoded(self, chunks: Iterable[Reply]) -> bytes:
+        """Return chunks as server-sent events."""
+        return b"".join(b"data: %s\n\n" % to_json(chunk, inf_nan_mode="null") for chunk in chunks)
+
+    def ending(self, prompts: Sequence[Answer], answers: Sequence[Answer]) -> bytes:
+        """Return the last events of a stream, as `whole`: the numbers of tokens, if chunks have them, and the end."""
+        counts = [self.chunk(usage=usage_of(prompts, answers))] if self._counts else []
+        return self.encoded(counts) + b"data: [DONE]\n\n"
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the last event of a stream that has failed."""
+        return self.encoded([error.body])
 
     def kvpage(self, answer: Answer) -> Reply:
         """Return the field `kvpage`: the reused tokens of an answer, their tier, and durations in milliseconds."""
