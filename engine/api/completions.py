@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -23,11 +23,37 @@ from .auth import Tenant
 from .openai.errors import ApiError, invalid
 from .openai.reading import Reader
 from .openai.schema import MAX_ANSWERS, ChatBody, CompletionBody, CompletionFields
-from .openai.shapes import CHAT, TEXT, ChatLikelihoods, ChatShape, Envelope, Kind, Shape, TextLikelihoods, TextShape
+from .openai.shapes import CHAT, TEXT, ChatLikelihoods, ChatShape, Envelope, Kind, Reply, TextLikelihoods, TextShape
 from .service import Service
 from .worker import Answers, Prompt
 
 # -- Replies: one JSON object, or a stream of server-sent events -------------------------------------------------------
+
+
+class Shape(Protocol):
+    """Format of an answer. `opening`, `chunks` and `closing` return the chunks of a stream. For an answer that is not
+    streamed, `add` takes each token, and `choice` returns its part of the reply.
+    """
+
+    @property
+    def may_take_long(self) -> bool: ...
+    def opening(self) -> Iterable[Reply]: ...
+    def chunks(self, token: Token) -> Iterable[Reply]: ...
+    def closing(self, answer: Answer) -> Iterable[Reply]: ...
+    def add(self, token: Token) -> None: ...
+    def choice(self, answer: Answer) -> Reply: ...
+
+
+class Replies(Protocol):
+    """Format of a reply: a whole one with its choices, or the events of a stream, the last one, and the one of an
+    error.
+    """
+
+    def whole(self, choices: Sequence[Reply], prompts: Sequence[Answer], answers: Sequence[Answer]) -> Reply: ...
+    def encoded(self, chunks: Iterable[Reply]) -> bytes: ...
+    def ending(self, prompts: Sequence[Answer], answers: Sequence[Answer]) -> bytes: ...
+    def failure(self, error: ApiError) -> bytes: ...
+
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +67,7 @@ async def answer(
     request: Request,
     answers: Answers,
     shapes: Sequence[Shape],
-    envelope: Envelope,
+    envelope: Replies,
     body: CompletionFields,
 ) -> Response:
     """Return the reply to a request: the complete answers, or a stream if the body requests it.
@@ -177,7 +203,7 @@ async def _events(
     answers: Answers,
     first: tuple[int, Token | Answer],
     shapes: Sequence[Shape],
-    envelope: Envelope,
+    envelope: Replies,
 ) -> AsyncIterator[bytes]:
     """Yield the server-sent events of a stream: the openings with the `first` event, the further tokens, and the ends.
 

@@ -29,7 +29,8 @@ from kvpage_server.system import signals
 from kvpage_server.tracing import continued
 
 from ..startup import CANNOT_OPEN, Engine, Options, model_name
-from . import agents
+from . import agents, messages
+from .anthropic.shapes import error_body
 from .auth import Tokens
 from .completions import UNREAD_SECONDS, chat, complete
 from .openai.errors import ApiError
@@ -75,6 +76,7 @@ def make_app(service: Service, host: str, origins: Sequence[str] = ()) -> Starle
             Route("/v1/completions", complete, methods=["POST"]),
             Route("/v1/models", models),
             Route("/v1/models/{model:path}", model),
+            *messages.MESSAGE_ROUTES,
             *agents.AGENT_ROUTES,
             Route("/health", ready),
             Route("/health/live", live),
@@ -115,15 +117,21 @@ def _health(well: bool, more: dict[str, object]) -> Response:
 
 def _handler(error_of: Callable[..., ApiError]) -> Callable[[Request, Exception], Awaitable[Response]]:
     async def handle(request: Request, error: Exception) -> Response:
-        return error_of(error).response()
+        return _reply(request, error_of(error))
 
     return handle
+
+
+def _reply(request: Request, error: ApiError) -> Response:
+    """Return the reply with an error, in the format of the API to which the request belongs."""
+    anthropic = request.url.path.startswith("/v1/messages")
+    return error.response(error_body(error) if anthropic else error.body)
 
 
 async def _no_such_page(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"there is no {request.method} {request.url.path} here"
-    response = ApiError(error.status_code, message, code="unknown_url").response()
+    response = _reply(request, ApiError(error.status_code, message, code="unknown_url"))
     response.headers.update(error.headers or {})  # such as Allow
     return response
 
@@ -242,7 +250,8 @@ async def _serve(
 
 
 def _refused(refusal: Unanswered) -> Response:
-    return ApiError(refusal.status, refusal.message, None, refusal.code, refusal.retry_after).response()
+    error = ApiError(refusal.status, refusal.message, None, refusal.code, refusal.retry_after)
+    return error.response(error.body)
 
 
 async def _first_of(*waits: object) -> None:

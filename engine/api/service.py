@@ -21,6 +21,7 @@ from kvpage_server.web import page_response
 from ..chains import is_unnamed, unnamed_agent
 from ..startup import Engine
 from .auth import AGENT_HEADER, Tenant, Tokens, credential, tenant_of
+from .diagnosis import PromptLog
 from .metrics import Metrics
 from .openai.errors import ApiError, invalid, shortened
 from .openai.prompts import Prompts
@@ -101,6 +102,7 @@ class Service:
         self.limits = limits
         self.metrics = Metrics(lambda: worker.pending)
         self.watching = Watching(worker)
+        self.prompt_log = PromptLog()
         self.closing = False
         self._sanitize = sanitize
         self._hash_labels = hash_labels

@@ -1,4 +1,4 @@
-"""docs/api.md and docs/engine.md are true: every curl line is run, with the real small model and a store."""
+"""Documents of the engine are true: every curl line is run, with the real small model and a store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.model
 CURL = shutil.which("curl")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def engine(server: RunningServer) -> Iterator[RunningEngine]:
     with server.client() as client:
         client.flushall()
@@ -27,9 +27,10 @@ def engine(server: RunningServer) -> Iterator[RunningEngine]:
 
 
 @pytest.mark.skipif(not CURL, reason="curl is not installed")
-def test_every_curl_line_answers_as_shown(engine: RunningEngine) -> None:
+@pytest.mark.parametrize("document", ["docs/api.md", "docs/engine.md", "docs/messages.md"])
+def test_every_curl_line_answers_as_shown(engine: RunningEngine, document: str) -> None:
     lines = 0
-    for typed, shown in [*commands("docs/api.md"), *commands("docs/engine.md")]:
+    for typed, shown in commands(document):
         program, *words = shlex.split(typed)
         if words[:1] == ["serve"]:
             assert shown in engine.log.replace(engine.url, "http://127.0.0.1:8000").splitlines()
@@ -40,7 +41,7 @@ def test_every_curl_line_answers_as_shown(engine: RunningEngine) -> None:
         asked = [word.replace("localhost:8000", engine.url.removeprefix("http://")) for word in words]
         check(run([program, *asked]), shown)
         lines += 1
-    assert lines > 12
+    assert lines
 
 
 @pytest.mark.soak

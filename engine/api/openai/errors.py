@@ -31,13 +31,14 @@ class ApiError(Exception):
         """The error in OpenAI's format."""
         return {"error": {"message": self.message, "type": _type(self.status), "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
+    def response(self, body: Mapping[str, object]) -> JSONResponse:
+        """Return the reply with this error, which `body` contains in the format of an API."""
         headers: Mapping[str, str] = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         if self.status == 401:
             headers = {"WWW-Authenticate": "Bearer"}
         if self.status in (408, 413):
             headers = {"Connection": "close"}  # the rest of the body is not read
-        return JSONResponse(self.body, self.status, headers)
+        return JSONResponse(body, self.status, headers)
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:

@@ -204,8 +204,13 @@ class RequestBody(BaseModel):
             raise invalid(f"the body is not JSON: {error}", code="invalid_json") from error
         if not isinstance(body, dict):
             raise invalid("the body must be a JSON object", code="invalid_json")
+        return cls.of(body)
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> Self:
+        """Return a body with these fields. Raises ApiError (400) with the name of the first wrong field."""
         try:
-            return cls.model_validate(body)
+            return cls.model_validate(fields)
         except ValidationError as error:
             raise _refusal(error.errors(include_url=False)) from error
 

@@ -139,17 +139,8 @@ class Envelope:
         return self.encoded([error.body])
 
     def kvpage(self, answer: Answer) -> Reply:
-        """Return the field `kvpage`: the reused tokens of an answer, their tier, and durations in milliseconds."""
-        reuse = answer.reuse
-        return {
-            "agent_id": self._agent_id,
-            "tier": reuse.tier,
-            "tokens_reused": reuse.tokens,
-            "restore_ms": round(1000 * reuse.restore_seconds, 3),
-            "waited_ms": round(1000 * reuse.waited_seconds, 3),
-            "first_token_ms": round(1000 * reuse.time_to_first_token, 3),
-            "why": reuse.why,
-        }
+        """Return the field `kvpage`."""
+        return kvpage_of(answer, self._agent_id)
 
 
 class ChatShape:
@@ -272,9 +263,21 @@ class TextShape:
         return tokens
 
 
-# Both formats: `opening`, `chunks` and `closing` return the chunks of a stream. For an answer that is not streamed,
-# `add` takes each token, and `choice` returns its part of the reply.
-Shape = ChatShape | TextShape
+def kvpage_of(answer: Answer, agent_id: str | None) -> Reply:
+    """Return the field `kvpage`: the reused tokens of an answer, their tier, and durations in milliseconds.
+
+    `agent_id` is the client's name for the agent.
+    """
+    reuse = answer.reuse
+    return {
+        "agent_id": agent_id,
+        "tier": reuse.tier,
+        "tokens_reused": reuse.tokens,
+        "restore_ms": round(1000 * reuse.restore_seconds, 3),
+        "waited_ms": round(1000 * reuse.waited_seconds, 3),
+        "first_token_ms": round(1000 * reuse.time_to_first_token, 3),
+        "why": reuse.why,
+    }
 
 
 def usage_of(prompts: Sequence[Answer], answers: Sequence[Answer]) -> Reply:
