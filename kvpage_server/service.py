@@ -153,7 +153,7 @@ AGAIN_AFTER = 1.0  # seconds from an error of a task to its next start
 def regular_work(server: Server) -> Iterator[Coroutine[None, None, None]]:
     """Yield the coroutines of the periodic tasks, which run until they are cancelled.
 
-    One deletes expired keys, one evicts after `maxmemory` was lowered, and one closes clients that exceed their limits.
+    One deletes expired keys, one evicts when memory is full, and one closes clients that exceed their limits.
     """
     yield _again(partial(_sweep, server))
     yield _again(partial(_shrink, server))
@@ -178,15 +178,16 @@ async def _sweep(server: Server) -> None:
 
 
 async def _shrink(server: Server) -> None:
-    """Evict soon after `maxmemory` was lowered, and not only at the next write. CLIENT PAUSE postpones this."""
+    """Evict or demote soon after memory has become full, and not only at the next write. CLIENT PAUSE postpones this.
+
+    Memory becomes full when `maxmemory` is lowered, by a large write, and when values are loaded from disk.
+    """
     memory = server.keyspace.memory
-    most = memory.limit
     while True:
         done = True
-        if memory.limit != most and not server.is_paused:
+        if memory.is_full and not server.is_paused:
             with suppress(OverLimit):
                 done = memory.shrink()
-            most = memory.limit if done else most
         await asyncio.sleep(SWEEP_EVERY if done else 0)
 
 

@@ -262,7 +262,7 @@ class Connection(Protocol):
 
     @property
     def running(self) -> int:
-        """Bytes of memory of a command that waits, or whose reply is being sent."""
+        """Bytes of memory of a command that waits, or whose reply is being sent, and read ahead for this reply."""
 
     @property
     def outgoing(self) -> int:
@@ -283,6 +283,7 @@ class Client:
     user: User | None = field(default=None, init=False)  # None until it has authenticated
     fast_path_ok: bool = field(default=False, init=False)  # set by `update_fast_path`
     kept: int = field(default=0, init=False)  # bytes of names that the server keeps for it; see `keep`
+    read_ahead: int = field(default=0, init=False)  # bytes borrowed from disk for later steps of its current reply
     waited_to_authenticate: bool = field(default=False, init=False)  # has waited for its turn to try a password
     protocol: int = field(default=2, init=False)
     name: bytes = field(default=b"", init=False)

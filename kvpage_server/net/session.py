@@ -211,7 +211,9 @@ class Session:
 
     @property
     def running(self) -> int:
-        return self._parser.taken_bytes if self._replies.under_way or self._runner.is_waiting else 0
+        if self._replies.under_way:
+            return self._parser.taken_bytes + self.client.read_ahead
+        return self._parser.taken_bytes if self._runner.is_waiting else 0
 
     @property
     def outgoing(self) -> int:

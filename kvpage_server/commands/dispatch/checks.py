@@ -15,7 +15,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain, filterfalse
+from itertools import chain, filterfalse, islice
 from operator import attrgetter
 from typing import Generic, TypeVar
 
@@ -218,6 +218,7 @@ class ReadAhead(Generic[T]):
         self, client: Client, find: Callable[[Prefetcher, T], Sequence[OnDisk]], steps: Sequence[T], *, of_pages: bool
     ) -> None:
         self.lent: BorrowedReads = {}  # for the current step and the steps after it
+        self._client = client
         self._tiered = client.server.tiered
         self._keyspace = client.keyspace
         self._touches = client.touches
@@ -227,17 +228,16 @@ class ReadAhead(Generic[T]):
         self._at = 0  # the current step
         self._fetched: deque[list[OnDisk]] = deque()  # loaded values of the current step and of the steps after it
         self._sizes: deque[int] = deque()  # bytes of each of these lists
-        self._sent: list[OnDisk] = []  # values that were loaded for the step before
+        self._borrowed: deque[int] = deque()  # bytes of each of these lists, 0 if they are loaded into the store
+        self._sent: list[OnDisk] = []  # values that were loaded for the current step
         self._holds: list[Hold] = []  # the holds of the current step's values
 
     def next(self) -> Iterator[Reply]:
         """Begin the next step: yield waits until its values are in memory or borrowed. It must be called before each
-        step.
+        step, and `end_step` after it.
 
         A value that cannot be read stays on disk.
         """
-        for value in self._sent:
-            self.lent.pop(value, None)
         tiered, here = self._tiered, self._steps[self._at]
         if tiered is not None and self._keyspace.contents.any_on_disk:
             self._look_ahead(tiered)
@@ -257,7 +257,14 @@ class ReadAhead(Generic[T]):
                 value.failing = ""
             self._fetched.popleft()
             self._sizes.popleft()
+            self._borrowed.popleft()
+            self._client.read_ahead = sum(self._borrowed)
         self._at += 1
+
+    def end_step(self) -> None:
+        """Drop the references to the step's borrowed values, so that their memory is freed when they are sent."""
+        for value in self._sent:
+            self.lent.pop(value, None)
 
     def borrowed_read_of(self, entries: Sequence[Entry | None]) -> tuple[Piece, ...] | None:
         """Return the encoded pieces of a step's entries if all of them are borrowed from one read in this order,
@@ -273,17 +280,19 @@ class ReadAhead(Generic[T]):
 
     def _look_ahead(self, tiered: DiskTier) -> None:
         """Begin to load the values of the current step and the steps after it, up to `_MOST_STEPS` steps or
-        `_MOST_AHEAD` bytes. Do nothing while more than half of these bytes are loaded in advance.
+        `_MOST_AHEAD` bytes, or `found_at_once` if that is less. Do nothing while more than half of these bytes are
+        loaded in advance.
         """
-        sizes = self._sizes
-        if sum(sizes) > _MOST_AHEAD // 2:
+        sizes, most = self._sizes, min(_MOST_AHEAD, self._client.server.found_at_once)
+        if sum(sizes) > most // 2:
             return
         if not sizes:
             self._fetch(tiered, self._look_at_one_more())
         others: dict[OnDisk, None] = {}
-        while len(sizes) < min(_MOST_STEPS, len(self._steps) - self._at) and sum(sizes) < _MOST_AHEAD:
+        while len(sizes) < min(_MOST_STEPS, len(self._steps) - self._at) and sum(sizes) < most:
             others.update(dict.fromkeys(self._look_at_one_more()))
         self._fetch(tiered, list(others))
+        self._client.read_ahead = sum(self._borrowed)
 
     def _look_at_one_more(self) -> list[OnDisk]:
         """Return the values to load for the first step that is not in `_fetched` yet, and append them to `_fetched`."""
@@ -293,12 +302,15 @@ class ReadAhead(Generic[T]):
         return values
 
     def _fetch(self, tiered: DiskTier, values: list[OnDisk]) -> None:
-        """Begin to borrow the values, or to load them if they cannot be borrowed. Do nothing for values that cannot be
-        borrowed if the client has CLIENT NO-TOUCH: these are loaded at their step, when a hold keeps them.
+        """Begin to borrow the values of the last looked up steps, or to load them if they cannot be borrowed. Do
+        nothing for values that cannot be borrowed if the client has CLIENT NO-TOUCH: these are loaded at their step,
+        when a hold keeps them.
         """
-        lent = self._lent_for(values)
+        lent, borrowed = self._lent_for(values), False
         if lent is not None or self._touches:  # without both, a value stays only as long as the hold of its step
-            tiered.fetching.fetch(values, _nothing, lent, touches=self._touches)
+            borrowed = tiered.fetching.fetch(values, _nothing, lent, touches=self._touches)
+        sizes = islice(self._sizes, len(self._borrowed), None)
+        self._borrowed.extend(sizes if borrowed else (0 for _ in sizes))
 
     def _lent_for(self, values: Sequence[OnDisk]) -> BorrowedReads | None:
         """Return the map to which borrowed reads of these values are added; None if one of them cannot be borrowed."""

@@ -6,9 +6,10 @@ that many of them are one piece of the reply. Large values are sent from the map
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, chain, islice
+from collections.abc import Callable, Sequence
+from itertools import accumulate, takewhile
 from operator import add, attrgetter
 from time import monotonic
 from typing import Protocol, cast
@@ -19,6 +20,7 @@ from kvpage_server.core.pieces import END, Piece, frame
 from kvpage_server.store.memory.on_disk import OnDisk
 
 _SIZE = attrgetter("size")
+VALUES_PER_COPY = 16  # values in one slot, which stays in use until the last of them is sent
 
 
 class BorrowedRead(Protocol):
@@ -76,67 +78,72 @@ class Copies:
 #
 # Such a read keeps an LMDB read transaction open. While it is open, LMDB does not reuse pages of the file that later
 # transactions free. So the checked bytes do not change, but the file grows. Therefore the transaction ends after
-# LONGEST: bytes that a slow client has not received by then are copied to memory.
+# LONGEST: pieces that a slow client has not received by then are copied to memory.
 
 LONGEST = 1.0  # seconds until the bytes of a borrowed read are copied to memory
-ENDED_PER_STEP = 4  # old reads whose bytes one call copies, in some milliseconds
+COPIED_PER_STEP = 16 * 1024**2  # bytes that one call copies, in some milliseconds; it may copy one piece more
 MOST = 256  # reads at a time, because each uses an entry of LMDB's reader table; another one ends the oldest
 
 
 class Mapped:
-    """Borrowed read of intact bodies, each in one or more views of the map, one for each piece in LMDB.
+    """Borrowed read of several bodies. It ends with the last reference to it and its pieces, or when all are copied.
 
-    `txn` is the transaction that keeps the views valid. It ends with the last reference to this object and its pieces,
-    or with `copy_to_memory`.
+    `txn` is the transaction that keeps the views of the map valid. `pieces` refer to those pieces that a reply may
+    still send: of other pieces nothing is copied.
     """
 
-    __slots__ = ("__weakref__", "_txn", "_values", "_views", "since")
+    __slots__ = ("__weakref__", "_txn", "pieces", "since")
 
-    def __init__(self, txn: object, bodies: Mapping[OnDisk, Sequence[memoryview]]) -> None:
+    def __init__(self, txn: object) -> None:
         self.since = monotonic()
         self._txn = txn
-        self._views: list[memoryview] = []
-        self._values: dict[OnDisk, range] = {}  # indexes of each value's views
-        for value, views in bodies.items():
-            self._values[value] = range(len(self._views), len(self._views) + len(views))
-            self._views += views
+        self.pieces: list[ref[MappedPiece]] = []
 
-    def pieces(self, values: Sequence[object]) -> tuple[Piece, ...] | None:
-        """Return for each value its frame, its views and its end, see `BorrowedRead`."""
-        if not self._values.keys() >= set(values):
-            return None
-        return (*chain.from_iterable(map(self._pieces_of, cast("Sequence[OnDisk]", values))),)
+    def copy_to_memory(self, most: int) -> int:
+        """Replace views by copies in memory until these have `most` bytes. Return their bytes.
 
-    def _pieces_of(self, value: OnDisk) -> list[Piece]:
-        return [frame(value.size), *(MappedPiece(self, at) for at in self._values[value]), END]
+        End the transaction when no view is left.
+        """
+        copied = 0
+        while self.pieces and copied < most:
+            piece = self.pieces.pop()()
+            if piece is not None:
+                piece.view = memoryview(bytes(piece.view))
+                copied += piece.size
+        if not self.pieces:
+            self._txn = None
+        return copied
 
-    def copy_to_memory(self) -> None:
-        """Replace the views by copies in memory, and end the transaction."""
-        self._views = [memoryview(bytes(view)) for view in self._views]
-        self._txn = None
-
-    def view(self, at: int) -> memoryview:
-        """Return the view with index `at`: of the map, or of the copy in memory."""
-        return self._views[at]
+    @property
+    def is_copied(self) -> bool:
+        """Whether no view of the map is left."""
+        return not self.pieces
 
 
 class MappedPiece:
-    """Piece of a reply: one view of a borrowed value."""
+    """Piece of a reply: one piece of a body. Its `view` is of the map, or of a copy in memory."""
 
-    __slots__ = ("_at", "_read")
+    __slots__ = ("__weakref__", "_read", "size", "view")
 
-    def __init__(self, read: Mapped, at: int) -> None:
-        self._read = read
-        self._at = at
+    def __init__(self, read: Mapped, view: memoryview) -> None:
+        self._read = read  # keeps the view valid
+        self.view = view
+        self.size = len(view)
 
-    @property
-    def view(self) -> memoryview:
-        """Bytes of the piece. Their address changes with `Mapped.copy_to_memory`."""
-        return self._read.view(self._at)
 
-    @property
-    def size(self) -> int:
-        return len(self.view)
+class MappedBody:
+    """One intact body of a `Mapped` read. `views` are those of its pieces in the map."""
+
+    __slots__ = ("_pieces", "_value")
+
+    def __init__(self, read: Mapped, value: OnDisk, views: Sequence[memoryview]) -> None:
+        self._value = value
+        self._pieces = [MappedPiece(read, view) for view in views]
+        read.pieces += map(ref, self._pieces)
+
+    def pieces(self, values: Sequence[object]) -> tuple[Piece, ...] | None:
+        """Return the frame of the body, its pieces and its end, see `BorrowedRead`."""
+        return (frame(self._value.size), *self._pieces, END) if [*values] == [self._value] else None
 
 
 class MappedReads:
@@ -150,24 +157,30 @@ class MappedReads:
         self._reads.append(ref(read))
         if len(self._reads) > MOST:
             self._drop_ended()
-            self.copy_to_memory(len(self._reads) - MOST)
+            self._copy(len(self._reads) - MOST, sys.maxsize)
 
     def copy_old_to_memory(self) -> None:
-        """Copy the bytes of up to `ENDED_PER_STEP` reads to memory that are older than `LONGEST`.
-
-        Call it repeatedly.
-        """
+        """Copy bytes of reads that are older than `LONGEST` to memory, up to COPIED_PER_STEP. Call it repeatedly."""
         since = monotonic() - LONGEST
         self._drop_ended()
-        first = [reference() for reference in islice(self._reads, ENDED_PER_STEP)]
-        self.copy_to_memory(sum(read is not None and read.since < since for read in first))
+        old = takewhile(lambda reference: (read := reference()) is not None and read.since < since, self._reads)
+        self._copy(sum(1 for _ in old), COPIED_PER_STEP)
 
-    def copy_to_memory(self, count: int | None = None) -> None:
-        """Copy the bytes of the oldest `count` reads to memory; of all reads with None."""
-        ended = [self._reads.popleft()() for _ in range(len(self._reads) if count is None else count)]
-        for read in filter(None, ended):
-            read.copy_to_memory()
-        if ended:
+    def copy_to_memory(self) -> None:
+        """Copy the bytes of all reads to memory, and end them."""
+        self._copy(len(self._reads), sys.maxsize)
+
+    def _copy(self, count: int, most: int) -> None:
+        """Copy up to `most` bytes of the oldest `count` reads to memory, and forget the reads that have ended so."""
+        left = most
+        for _ in range(count):
+            read = self._reads[0]()
+            if read is not None:
+                left -= read.copy_to_memory(left)
+                if not read.is_copied:
+                    break
+            self._reads.popleft()
+        if left < most:
             self._moved()
 
     def _drop_ended(self) -> None:

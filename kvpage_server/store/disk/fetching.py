@@ -12,10 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import compress, filterfalse
+from itertools import chain, compress, filterfalse
 from operator import attrgetter
 from typing import TypeAlias, cast
 
@@ -23,7 +23,14 @@ from kvpage_server.core import Arena, Slot
 from kvpage_server.store.accounts import OverLimit
 from kvpage_server.store.contents import Contents
 from kvpage_server.store.disk.bodies import Found, Outcome
-from kvpage_server.store.disk.borrowed_reads import BorrowedRead, Copies, Mapped, MappedReads
+from kvpage_server.store.disk.borrowed_reads import (
+    VALUES_PER_COPY,
+    BorrowedRead,
+    Copies,
+    Mapped,
+    MappedBody,
+    MappedReads,
+)
 from kvpage_server.store.disk.encoding import Corrupt
 from kvpage_server.store.disk.lmdb_file import DiskError
 from kvpage_server.store.disk.naming import described, name_of_unit, unit_on_disk
@@ -42,7 +49,7 @@ _SIZE, _UNIT = attrgetter("size"), attrgetter("unit")
 _VALUES_PER_READ = 64  # values that a reader thread loads in one job
 
 BorrowedReads: TypeAlias = dict[OnDisk, BorrowedRead]
-Start = Callable[[Callable[[], None]], None]  # starts a wait, and calls its argument when the wait has ended
+Start = Callable[[Callable[[], None]], object]  # starts a wait, and calls its argument when the wait has ended
 
 log = logging.getLogger("kvpage")
 
@@ -89,8 +96,9 @@ class Fetching:
         lent: BorrowedReads | None = None,
         *,
         touches: bool = True,
-    ) -> None:
-        """Load values, then call `then`. Damaged values are removed from the store. Raises MemoryError.
+    ) -> bool:
+        """Load values, then call `then`. Damaged values are removed from the store. Return whether values are borrowed.
+        Raises MemoryError.
 
         With the map `lent`, the values are borrowed instead if memory is full (`_should_stay`), and their borrowed
         reads are added to the map. Without `touches`, all values are borrowed, or without the map loaded temporarily. A
@@ -98,7 +106,7 @@ class Fetching:
         """
         if not values:
             then()
-            return
+            return False
         try:
             self._memory.shrink()
         except OverLimit:
@@ -114,6 +122,7 @@ class Fetching:
         group = _Group(values, len(jobs), then, lent)
         for job in jobs:
             job.groups.append(group)
+        return lent is not None
 
     def load_and_hold(
         self, needed: Iterable[Needed], cold: Sequence[OnDisk], most: int, *, touches: bool
@@ -153,15 +162,16 @@ class Fetching:
     def _should_stay(self, values: Sequence[OnDisk]) -> bool:
         """Return whether to load the values of a long reply into memory. Otherwise the reply borrows them.
 
-        They are loaded if memory has space for them, or if one of them was borrowed before, and fewer bytes than
-        `maxmemory` were borrowed afterwards.
+        They are loaded if memory has space for them. They are also loaded if one of them was borrowed before, and fewer
+        bytes than `maxmemory` were borrowed afterwards, unless memory stays full, for example because clients do not
+        read replies with values that were demoted.
         """
         needs = 2 * sum(map(_SIZE, values))  # upper bound: slots are larger than their values
         memory = self._memory
         if not memory.limit or memory.used + needs <= memory.limit:
             return True
         since = max(self._bytes_borrowed - memory.limit, 0)
-        return needs <= memory.limit and any(value.borrowed_at >= since for value in values)
+        return needs <= memory.limit and not memory.is_full and any(value.borrowed_at >= since for value in values)
 
     def _begin(self, values: Sequence[OnDisk], *, touches: bool) -> _Job:
         """Create a job for a thread. No other job may be reading one of these values."""
@@ -218,16 +228,21 @@ class Fetching:
         return [(self._begin_to_map if large else self._begin_to_copy)(values, touches=touches)]
 
     def _begin_to_copy(self, values: list[OnDisk], *, touches: bool) -> _Job:
-        copies = Copies(self._copied, values)
+        parts = [values[start : start + VALUES_PER_COPY] for start in range(0, len(values), VALUES_PER_COPY)]
+        copies = [Copies(self._copied, part) for part in parts]
+        bodies = chain.from_iterable(copy.bodies for copy in copies)
         job = self._begin(values, touches=touches)
 
         def lend_out(outcomes: list[Outcome]) -> None:
-            intact = [value for value, outcome in zip(values, outcomes, strict=True) if outcome is True]
-            copies.filled(intact)
-            self._note_lent(copies, intact, job)
+            intact = {value for value, outcome in zip(values, outcomes, strict=True) if outcome is True}
+            reads = BorrowedReads()
+            for copy, part in zip(copies, parts, strict=True):
+                copy.filled(read := [value for value in part if value in intact])
+                reads.update(dict.fromkeys(read, copy))
+            self._note_lent(reads, job)
             self._end(job, outcomes)
 
-        self._reader.fetch([(value.name, body) for value, body in zip(values, copies.bodies, strict=True)], lend_out)
+        self._reader.fetch([(value.name, body) for value, body in zip(values, bodies, strict=True)], lend_out)
         return job
 
     def _begin_to_map(self, values: list[OnDisk], *, touches: bool) -> _Job:
@@ -235,27 +250,31 @@ class Fetching:
 
         def lend_out(result: tuple[object, list[Found]]) -> None:
             txn, found = result
-            bodies = {value: views for value, views in zip(values, found, strict=True) if isinstance(views, list)}
-            mapped = Mapped(txn, bodies)
+            mapped = Mapped(txn)
+            reads = BorrowedReads()
+            for value, views in zip(values, found, strict=True):
+                if isinstance(views, list):
+                    reads[value] = MappedBody(mapped, value, views)
             self._mapped.add(mapped)
-            self._note_lent(mapped, bodies, job)
+            self._note_lent(reads, job)
             self._end(job, found)
 
         self._reader.find([(value.name, value.size) for value in values], lend_out)
         return job
 
-    def _note_lent(self, read: BorrowedRead, values: Collection[OnDisk], job: _Job) -> None:
+    def _note_lent(self, reads: BorrowedReads, job: _Job) -> None:
+        """Add the borrowed reads of a job to the maps of its groups, and note the use of their values."""
         for group in job.groups:
             if group.lent is not None:
-                group.lent.update(dict.fromkeys(filter(set(group.values).__contains__, values), read))
+                group.lent.update((value, reads[value]) for value in group.values if value in reads)
         if job.touches:
             now = self._contents.evictor.units.now
-            for value in values:
+            for value in reads:
                 value.used = now
-            for unit in dict.fromkeys(map(_UNIT, values)):
+            for unit in dict.fromkeys(map(_UNIT, reads)):
                 if self._contents.index.still_has(cast(Block, unit)):  # False if it was removed during the read
                     self._note_borrowed(cast(Block, unit))
-        self._stored.counts.fetched += len(values)
+        self._stored.counts.fetched += len(reads)
 
     def _note_borrowed(self, unit: Block) -> None:
         """Note a use of a borrowed block in the order of units on disk only, and in its policy if that has it."""

@@ -37,7 +37,6 @@ from kvpage_server.page import (
     unix_ms,
 )
 from kvpage_server.resp import OK, Raw, Reply, ReplyError, Stream
-from kvpage_server.store.disk.fetching import BorrowedReads
 from kvpage_server.store.disk.prefetch import Prefetcher
 from kvpage_server.store.keyspace import BLOCK_PAGES_PER_STEP, has_block, read_block
 from kvpage_server.store.memory.index import Extent
@@ -117,11 +116,13 @@ def _on_disk_of(lookup: Prefetcher, name: tuple[bytes, int]) -> list[OnDisk]:
     return lookup.values_to_load_for_block(*name)
 
 
-def _read(client: Client, req_id: bytes, page: int, lent: BorrowedReads) -> Steps[Reply]:
-    """Return the reply for one block: its body, or None if it is not complete, which is counted as a miss. `lent` has
-    the extents that the reply borrows from the disk.
+def _read(client: Client, req_id: bytes, page: int, ahead: ReadAhead[tuple[bytes, int]]) -> Steps[Reply]:
+    """Return the reply for one block: its body, or None if it is not complete, which is counted as a miss. The block is
+    the next step of `ahead`.
     """
-    block = yield from read_block(client.keyspace, client.keyspace.reader.block(req_id, page), lent)
+    yield from ahead.next()
+    block = yield from read_block(client.keyspace, client.keyspace.reader.block(req_id, page), ahead.lent)
+    ahead.end_step()
     if block is None:
         block_missed(client, req_id, page)
     return block
@@ -156,8 +157,7 @@ def kvblockget(client: Client, args: list[Argument]) -> Reply:
 
     def body() -> Steps[Reply]:
         ahead = ReadAhead(client, _on_disk_of, [name], of_pages=False)
-        yield from ahead.next()
-        return (yield from _read(client, *name, ahead.lent))
+        return (yield from _read(client, *name, ahead))
 
     return stepwise(body(), small=_is_small(client, *name))
 
@@ -186,8 +186,7 @@ def kvblockmget(client: Client, args: list[Argument]) -> Reply:
         yield Raw(b"*%d\r\n" % len(names))
         ahead = ReadAhead(client, _on_disk_of, names, of_pages=False)
         for req_id, page in names:
-            yield from ahead.next()
-            yield (yield from _read(client, req_id, page, ahead.lent))
+            yield (yield from _read(client, req_id, page, ahead))
 
     return Stream(None, bodies())
 

@@ -24,6 +24,7 @@ from kvpage_server.core.arguments import NAME_WORDS, PAGE_WORDS, BadPage, PageNa
 from kvpage_server.core.pieces import Piece
 from kvpage_server.page import PageError, PageHeader, unix_ms
 from kvpage_server.resp import OK, Raw, Reply, ReplyError, Stream
+from kvpage_server.store.disk.borrowed_reads import VALUES_PER_COPY
 from kvpage_server.store.disk.prefetch import Needed, Prefetcher
 from kvpage_server.store.memory.entry import Entry, Page, has_bytes, header_of, is_only_on_disk, is_page
 from kvpage_server.store.memory.index import Block, ExtentPage
@@ -35,7 +36,7 @@ BlockName = tuple[bytes, int]  # request and page id
 
 PAGES_PER_STEP = 512 if NAME == "native" else 128  # pages that a step parses, stores or finds
 _DECIDED_PAGES_PER_STEP = 128  # the same when pages are stored one by one, because of listeners or quotas: the least
-FROM_DISK = 16  # pages that a step sends from disk
+FROM_DISK = VALUES_PER_COPY  # pages that a step sends from disk
 
 
 def page_name(args: Sequence[Argument]) -> PageName:
@@ -336,11 +337,20 @@ def _from_disk(client: Client, batches: Sequence[_Step]) -> Iterator[Reply]:
         for at in range(first, stop, FROM_DISK)
     ]
     ahead = ReadAhead(client, _cold_in, steps, of_pages=True)
-    for names, first, stop in steps:
+    for step in steps:
         yield from ahead.next()
-        found = client.keyspace.reader.read_pages(names, first, stop)
-        pages_missed(client, names, found.missing)
-        yield ahead.borrowed_read_of(found.entries) or _encoded(client, found, ahead)
+        yield _bodies_of(client, step, ahead)
+
+
+def _bodies_of(client: Client, step: _Step, ahead: ReadAhead[_Step]) -> tuple[Piece, ...]:
+    """Return the encoded bodies of the pages of a step. Nothing else refers to borrowed ones, so they are freed when
+    they are sent.
+    """
+    found = client.keyspace.reader.read_pages(step.names, step.first, step.stop)
+    pages_missed(client, step.names, found.missing)
+    bodies = ahead.borrowed_read_of(found.entries) or _encoded(client, found, ahead)
+    ahead.end_step()
+    return bodies
 
 
 def _cold_in(lookup: Prefetcher, step: _Step) -> Sequence[OnDisk]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
 from itertools import chain
 from pathlib import Path
@@ -11,7 +12,7 @@ import redis
 from servers import start_server
 from wire import Wire, encode_command, parse
 
-from kvpage_server.store.disk.borrowed_reads import ENDED_PER_STEP, LONGEST, MOST, Mapped, MappedReads
+from kvpage_server.store.disk.borrowed_reads import COPIED_PER_STEP, LONGEST, MOST, Mapped, MappedBody, MappedReads
 from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.disk.encoding import Write
 from kvpage_server.store.memory.on_disk import OnDisk
@@ -29,15 +30,19 @@ def store(disk: Disk, version: int, count: int = 8) -> None:
     disk.write(Write(name_of_block(b"b", seed), b"", body(seed, version)) for seed in range(count))
 
 
-def lend(disk: Disk, seed: int) -> tuple[OnDisk, Mapped]:
-    value = OnDisk(name_of_block(b"b", seed), BLOCK)
-    reading, (views,) = disk.find([(value.name, BLOCK)])
-    assert isinstance(views, list)
-    return value, Mapped(reading, {value: views})
+def lend(disk: Disk, *seeds: int) -> tuple[Mapped, list[OnDisk], list[MappedBody]]:
+    """One read of several blocks: their placeholders, and their borrowed bodies."""
+    values = [OnDisk(name_of_block(b"b", seed), BLOCK) for seed in seeds]
+    reading, found = disk.find([(value.name, BLOCK) for value in values])
+    read, bodies = Mapped(reading), list[MappedBody]()
+    for value, views in zip(values, found, strict=True):
+        assert isinstance(views, list)
+        bodies.append(MappedBody(read, value, views))
+    return read, values, bodies
 
 
-def reply_bytes(value: OnDisk, loan: Mapped) -> bytes:
-    pieces = loan.pieces([value])
+def reply_bytes(value: OnDisk, body: MappedBody) -> bytes:
+    pieces = body.pieces([value])
     assert pieces is not None
     return b"".join(piece if isinstance(piece, bytes) else piece.view for piece in pieces)
 
@@ -45,11 +50,11 @@ def reply_bytes(value: OnDisk, loan: Mapped) -> bytes:
 def test_a_borrowed_value_is_unchanged_by_an_overwrite(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
     store(disk, 0)
-    value, loan = lend(disk, 3)
+    read, (value,), (borrowed,) = lend(disk, 3)
     for version in range(1, 6):
         store(disk, version)
-    assert reply_bytes(value, loan) == b"$%d\r\n%b\r\n" % (BLOCK, body(3, 0))
-    del loan
+    assert reply_bytes(value, borrowed) == b"$%d\r\n%b\r\n" % (BLOCK, body(3, 0))
+    del borrowed, read
     disk.close()
 
 
@@ -58,8 +63,8 @@ def test_the_file_grows_only_during_borrowed_reads(tmp_path: Path) -> None:
     disk, loans = Disk(tmp_path), MappedReads(lambda: moved.append(None))
     for version in range(3):
         store(disk, version)
-    value, loan = lend(disk, 3)
-    loans.add(loan)
+    read, (value,), (borrowed,) = lend(disk, 3)
+    loans.add(read)
     held = disk.size
     for version in range(3, 6):
         store(disk, version)
@@ -71,7 +76,7 @@ def test_the_file_grows_only_during_borrowed_reads(tmp_path: Path) -> None:
     for version in range(6, 12):
         store(disk, version)
     assert disk.size == called_in
-    assert reply_bytes(value, loan) == b"$%d\r\n%b\r\n" % (BLOCK, body(3, 2))
+    assert reply_bytes(value, borrowed) == b"$%d\r\n%b\r\n" % (BLOCK, body(3, 2))
     disk.close()
 
 
@@ -79,30 +84,50 @@ def test_old_and_surplus_borrowed_reads_are_ended(tmp_path: Path) -> None:
     moved: list[None] = []
     disk, loans = Disk(tmp_path), MappedReads(lambda: moved.append(None))
     store(disk, 0)
-    ended, (_, old) = lend(disk, 0)[1], lend(disk, 1)
+    ended, *rest = lend(disk, 0)
     loans.add(ended)
-    loans.add(old)
-    del ended
+    del ended, rest
+    reads = [lend(disk, seed % 8) for seed in range(MOST)]
+    for read, _, _ in reads:
+        loans.add(read)
     loans.copy_old_to_memory()
     assert not moved
-    old.since -= 2 * LONGEST
+    reads[0][0].since -= 2 * LONGEST
     loans.copy_old_to_memory()
-    assert len(moved) == 1
-    many = [Mapped(None, {}) for _ in range(MOST)]
-    for loan in many:
-        loans.add(loan)
-    assert len(moved) == 1
-    for loan in many[: ENDED_PER_STEP + 1]:
-        loan.since -= 2 * LONGEST
-    for _ in range(3):
-        loans.copy_old_to_memory()
-    assert len(moved) == 3
-    for loan in many[: ENDED_PER_STEP + 1]:
-        loans.add(loan)
-    assert len(moved) == 3
-    loans.add(Mapped(None, {}))  # which ends at once: nobody refers to it
-    loans.add(old)
-    assert len(moved) == 4
+    assert [read.is_copied for read, _, _ in reads[:2]] == [True, False]
+    loans.add(Mapped(None))  # ends immediately: nothing refers to it
+    surplus = [lend(disk, seed) for seed in range(2)]
+    for read, _, _ in surplus:
+        loans.add(read)
+    assert [read.is_copied for read, _, _ in reads[:3]] == [True, True, False]
+    assert len(moved) == 2
+    del read, reads, surplus
+    disk.close()
+
+
+def test_a_long_borrowed_read_is_copied_in_steps(tmp_path: Path) -> None:
+    disk, loans = Disk(tmp_path), MappedReads(lambda: None)
+    store(disk, 0)
+    seeds = [seed % 8 for seed in range(2 * COPIED_PER_STEP // BLOCK)]
+    read, values, bodies = lend(disk, *seeds)
+    loans.add(read)
+    read.since -= 2 * LONGEST
+    loans.copy_old_to_memory()
+    assert not read.is_copied
+    loans.copy_old_to_memory()
+    assert read.is_copied
+    for seed, value, borrowed in zip(seeds, values, bodies, strict=True):
+        assert reply_bytes(value, borrowed) == b"$%d\r\n%b\r\n" % (BLOCK, body(seed, 0))
+    disk.close()
+
+
+def test_sent_values_of_a_borrowed_read_are_not_copied(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    store(disk, 0)
+    read, values, bodies = lend(disk, *range(8))
+    del values[:5], bodies[:5]
+    assert read.copy_to_memory(sys.maxsize) == 3 * BLOCK
+    assert read.is_copied
     disk.close()
 
 

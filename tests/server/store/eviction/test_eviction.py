@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 import tracemalloc
@@ -15,10 +16,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from servers import start_server, with_constants
-from stored_pages import set_block, set_page
-from waiting import until
+from stored_pages import Here, set_block, set_page
+from waiting import PATIENCE, until
 
 from kvpage_server.page import unix_ms
+from kvpage_server.service import regular_work
 from kvpage_server.store import keyspace
 from kvpage_server.store.accounts import OverLimit
 from kvpage_server.store.evict import MOST_LEAVE
@@ -469,6 +471,24 @@ def test_units_leave_at_once_when_maxmemory_is_lowered() -> None:
         client.config_set("maxmemory", "5mb")
         assert client.ping()
         assert client.dbsize() > 5
+
+
+def test_units_leave_full_memory_without_a_command() -> None:
+    """Memory becomes full without a command when values are loaded from disk."""
+
+    async def fill() -> None:
+        for number in range(20):
+            contents.set_string(b"key:%d" % number, contents.slot_of(bytes(100_000)))
+        work = [asyncio.create_task(task) for task in regular_work(here.server)]
+        while memory.used > memory.limit:  # noqa: ASYNC110 - no event says so
+            await asyncio.sleep(0.01)
+        for task in work:
+            task.cancel()
+
+    here = Here(maxmemory=10**6)
+    contents, memory = here.server.keyspace.contents, here.server.keyspace.memory
+    asyncio.run(asyncio.wait_for(fill(), PATIENCE))
+    assert 0 < len(here.server.keyspace) < 10
 
 
 @pytest.mark.parametrize("policy", ["noeviction", "volatile-ttl"])
