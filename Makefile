@@ -44,8 +44,8 @@ test: $(VENV)/dev.stamp $(MODEL)  ## every test, with real servers, clients and 
 	KVPAGE_CORE=python "$(BIN)/python" -m pytest -n $(WORKERS) -m "not soak and not alone" $(ON_BOTH_CORES)
 	"$(BIN)/python" tests/elsewhere.py --short
 
-test-connectors: $(VENV)/dev.stamp $(MODEL)  ## the connectors with the real vLLM on the CPU, in an environment of its own
-	PYTHON="$(BIN)/python" tests/connectors/run.sh
+test-connectors: $(VENV)/dev.stamp $(MODEL)  ## the connectors with the real vLLM on the CPU; QUICK=1: two contexts, no failures
+	PYTHON="$(BIN)/python" QUICK="$(QUICK)" tests/connectors/run.sh
 
 test-elsewhere: $(VENV)/dev.stamp $(MODEL)  ## sensitive tests as on other machines: kernels of OpenBLAS, umask, user, encoding; an hour
 	"$(BIN)/python" tests/elsewhere.py

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+from kvpage_server.address import DEFAULT_URL, URL, with_credentials
 from kvpage_server.client import (
     BlockName,
     Closed,
@@ -166,14 +168,17 @@ class Jobs:
     ) -> None:
         """Create the threads; the first job connects.
 
-        `url` and `options` are those of PageClient. `threads` is the number of loads and saves at the same time. A
-        lookup has `lookup_seconds`, a load or save `transfer_seconds`. Found blocks are protected from eviction for
-        `lease_ms`. Raises ValueError for an invalid URL, option or number.
+        `url` and `options` are those of PageClient. An empty `url` is that of the environment, and a URL without a
+        password gets the password of the environment, because engines log their options. `threads` is the number of
+        loads and saves at the same time. A lookup has `lookup_seconds`, a load or save `transfer_seconds`. Found blocks
+        are protected from eviction for `lease_ms`. Raises ValueError for an invalid URL, option or number.
         """
         if not (lookup_seconds > 0 and threads >= 1 and lease_ms >= 0):
             raise ValueError("lookup_seconds must be more than 0, threads at least 1, lease_ms at least 0")
         self.reasons = Reasons(log)
         self.moved: Counter[str] = Counter()
+        url = url or os.environ.get(URL) or DEFAULT_URL
+        url = url if "password" in options else with_credentials(url)
         self._client = PageClient(url, deadline=transfer_seconds, **options)
         self._lookup_seconds, self._transfer_seconds, self._lease_ms = lookup_seconds, transfer_seconds, lease_ms
         self._lookups = ThreadPoolExecutor(1, "kvpage-lookup")

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
+from time import sleep
 from typing import Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
@@ -26,62 +27,14 @@ from vllm.logger import init_logger
 from kvpage_connectors.jobs import Jobs, Lookup, guarded
 from kvpage_connectors.vllm_identity import identity_of, weights_of
 from kvpage_connectors.vllm_metrics import Counts, Metrics
+from kvpage_connectors.vllm_paged import Paged, layout_of
 from kvpage_server.client import BlockName, Page
-from kvpage_server.page import DType, PageKey
+from kvpage_server.page import PageKey
 
 logger = init_logger("vllm.kvpage")
 
-_PATIENCE = 0.0005  # seconds that a step without other work waits, so that the connector's threads run
+_PATIENCE = 0.0009  # seconds that a step without other work waits, so that the connector's threads run
 _SHUTDOWN = 4.0  # seconds for saves in progress; vLLM kills a worker after 5
-_DTYPES = {"torch.float32": DType.FLOAT32, "torch.float16": DType.FLOAT16, "torch.bfloat16": DType.BFLOAT16}
-
-
-# -- Layout ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Paged:
-    """Layout of the paged cache: each layer has ``[blocks, heads, K and V, tokens, dim]``."""
-
-    layers: tuple[str, ...]
-    heads: int  # of a rank
-    tokens: int  # of a block
-    dim: int
-    dtype: DType
-    rank: int
-    ranks: int
-
-    @property
-    def page_nbytes(self) -> int:
-        """Bytes of a page."""
-        return self.tokens * self.dim * self.dtype.itemsize
-
-    @property
-    def pages(self) -> int:
-        """Pages of a block in all ranks."""
-        return len(self.layers) * self.heads * 2 * self.ranks
-
-
-def layout_of(vllm_config: Any, kv_cache_config: Any) -> Paged:
-    """Return the layout of the paged cache. Raises ValueError for a cache that this connector can't store."""
-    device, groups = vllm_config.device_config.device_type, kv_cache_config.kv_cache_groups
-    if device != "cpu":
-        raise ValueError(f"the cache is on {device}, not in main memory: use the tier kvpage_connectors.vllm_tier")
-    if len(groups) != 1 or type(groups[0].kv_cache_spec).__name__ != "FullAttentionSpec":
-        kinds = [type(group.kv_cache_spec).__name__ for group in groups]
-        raise ValueError(f"the cache must have one group of kind FullAttentionSpec, got {kinds}")
-    spec, parallel = groups[0].kv_cache_spec, vllm_config.parallel_config
-    dtype = _DTYPES.get(str(spec.dtype))
-    if dtype is None:
-        raise ValueError(f"the dtype of the cache must be one of {[*_DTYPES]}, got {spec.dtype}")
-    layout = Paged(
-        tuple(groups[0].layer_names), spec.num_kv_heads, spec.block_size, spec.head_size, dtype, parallel.rank,
-        parallel.world_size,
-    )  # fmt: skip
-    hashed = vllm_config.cache_config.hash_block_size or spec.block_size
-    if hashed != spec.block_size or spec.page_size_bytes != layout.heads * 2 * layout.page_nbytes:
-        raise ValueError(f"a block must be hashed as a whole, and have K and V of equal sizes: {spec}")
-    return layout
 
 
 # -- Messages from the scheduler to the workers ------------------------------------------------------------------------
@@ -147,7 +100,7 @@ class KvpageConnector(KVConnectorBase_V1):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         options = dict(self._kv_transfer_config.kv_connector_extra_config)
         weights = options.pop("weights", None)
-        self._jobs = Jobs(options.pop("url", "redis://127.0.0.1:9221"), logger, **options)
+        self._jobs = Jobs(options.pop("url", ""), logger, **options)
         self.reasons = self._jobs.reasons
         self._known: dict[str, Known] = {}
         self._work = Work()  # of the next step
@@ -314,6 +267,7 @@ class KvpageConnector(KVConnectorBase_V1):
         offsets = [(head, plane, (2 * head + plane) * size) for head in range(layout.heads) for plane in (0, 1)]
         found = []
         for one, block in zip(job.hashes, job.blocks, strict=True):
+            sleep(0)  # lets the engine's thread run
             name, at = names + one.hex().encode(), block * 2 * layout.heads * size
             found.append(
                 [

@@ -50,7 +50,7 @@ from kvpage_server.page import DType, PageKey
 logger = init_logger("vllm.kvpage")
 
 _PATIENCE = 0.0005  # seconds that a step waits for a lookup or load, so that the threads of the tier run
-_RETAIN, _LONGEST = "kvpage_retain_seconds", 86400  # of a request's kv_transfer_params
+_RETAIN, _LONGEST = "kvpage_retain_seconds", 3600  # of a request's kv_transfer_params; a lease is at most an hour
 _SHUTDOWN = 4.0  # seconds for stores in progress
 _BLOCKS, _BYTES = "vllm:kvpage_blocks", "vllm:kvpage_bytes"
 
@@ -143,7 +143,7 @@ class KvpageTier(SecondaryTierManager):
         tier_type: str,
         backpressure_detector: Any = None,
         *,
-        url: str = "redis://127.0.0.1:9221",
+        url: str = "",
         weights: str | None = None,
         locality: str = Locality.REMOTE.value,
         **options: Any,

@@ -4,15 +4,25 @@
 # vLLM has an environment of its own, because its packages conflict with those of the engine. It is outside the checkout,
 # in ~/.cache/kvpage/vllm or the folder named by KVPAGE_VLLM_ENV, takes 2 GB, and is made anew when vllm.txt or the version
 # of Python changes. Where PyTorch for the CPU cannot be installed, nothing is tested, and the last line says so.
+#
+# QUICK=1 saves and restores one context with the connector and the tier. Each of its two installations may take two
+# minutes; without an environment after that, nothing is tested.
 set -eu
 
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-.venv/bin/python}
 environment=${KVPAGE_VLLM_ENV:-${XDG_CACHE_HOME:-$HOME/.cache}/kvpage/vllm}
 pins=tests/connectors/vllm.txt
+limit=
+[ -z "${QUICK:-}" ] || limit="timeout 120"
 
 install() {
-    "$environment/bin/python" -m pip install -qq --no-deps "$@"
+    $limit "$environment/bin/python" -m pip install -qq --no-deps "$@"
+}
+
+skip() {
+    echo "SKIPPED: $1 cannot be installed here, so the connectors were not tested with vLLM" >&2
+    exit 0
 }
 
 wanted=$("$python" --version; cat "$pins")
@@ -22,12 +32,12 @@ if [ "$wanted" != "$(cat "$environment/installed" 2>/dev/null)" ]; then
     mkdir -p "$environment"
     "$python" -m venv "$environment"
     torch=$(grep '^torch==' "$pins")
-    install "$torch" 2>/dev/null || install --retries 1 --index-url https://download.pytorch.org/whl/cpu "$torch" || {
-        echo "SKIPPED: $torch cannot be installed here, so the connectors were not tested with vLLM" >&2
-        exit 0
-    }
-    install -r "$pins"
+    install "$torch" 2>/dev/null || install --retries 1 --index-url https://download.pytorch.org/whl/cpu "$torch" ||
+        skip "$torch"
+    install -r "$pins" || { [ -n "$limit" ] && skip "vLLM in two minutes"; exit 1; }
     echo "$wanted" >"$environment/installed"
 fi
 
-KVPAGE_VLLM=$environment/bin/python exec "$python" -m pytest -m vllm -s -rs tests/connectors "$@"
+export KVPAGE_VLLM="$environment/bin/python"
+[ -z "${QUICK:-}" ] || set -- -k "restored_and_failures or interfaces" "$@"
+exec "$python" -m pytest -m vllm -s -rs tests/connectors "$@"

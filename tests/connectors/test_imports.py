@@ -1,4 +1,4 @@
-"""Imports of the connectors: of the server only the client and the page contract, and no engine in the common core."""
+"""Imports of the connectors: of the server only client, URLs and page contract, and no engine in the common core."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(kvpage_connectors.__file__).parent
 CORE = {"__init__.py", "names.py", "jobs.py"}
-SERVER = {"kvpage_server.client", "kvpage_server.page"}
+SERVER = {"kvpage_server.client", "kvpage_server.page", "kvpage_server.address"}
 MAY_ALSO = {"vllm_policy.py": {"kvpage_server.store.eviction"}}
 MODULES = sorted(ROOT.glob("*.py"))
 

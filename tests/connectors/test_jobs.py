@@ -211,6 +211,16 @@ def test_a_wrong_password_is_a_miss(url: str, reason: str) -> None:
         assert set(engine.jobs.reasons.counts) == {("lookup", reason), ("load", reason)}
 
 
+def test_url_and_password_can_be_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave them out of the options, which vLLM logs."""
+    with start_server("--requirepass", "secret") as server:
+        monkeypatch.setenv("KVPAGE_PASSWORD", "secret")
+        monkeypatch.setenv("KVPAGE_URL", server.url)
+        for url, options in (("", {}), (server.url, {}), (server.url, {"username": "default", "password": "secret"})):
+            with engine_on(url, **options) as engine:
+                assert engine.save([0], [0]) == [True]
+
+
 def test_a_plain_redis_is_a_miss(redis_server: RunningServer) -> None:
     with engine_on(redis_server.url) as engine:
         assert engine.count([0]) == 0

@@ -15,6 +15,7 @@ from waiting import until
 
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("KVPAGE_VLLM")  # of the environment with vLLM
+QUICK = bool(os.environ.get("QUICK"))  # a context is restored, and the store never fails
 STARTS_WITHIN = 300  # seconds on a busy machine
 ENVIRONMENT = {
     **os.environ,
@@ -99,3 +100,9 @@ def vllm(log: Path, **options: Any) -> Iterator[Vllm]:
         yield engine
     finally:
         engine.close()
+
+
+def print_ratio(computed: dict[str, Any], restored: dict[str, Any]) -> None:
+    """Print the time to the first token, which is that of the first request of each process."""
+    times = computed["first"][0], restored["first"][0]
+    print(f"first token: computed {times[0]:.3f} s, restored {times[1]:.3f} s, ratio {times[1] / times[0]:.3f}")
