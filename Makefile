@@ -8,7 +8,7 @@ STORE := redis://127.0.0.1:9221
 CORE := setup.py kvpage_server/core/sources.py $(wildcard kvpage_server/core/native/*.p[xy][xd])
 
 .DEFAULT_GOAL := setup
-.PHONY: setup run chat serve demo test test-connectors test-elsewhere check soak fuzz sanitize lint format docs bench core demo-cluster cluster cluster-stop wheels clean help
+.PHONY: setup run chat serve demo test test-connectors test-frameworks test-elsewhere check soak fuzz sanitize lint format docs bench core demo-cluster cluster cluster-stop wheels clean help
 
 setup: $(VENV)/dev.stamp $(MODEL)  ## everything: server, engine, development tools, the small model
 
@@ -46,6 +46,9 @@ test: $(VENV)/dev.stamp $(MODEL)  ## every test, with real servers, clients and 
 
 test-connectors: $(VENV)/dev.stamp $(MODEL)  ## the connectors with the real vLLM on the CPU; QUICK=1: two contexts, no failures
 	PYTHON="$(BIN)/python" QUICK="$(QUICK)" tests/connectors/run.sh
+
+test-frameworks: $(VENV)/dev.stamp $(MODEL)  ## agent frameworks with the real small model, in an environment of their own
+	PYTHON="$(BIN)/python" tests/frameworks/run.sh
 
 test-elsewhere: $(VENV)/dev.stamp $(MODEL)  ## sensitive tests as on other machines: kernels of OpenBLAS, umask, user, encoding; an hour
 	"$(BIN)/python" tests/elsewhere.py

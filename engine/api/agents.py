@@ -99,8 +99,8 @@ AGENT_ROUTES = [
     Route("/v1/agents", index),
     Route("/v1/agents/{agent:path}/save", save, methods=["POST"]),
     Route("/v1/agents/{agent:path}/fork", fork, methods=["POST"]),
-    Route("/v1/agents/{agent:path}/save", refuse, methods=["GET", "DELETE"]),
-    Route("/v1/agents/{agent:path}/fork", refuse, methods=["GET", "DELETE"]),
+    Route("/v1/agents/{agent:path}/save", refuse, methods=["GET", "DELETE"], include_in_schema=False),
+    Route("/v1/agents/{agent:path}/fork", refuse, methods=["GET", "DELETE"], include_in_schema=False),
     Route("/v1/agents/{agent:path}", show),
     Route("/v1/agents/{agent:path}", delete, methods=["DELETE"]),
 ]

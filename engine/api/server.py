@@ -34,6 +34,7 @@ from .anthropic.shapes import error_body
 from .auth import Tokens
 from .completions import UNREAD_SECONDS, chat, complete
 from .openai.errors import ApiError
+from .openapi import OPENAPI_ROUTES
 from .service import PAGE_ROUTES, Limits, Service
 from .worker import EngineThread
 
@@ -53,21 +54,26 @@ def make_app(service: Service, host: str, origins: Sequence[str] = ()) -> Starle
     started = int(time.time())
 
     async def models(request: Request) -> Response:
+        """Reply with the list of the served model."""
         service.tokens.tenant(request)
         return JSONResponse({"object": "list", "data": [_model(service.model_id, started)]})
 
     async def model(request: Request) -> Response:
+        """Reply with the served model."""
         service.tokens.tenant(request)
         service.check_model(request.path_params["model"])
         return JSONResponse(_model(service.model_id, started))
 
     async def live(request: Request) -> Response:
+        """Reply whether only a restart of the engine would help: status 503."""
         return _health(service.alive, {})
 
     async def ready(request: Request) -> Response:
+        """Reply whether the engine accepts prompts: status 503 if not."""
         return _health(service.ready, service.store_health)
 
     async def metrics(request: Request) -> Response:
+        """Reply with metrics in Prometheus' format."""
         return Response(service.metrics.exposition(service.tokens.who(request)), media_type=EXPOSITION)
 
     app = Starlette(
@@ -82,6 +88,7 @@ def make_app(service: Service, host: str, origins: Sequence[str] = ()) -> Starle
             Route("/health/live", live),
             Route("/health/ready", ready),
             Route("/metrics", metrics),
+            *OPENAPI_ROUTES,
             *PAGE_ROUTES,
         ],
         middleware=[

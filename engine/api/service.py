@@ -53,8 +53,8 @@ async def events(request: Request) -> Response:
 
 
 PAGE_ROUTES = [
-    Route("/", page),
-    Route("/page/events", events),
+    Route("/", page, include_in_schema=False),
+    Route("/page/events", events, include_in_schema=False),
     Mount("/page", StaticFiles(packages=[("engine.api", "browser"), ("kvpage_server.web", "shared")])),
 ]
 

@@ -63,7 +63,7 @@ class TextBlock(RequestBody):
     cache_control: CacheControl | None = None
 
 
-Texts = Annotated[list[TextBlock], Field(fail_fast=True), BeforeValidator(_blocks)]
+Texts = Annotated[list[TextBlock], Field(fail_fast=True), BeforeValidator(_blocks, str | list[TextBlock])]
 
 
 class ThinkingBlock(RequestBody):
@@ -100,7 +100,7 @@ class Message(RequestBody):
     """A message of the conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Block], Field(fail_fast=True), BeforeValidator(_blocks)]
+    content: Annotated[list[Block], Field(fail_fast=True), BeforeValidator(_blocks, str | list[Block])]
 
 
 class Tool(RequestBody):

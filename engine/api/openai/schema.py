@@ -18,11 +18,13 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     PlainValidator,
     ValidationError,
     model_validator,
 )
-from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, from_json
+from typing_extensions import TypedDict
 
 from kvpage_server import bounded
 
@@ -115,6 +117,20 @@ def _only(*allowed: object) -> AfterValidator:
         return value
 
     return AfterValidator(check)
+
+
+class TextPart(TypedDict):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPart(TypedDict):
+    """A part of a message of the assistant: its text is that of the refusal."""
+
+    type: Literal["refusal"]
+    refusal: str
 
 
 def _text(content: Any) -> Any:
@@ -214,6 +230,15 @@ class RequestBody(BaseModel):
         except ValidationError as error:
             raise _refusal(error.errors(include_url=False)) from error
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Return the JSON Schema for /openapi.json, with the fields that are not supported."""
+        reference = handler(core)
+        for name, allowed in cls.unsupported.items():
+            field = {"description": "Not supported.", "enum": [*allowed, None]}
+            handler.resolve_ref_schema(reference).setdefault("properties", {})[name] = field
+        return reference
+
     @model_validator(mode="before")
     @classmethod
     def _given(cls, body: Any) -> Any:
@@ -248,7 +273,7 @@ class Message(RequestBody):
     unsupported = IN_MESSAGES
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | None, BeforeValidator(_text)] = None
+    content: Annotated[str | None, BeforeValidator(_text, str | list[TextPart | RefusalPart] | None)] = None
     refusal: Annotated[str | None, Field(exclude=True)] = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
@@ -308,7 +333,7 @@ class ResponseFormat(RequestBody):
 
 
 Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True, min_length=1)]
-Schema = Annotated[dict[str, Any], BeforeValidator(_schema)]
+Schema = Annotated[dict[str, Any], BeforeValidator(_schema, str | dict[str, Any])]
 
 
 class StructuredOutputs(RequestBody):
@@ -328,11 +353,9 @@ class StructuredOutputs(RequestBody):
     json_object: bool = False
 
 
-Stops = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP)]],
-    Field(fail_fast=True, max_length=MAX_STOPS),
-    BeforeValidator(_listed),
-]
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
+_Stops = Annotated[list[_Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
+Stops = Annotated[_Stops, BeforeValidator(_listed, _Stop | _Stops)]
 
 
 _Given = TypeVar("_Given")
@@ -476,7 +499,7 @@ class CompletionBody(CompletionFields):
 
     unsupported = IN_TEXTS
 
-    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts, str | list[int] | list[str | list[int]])]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
     echo: bool = False

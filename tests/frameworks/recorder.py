@@ -1,0 +1,96 @@
+"""Proxy between a framework and the engine, which records requests and validates replies with types of OpenAI's SDK."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+import httpx
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.shared import ErrorObject
+
+WITHIN = 300.0  # seconds for an answer, on a busy machine
+_TYPES: dict[tuple[str, bool], Any] = {  # by path, and whether it is a stream
+    ("/v1/chat/completions", False): ChatCompletion,
+    ("/v1/chat/completions", True): ChatCompletionChunk,
+    ("/v1/completions", False): Completion,
+    ("/v1/completions", True): Completion,
+}
+
+
+class Recorder(ThreadingHTTPServer):
+    """Requests that passed, and the usage of their answers."""
+
+    def __init__(self, engine: str) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.engine = engine
+        self.requests: list[dict[str, Any]] = []
+        self.usages: list[dict[str, Any]] = []
+        self.wrong: list[str] = []  # errors of validation
+
+    def validate(self, path: str, status: int, reply: str) -> None:
+        """Validate a reply, and keep its usage."""
+        try:
+            if status != 200:
+                ErrorObject.model_validate(json.loads(reply)["error"])
+                return
+            if not reply.startswith("data: "):
+                whole = json.loads(reply)
+                _TYPES[path, False].model_validate(whole)
+                self.usages.append(whole["usage"])
+                return
+            *chunks, done, rest = reply.split("\n\n")
+            assert (done, rest) == ("data: [DONE]", "")
+            for chunk in map(json.loads, (chunk.removeprefix("data: ") for chunk in chunks)):
+                if path == "/v1/completions":  # null before the end, in OpenAI's API too, but not in the SDK's type
+                    for choice in chunk["choices"]:
+                        choice["finish_reason"] = choice["finish_reason"] or "stop"
+                _TYPES[path, True].model_validate(chunk)
+                if chunk.get("usage"):
+                    self.usages.append(chunk["usage"])
+        except Exception as error:  # noqa: BLE001 - the test fails, and not the proxy
+            self.wrong.append(f"{error!r} in {reply}")
+
+    def check_reuse(self) -> None:
+        """Check that each answer reused the prompt of the one before it from the cache."""
+        assert len(self.usages) > 1
+        for before, after in zip(self.usages, self.usages[1:], strict=False):
+            assert after["prompt_tokens_details"]["cached_tokens"] >= before["prompt_tokens"], self.usages
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Recorder
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.requests.append(json.loads(body))
+        url = self.server.engine + self.path
+        with httpx.stream("POST", url, content=body, timeout=WITHIN) as reply:
+            self.send_response(reply.status_code)
+            self.send_header("Content-Type", reply.headers["Content-Type"])
+            self.end_headers()
+            text = b""
+            for part in reply.iter_raw():
+                text += part
+                self.wfile.write(part)
+        self.server.validate(self.path, reply.status_code, text.decode())
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def recording(engine: str) -> Iterator[Recorder]:
+    """Run a proxy of the engine with this URL."""
+    with Recorder(engine) as recorder:
+        serving = Thread(target=recorder.serve_forever, daemon=True)
+        serving.start()
+        try:
+            yield recorder
+        finally:
+            recorder.shutdown()
