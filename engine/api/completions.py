@@ -49,9 +49,9 @@ class Replies(Protocol):
     error.
     """
 
-    def whole(self, choices: Sequence[Reply], prompts: Sequence[Answer], answers: Sequence[Answer]) -> Reply: ...
+    async def whole(self, choices: Sequence[Reply], prompts: Sequence[Answer], answers: Sequence[Answer]) -> Reply: ...
     def encoded(self, chunks: Iterable[Reply]) -> bytes: ...
-    def ending(self, prompts: Sequence[Answer], answers: Sequence[Answer]) -> bytes: ...
+    async def ending(self, prompts: Sequence[Answer], answers: Sequence[Answer]) -> bytes: ...
     def failure(self, error: ApiError) -> bytes: ...
 
 
@@ -96,7 +96,7 @@ async def answer(
             return _Stream(events, service, answers, deadline, ends.pop_all())
     service.answered(answers)
     choices = [await _run(shapes[i], partial(shapes[i].choice, whole)) for i, whole in enumerate(answers.whole)]
-    return JSONResponse(envelope.whole(_best(choices, shapes, body), answers.of_prompts, answers.whole))
+    return JSONResponse(await envelope.whole(_best(choices, shapes, body), answers.of_prompts, answers.whole))
 
 
 def _best(choices: list[dict[str, Any]], shapes: Sequence[Shape], body: CompletionFields) -> list[dict[str, Any]]:
@@ -218,7 +218,7 @@ async def _events(
             if events := envelope.encoded(await _run(shapes[index], partial(_next, shapes[index], event))):
                 yield events
         service.answered(answers)
-        yield envelope.ending(answers.of_prompts, answers.whole)
+        yield await envelope.ending(answers.of_prompts, answers.whole)
     except ClientDisconnect:
         raise
     except Exception as error:  # noqa: BLE001 - the status was sent already: an event has the error

@@ -27,6 +27,7 @@ from .openai.errors import ApiError, invalid, shortened
 from .openai.prompts import Prompts
 from .openai.schema import CompletionFields, RequestBody
 from .openai.templates import Renderer
+from .response_records import ResponseRecords
 from .watching import MOST_WATCHERS, Watching
 from .worker import Answers, EngineThread, Prompt
 
@@ -103,6 +104,7 @@ class Service:
         self.metrics = Metrics(lambda: worker.pending)
         self.watching = Watching(worker)
         self.prompt_log = PromptLog()
+        self.responses = ResponseRecords()
         self.closing = False
         self._sanitize = sanitize
         self._hash_labels = hash_labels
@@ -116,6 +118,7 @@ class Service:
         engine = await self.worker.loaded()
         self._prompts = Prompts(engine.tokenizer, engine.spec, renderer, sanitize=self._sanitize)
         self.metrics.watch(engine)
+        self.responses.pages = engine.pages
         self._engine = engine
         gc.collect()
         gc.freeze()  # otherwise a collection would visit all imported objects, for a tenth of a second

@@ -24,6 +24,7 @@ from __future__ import annotations
 import uuid
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -379,6 +380,10 @@ class PageTier:
 
         await self._connection.transaction([key], Question(["GET", key], text), change)
         return ours
+
+    def ask(self, questions: Sequence[Question]) -> Future[list[Any] | None]:
+        """Send commands, and return the future of their parsed replies; of None if the server does not answer."""
+        return self.loop.start(self._attempt(self._connection.ask(questions), self.unasked))
 
     def _ask(self, work: Work[T]) -> T | None:
         """Wait for the result of `work`, and return it. Without an answer, count the reason and return None."""

@@ -27,7 +27,7 @@ def engine(server: RunningServer) -> Iterator[RunningEngine]:
 
 
 @pytest.mark.skipif(not CURL, reason="curl is not installed")
-@pytest.mark.parametrize("document", ["docs/api.md", "docs/engine.md", "docs/messages.md"])
+@pytest.mark.parametrize("document", ["docs/api.md", "docs/engine.md", "docs/messages.md", "docs/responses.md"])
 def test_every_curl_line_answers_as_shown(engine: RunningEngine, document: str) -> None:
     lines = 0
     for typed, shown in commands(document):

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from ..openai.errors import ApiError, shortened
-from ..openai.schema import MAX_STOP, MAX_STOPS, MAX_TOOLS, ChatBody, FunctionTool, RequestBody, Values
+from ..openai.schema import MAX_STOP, MAX_STOPS, MAX_TOOLS, ChatBody, RequestBody, Values
 
 MAX_BREAKPOINTS = 4  # as Anthropic's API
 BLOCKS = ("text", "thinking", "tool_use", "tool_result")
@@ -113,8 +113,9 @@ class Tool(RequestBody):
     cache_control: CacheControl | None = None
 
     @property
-    def function(self) -> FunctionTool:
-        return FunctionTool(name=self.name, description=self.description, parameters=self.input_schema)
+    def function(self) -> dict[str, Any]:
+        """The tool as a function of a chat."""
+        return {"name": self.name, "description": self.description, "parameters": self.input_schema}
 
 
 class ToolChoice(RequestBody):

@@ -70,7 +70,7 @@ class MessageEnvelope:
         usage, kvpage = self.usage(answer, output_tokens), kvpage_of(answer, self._agent_id)
         return {"type": "message_delta", "delta": ending, "usage": usage, "kvpage": kvpage}
 
-    def whole(self, choices: Sequence[Event], prompts: Sequence[Answer], answers: Sequence[Answer]) -> Event:
+    async def whole(self, choices: Sequence[Event], prompts: Sequence[Answer], answers: Sequence[Answer]) -> Event:
         """Return the whole reply: the one message of `choices`."""
         return {**choices[0], "kvpage": kvpage_of(answers[0], self._agent_id)}
 
@@ -101,7 +101,7 @@ class MessageEnvelope:
             for event in events
         )
 
-    def ending(self, prompts: Sequence[Answer], answers: Sequence[Answer]) -> bytes:
+    async def ending(self, prompts: Sequence[Answer], answers: Sequence[Answer]) -> bytes:
         """Return the last event of a stream."""
         return self.encoded([{"type": "message_stop"}])
 

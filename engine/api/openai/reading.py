@@ -150,6 +150,11 @@ class Reader:
         self._call_length = 0
 
     @property
+    def reasons(self) -> bool:
+        """Whether the text so far ends within reasoning."""
+        return self._state == REASONING
+
+    @property
     def may_take_long(self) -> bool:
         """Whether the next call of `read` or `finish` may parse a call of more than SHORT_CALL characters."""
         return self._state == TOOL and self._call_length > SHORT_CALL

@@ -120,7 +120,7 @@ class Envelope:
         usage = {"usage": None} if self._counts else {}
         return {"id": self._id, "object": self._kind.chunk, **self._common, "choices": choices, **usage, **more}
 
-    def whole(self, choices: Sequence[Reply], prompts: Sequence[Answer], answers: Sequence[Answer]) -> Reply:
+    async def whole(self, choices: Sequence[Reply], prompts: Sequence[Answer], answers: Sequence[Answer]) -> Reply:
         """Return the complete reply to a request. `prompts` are answers, one for each prompt; `answers` are all."""
         opening = {"id": self._id, "object": self._kind.whole, **self._common, "choices": choices}
         return opening | {"usage": usage_of(prompts, answers), "kvpage": self.kvpage(answers[0])}
@@ -129,7 +129,7 @@ class Envelope:
         """Return chunks as server-sent events."""
         return b"".join(b"data: %s\n\n" % to_json(chunk, inf_nan_mode="null") for chunk in chunks)
 
-    def ending(self, prompts: Sequence[Answer], answers: Sequence[Answer]) -> bytes:
+    async def ending(self, prompts: Sequence[Answer], answers: Sequence[Answer]) -> bytes:
         """Return the last events of a stream, as `whole`: the numbers of tokens, if chunks have them, and the end."""
         counts = [self.chunk(usage=usage_of(prompts, answers))] if self._counts else []
         return self.encoded(counts) + b"data: [DONE]\n\n"

@@ -1,0 +1,270 @@
+"""The body of POST /v1/responses, as pydantic models, and its conversion to a conversation of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from .errors import ApiError, invalid, shortened
+from .schema import MAX_TOOLS, ChatBody, RequestBody, Values
+
+ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
+
+_UNSUPPORTED: dict[str, Values] = {
+    "background": (False,),
+    "background_options": (),
+    "context_management": ([],),
+    "conversation": (),
+    "image": (),
+    "include": ([], ["reasoning.encrypted_content"]),
+    "max_tool_calls": (),
+    "moderation": (),
+    "prompt": (),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+
+# The names of fields in errors of the chat to which a request is converted.
+_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format.json_schema.schema": "text.format.schema",
+}
+
+
+def _text(content: Any) -> Any:
+    """Join the parts of an item to one text. Content that is no list is returned unchanged. Raises
+    PydanticCustomError.
+    """
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in TEXTS:
+            shown = {"i": i, "kind": shortened(kind)}
+            raise PydanticCustomError("unsupported_value", "part {i} is {kind}; this engine takes only text", shown)
+        if not isinstance(text := part.get("refusal" if kind == "refusal" else "text"), str):
+            raise PydanticCustomError("invalid_value", "part {i} has no text", {"i": i})
+        texts.append(text)
+    return "".join(texts)
+
+
+def _items(given: Any) -> Any:
+    """Return the input as a list of items: a text is a message of the user, and an item without a type is a message.
+
+    Raises PydanticCustomError for an unsupported item.
+    """
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    if not isinstance(given, list):
+        return given
+    items = [{"type": "message", **item} if isinstance(item, dict) else item for item in given]
+    for i, item in enumerate(items):
+        kind = item.get("type") if isinstance(item, dict) else None
+        if kind not in ITEMS:
+            shown = {"i": i, "kind": shortened(kind), "known": ", ".join(ITEMS)}
+            raise PydanticCustomError("unsupported_value", "item {i} is {kind}; this engine takes {known}", shown)
+    return items
+
+
+Text = Annotated[str, BeforeValidator(_text)]
+
+
+class MessageItem(RequestBody):
+    """A message of the conversation."""
+
+    type: Literal["message"]
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Text
+
+
+class FunctionCallItem(RequestBody):
+    """A tool call of an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionResultItem(RequestBody):
+    """The result of a tool call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Text
+
+
+class ReasoningItem(RequestBody):
+    """Reasoning of an earlier answer. Its summary is ignored, because the model did not write it."""
+
+    type: Literal["reasoning"]
+    content: Text = ""
+
+
+Item = Annotated[MessageItem | FunctionCallItem | FunctionResultItem | ReasoningItem, Field(discriminator="type")]
+Items = Annotated[list[Item], Field(fail_fast=True), BeforeValidator(_items)]
+
+
+class Tool(RequestBody):
+    """A tool that the model may call. Tools that OpenAI's servers run have another type."""
+
+    type: Literal["function"]
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class TextFormat(RequestBody):
+    """The format of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    definition: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+
+class TextConfig(RequestBody):
+    """The format of the answer's text."""
+
+    unsupported: ClassVar = {"verbosity": ()}
+
+    format: TextFormat = TextFormat()
+
+
+class Reasoning(RequestBody):
+    """The effort of the reasoning. The whole reasoning is in the answer, so it needs no summary."""
+
+    effort: str | None = None
+
+
+class PromptCacheOptions(RequestBody):
+    """Options of the prompt cache: whether to compute the prompt only, and the response whose prompt to compare."""
+
+    mode: Literal["implicit"] = "implicit"
+    ttl: Literal["30m", "12h"] = "30m"
+    prewarm: bool = False
+    comparison_response_id: str | None = None
+
+
+class ResponseBody(RequestBody):
+    """Body of POST /v1/responses."""
+
+    unsupported: ClassVar = _UNSUPPORTED
+
+    model: str
+    input: Items = Field(default_factory=list)
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool = True
+    stream: bool = False
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+    text: TextConfig = TextConfig()
+    reasoning: Reasoning = Reasoning()
+    metadata: Annotated[dict[str, str], Field(max_length=16)] = Field(default_factory=dict)
+    agent_id: str | None = None
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: PromptCacheOptions = PromptCacheOptions()
+
+    def chat(self, earlier: Sequence[dict[str, Any]]) -> ChatBody:
+        """Return the request as a conversation of a chat, which begins with the items `earlier` of stored responses.
+
+        Raises ApiError (400).
+        """
+        if not self.input and not earlier:
+            raise invalid("input: Field required", "input", "missing_required_parameter")
+        known = Before.of({"input": list(earlier)}).input
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "messages": _conversation(self.instructions, [*known, *self.input]),
+            "tools": [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in self.tools],
+            "tool_choice": _choice(self.tool_choice),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": self.reasoning.effort,
+            "max_tokens": 1 if self.prompt_cache_options.prewarm else self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "stream": self.stream,
+            "agent_id": self.agent_id,
+            "user": self.user,
+        }
+        wanted = self.text.format
+        if wanted.type == "json_schema":
+            schema = {"name": wanted.name or "answer", "schema": wanted.definition or {}}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        elif wanted.type != "text":
+            fields["response_format"] = {"type": wanted.type}
+        return ChatBody.of(fields)
+
+
+class Before(RequestBody):
+    """The items of stored responses."""
+
+    input: Items
+
+
+def renamed(error: ApiError) -> ApiError:
+    """Return an error of a chat with the name that the field has in the Responses API."""
+    name = error.param
+    if name in _NAMES:
+        error.message = error.message.replace(name, _NAMES[name], 1)
+        error.param = _NAMES[name]
+    return error
+
+
+def _choice(choice: Any) -> Any:
+    """Return OpenAI's `tool_choice` of a response as that of a chat, where the names are one level deeper."""
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if choice.get("type") == "allowed_tools" and isinstance(tools := choice.get("tools"), list):
+        deeper = [
+            {"type": "function", "function": {"name": tool.get("name")}} if isinstance(tool, dict) else tool
+            for tool in tools
+        ]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": deeper}}
+    return choice
+
+
+def _conversation(instructions: str | None, items: Iterable[Item]) -> list[dict[str, Any]]:
+    """Return the messages of a chat. Reasoning, text and calls of one answer become one message."""
+    found: list[dict[str, Any]] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    for item in items:
+        if isinstance(item, FunctionResultItem):
+            found.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
+        elif isinstance(item, MessageItem) and item.role != "assistant":
+            found.append({"role": item.role, "content": item.content})
+        else:
+            if not (found and found[-1]["role"] == "assistant") or _begins_anew(item, found[-1]):
+                found.append({"role": "assistant", "content": ""})
+            _extend(found[-1], item)
+    return found
+
+
+def _begins_anew(item: Item, message: dict[str, Any]) -> bool:
+    """Return whether an item of an answer cannot belong to `message`, because an answer begins with it."""
+    if isinstance(item, ReasoningItem):
+        return True
+    return isinstance(item, MessageItem) and bool(message["content"] or message.get("tool_calls"))
+
+
+def _extend(message: dict[str, Any], item: Item) -> None:
+    if isinstance(item, MessageItem):
+        message["content"] += item.content
+    elif isinstance(item, ReasoningItem):
+        message["reasoning_content"] = item.content
+    elif isinstance(item, FunctionCallItem):
+        function = {"name": item.name, "arguments": item.arguments}
+        message.setdefault("tool_calls", []).append({"id": item.call_id, "function": function})

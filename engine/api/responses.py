@@ -1,0 +1,146 @@
+"""The endpoints of OpenAI's Responses API, below /v1/responses. A response is computed as the answer in a chat."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from .completions import answer, conversation
+from .diagnosis import AskedPrompt, difference
+from .openai.errors import ApiError, invalid, shortened
+from .openai.response_schema import ResponseBody, renamed
+from .openai.response_shapes import ResponseReply
+from .response_records import MAX_TURNS, Record
+from .service import Service
+
+_PARTS = {"model": "model_changed", "tools": "tools_changed"}  # all others are parts of the input
+
+
+async def create_response(request: Request) -> Response:
+    """Reply to POST /v1/responses with the next response of a conversation."""
+    service: Service = request.app.state.service
+    tenant = service.tokens.tenant(request)
+    body = await service.parsed(ResponseBody, request)
+    earlier = await _earlier(service, tenant.name, body.previous_response_id)
+    items = [item for record in earlier for item in (*record.input, *record.response["output"])]
+    try:
+        chat = body.chat(items)
+        (prompt,), given, (reader,) = await conversation(service, request, tenant, chat)
+    except ApiError as error:
+        raise renamed(error) from error
+    response_id = f"resp_{uuid4().hex}"
+    asked = AskedPrompt.of(tenant.name, chat, prompt.tokens)
+    diagnostics = _diagnostics(service, tenant.name, body, asked)
+    ancestors = [record.response["id"] for record in earlier]
+    reply = ResponseReply(
+        response_id, body, given, reader, diagnostics, partial(_store, service, tenant.name, body, ancestors)
+    )
+    answers = service.ask([prompt])
+    service.prompt_log.add(response_id, asked)
+    return await answer(service, request, answers, [reply], reply, chat)
+
+
+async def get_response(request: Request) -> Response:
+    """Reply to GET /v1/responses/{id} with a stored response."""
+    return JSONResponse((await _record(request)).response)
+
+
+async def input_items(request: Request) -> Response:
+    """Reply to GET /v1/responses/{id}/input_items with the items of the request of a stored response."""
+    items = (await _record(request)).input
+    first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
+    return JSONResponse({"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": False})
+
+
+async def delete_response(request: Request) -> Response:
+    """Reply to DELETE /v1/responses/{id}: the stored response is deleted."""
+    service: Service = request.app.state.service
+    tenant, response_id = service.tokens.tenant(request), request.path_params["response_id"]
+    if not await service.responses.delete(tenant.name, response_id):
+        raise _not_found(response_id)
+    return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+
+RESPONSE_ROUTES = [
+    Route("/v1/responses", create_response, methods=["POST"]),
+    Route("/v1/responses/{response_id}", get_response, methods=["GET"]),
+    Route("/v1/responses/{response_id}", delete_response, methods=["DELETE"]),
+    Route("/v1/responses/{response_id}/input_items", input_items, methods=["GET"]),
+]
+
+
+async def _record(request: Request) -> Record:
+    """Return the record of the request's response. Raises ApiError (404) if there is none of this tenant."""
+    service: Service = request.app.state.service
+    tenant, response_id = service.tokens.tenant(request), request.path_params["response_id"]
+    if not (record := await service.responses.get(tenant.name, response_id)):
+        raise _not_found(response_id)
+    return record
+
+
+def _not_found(response_id: str) -> ApiError:
+    return ApiError(404, f"there is no response {shortened(response_id)}", "response_id", "response_not_found")
+
+
+async def _earlier(service: Service, tenant: str, response_id: str | None) -> list[Record]:
+    """Return the turns of the conversation up to a response. Raises ApiError (400) if one of them is not stored, or if
+    there are MAX_TURNS.
+    """
+    if response_id is None:
+        return []
+    name = "previous_response_id"
+    found = await service.responses.conversation(tenant, response_id)
+    if found is None:
+        message = f"{name}: the conversation up to {shortened(response_id)} is not stored, or not any more"
+        raise invalid(message, name, "previous_response_not_found")
+    if len(found) >= MAX_TURNS:
+        raise invalid(f"{name}: the conversation has {len(found)} turns, which is the maximum", name)
+    return found
+
+
+async def _store(
+    service: Service, tenant: str, body: ResponseBody, ancestors: list[str], response: dict[str, Any]
+) -> None:
+    """Store a complete response, if the request wants it."""
+    if not body.store:
+        return
+    items = [{"id": f"item_{uuid4().hex}", **_shown(item.model_dump())} for item in body.input]
+    await service.responses.put(tenant, Record(response, items, ancestors))
+
+
+def _shown(item: dict[str, Any]) -> dict[str, Any]:
+    """Return an item of a request as the API lists it, with its text as a list of parts."""
+    if item["type"] == "message":
+        kind = "output_text" if item["role"] == "assistant" else "input_text"
+        more: dict[str, Any] = {"annotations": []} if kind == "output_text" else {}
+        return {**item, "status": "completed", "content": [{"type": kind, "text": item["content"], **more}]}
+    if item["type"] == "reasoning":
+        return {**item, "summary": [], "content": [{"type": "reasoning_text", "text": item["content"]}]}
+    return {**item, "status": "completed"}
+
+
+def _diagnostics(service: Service, tenant: str, body: ResponseBody, prompt: AskedPrompt) -> dict[str, Any] | None:
+    """Return the field `prompt_cache_diagnostics`: whether the prompt begins with that of the response that the request
+    names; None if it names none.
+    """
+    response_id = body.prompt_cache_options.comparison_response_id
+    if response_id is None:
+        return None
+    earlier = service.prompt_log.find(response_id, tenant)
+    if not earlier:
+        return {"type": "comparison_response_not_found"}
+    found = difference(earlier, prompt)
+    if not found:
+        return {"type": "cache_hit"}
+    return {
+        "type": "cache_miss",
+        "reason": _PARTS.get(found.part, "input_changed"),
+        "cache_missed_tokens": found.missed,
+        "comparison_reusable_tokens": found.reusable,
+        "message": found.message,
+    }

@@ -1,0 +1,258 @@
+"""OpenAI's Responses API, with OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import httpx
+import openai
+import pydantic
+import pytest
+from api_engines import SMOLLM2, RunningEngine, start_engine, write_caller, write_tiny
+from openai.types.responses import (
+    EasyInputMessageParam,
+    FunctionToolParam,
+    Response,
+    ResponseFunctionToolCallParam,
+    ResponseReasoningItemParam,
+    ResponseTextConfigParam,
+)
+from openai.types.responses.response_create_params import PromptCacheOptions, ResponseCreateParamsBase
+from openai.types.responses.response_input_param import FunctionCallOutput
+from servers import RunningServer
+
+from engine.api.openai import response_schema as schema
+from engine.api.openai.response_schema import ResponseBody
+from engine.api.openai.schema import RequestBody
+
+DOCS = (Path(__file__).parents[3] / "docs" / "responses.md").read_text(encoding="utf-8")
+WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}, "strict": False}
+UNKNOWN = f"resp_{32 * '0'}"
+
+
+class City(pydantic.BaseModel):
+    name: str
+
+
+def create(client: openai.OpenAI, model: str = "tiny", **fields: Any) -> Response:
+    given: Any = {"input": "Hello", "max_output_tokens": 8, "temperature": 0, **fields}
+    response: Response = client.responses.create(model=model, **given)
+    Response.model_validate(response.model_dump())
+    return response
+
+
+def read(response: Response) -> int:
+    """The number of the prompt's tokens that were reused; the others were written."""
+    assert response.usage
+    details = response.usage.input_tokens_details
+    assert details.cached_tokens + details.cache_write_tokens == response.usage.input_tokens
+    return details.cached_tokens
+
+
+@pytest.fixture(scope="module")
+def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
+    """An engine of two tenants with the tokens "one" and "two"."""
+    tokens = tmp_path_factory.mktemp("tokens") / "tokens"
+    tokens.write_text("a one\nb two\n", encoding="utf-8")
+    model = write_tiny(tmp_path_factory.mktemp("models") / "tiny")
+    with start_engine(model, "--token-file", str(tokens)) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def responses(tenants: RunningEngine) -> Iterator[openai.OpenAI]:
+    with tenants.client("one") as client:
+        yield client
+
+
+def test_a_conversation_continues_at_another_engine(server: RunningServer) -> None:
+    """The first engine has ended before the second one answers; the answer is that of a chat with the whole text."""
+    with start_engine(SMOLLM2, "--store", server.url, "--keep", "all") as engine, engine.client() as client:
+        first = create(client, "smollm2", input="What is the capital of France?", max_output_tokens=20)
+        second = create(client, "smollm2", input="And of Italy?", previous_response_id=first.id, max_output_tokens=20)
+        assert (first.status, read(first)) == ("completed", 0)
+        assert first.usage
+        assert second.usage
+        assert read(second) == first.usage.total_tokens + 1  # and the end of the turn
+    with start_engine(SMOLLM2, "--store", server.url) as engine, engine.client() as client:
+        third = create(client, "smollm2", input="And of Spain?", previous_response_id=second.id, max_output_tokens=20)
+        assert read(third) == second.usage.total_tokens + 1
+        texts = ["What is the capital of France?", first, "And of Italy?", second, "And of Spain?"]
+        history: Any = [
+            {"role": "user", "content": one}
+            if isinstance(one, str)
+            else {"role": "assistant", "content": one.output_text}
+            for one in texts
+        ]
+        chat = client.chat.completions.create(model="smollm2", messages=history, temperature=0, max_tokens=20)
+        assert chat.choices[0].message.content == third.output_text
+        assert client.responses.retrieve(second.id).output_text == second.output_text
+        listed = client.responses.input_items.list(third.id).data
+        assert [item.model_dump()["content"][0]["text"] for item in listed] == ["And of Spain?"]
+        client.responses.delete(second.id)
+        with pytest.raises(openai.NotFoundError, match="there is no response"):
+            client.responses.retrieve(second.id)
+        with pytest.raises(openai.BadRequestError, match="is not stored"):
+            create(client, "smollm2", previous_response_id=third.id)
+        parsed = client.responses.parse(model="smollm2", input="A city of Italy?", text_format=City, temperature=0)
+        assert isinstance(parsed.output_parsed, City)
+
+
+def test_a_stream_has_the_items_of_the_whole_response(responses: openai.OpenAI) -> None:
+    whole = create(responses)
+    stream = responses.responses.create(model="tiny", input="Hello", max_output_tokens=8, temperature=0, stream=True)
+    events = list(stream)
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.incomplete",
+    ]
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    last = events[-1]
+    assert last.type == "response.incomplete"
+    assert text == whole.output_text == last.response.output_text
+    assert last.response.incomplete_details
+    assert last.response.incomplete_details.reason == "max_output_tokens"
+    assert responses.responses.retrieve(last.response.id).output_text == text
+
+
+def test_a_tool_is_called_and_its_result_is_read(tmp_path: Path) -> None:
+    with start_engine(write_caller(tmp_path / "caller")) as engine, engine.client() as client:
+        options: Any = {"model": "caller", "tools": [WEATHER], "temperature": 0, "max_output_tokens": 20}
+        response = client.responses.create(input="Hello", **options)
+        call = response.output[-1]
+        assert call.type == "function_call"
+        assert (call.name, json.loads(call.arguments), response.status) == ("weather", {"city": "Oslo"}, "completed")
+        with client.responses.stream(input="Hello", **options) as stream:
+            pieces = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+            streamed = stream.get_final_response().output[-1]
+        assert streamed.type == "function_call"
+        assert "".join(pieces) == streamed.arguments == call.arguments
+        result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "12 degrees"}
+        continued = client.responses.create(input=[result], previous_response_id=response.id, **options)
+        assert response.usage
+        assert read(continued) >= response.usage.input_tokens - 1
+        whole: Any = [{"role": "user", "content": "Hello"}, *(item.model_dump() for item in response.output), result]
+        again = client.responses.create(input=whole, **options)
+        assert again.usage
+        assert read(again) == again.usage.input_tokens - 1
+
+
+def test_a_response_that_is_not_stored_cannot_be_found(responses: openai.OpenAI) -> None:
+    forgotten = create(responses, store=False)
+    with pytest.raises(openai.NotFoundError):
+        responses.responses.retrieve(forgotten.id)
+    with pytest.raises(openai.NotFoundError):
+        responses.responses.delete(UNKNOWN)
+
+
+def test_a_response_is_found_by_its_tenant_only(responses: openai.OpenAI, tenants: RunningEngine) -> None:
+    secret = create(responses, input="A secret")
+    with tenants.client("two") as other:
+        for ask in (other.responses.retrieve, other.responses.delete, other.responses.input_items.list):
+            with pytest.raises(openai.NotFoundError):
+                ask(secret.id)
+        with pytest.raises(openai.BadRequestError, match="is not stored"):
+            create(other, previous_response_id=secret.id)
+        compared = create(other, prompt_cache_options={"comparison_response_id": secret.id})
+        assert compared.prompt_cache_diagnostics
+        assert compared.prompt_cache_diagnostics.type == "comparison_response_not_found"
+    assert responses.responses.retrieve(secret.id).id == secret.id
+
+
+def test_a_prompt_of_no_answer_is_computed_for_the_next_request(responses: openai.OpenAI) -> None:
+    asked: Any = {"input": "Prepare this prompt", "instructions": "Be brief."}
+    warmed = create(responses, **asked, prompt_cache_options={"prewarm": True, "ttl": "12h"})
+    assert warmed.usage
+    assert (warmed.output, warmed.status, warmed.usage.output_tokens) == ([], "completed", 0)
+    details = warmed.usage.input_tokens_details.cache_write_tokens_details
+    assert details
+    assert details.ttl_12h_tokens == warmed.usage.input_tokens_details.cache_write_tokens
+    assert read(create(responses, **asked)) == warmed.usage.input_tokens - 1
+
+
+def test_a_diagnosis_names_the_difference(responses: openai.OpenAI) -> None:
+    asked: Any = {"input": "Hello", "instructions": "Be brief."}
+    earlier = create(responses, **asked)
+
+    def diagnosis(**changes: Any) -> Any:
+        options = {"comparison_response_id": earlier.id}
+        found = create(responses, **{**asked, **changes}, prompt_cache_options=options).prompt_cache_diagnostics
+        assert found
+        return found.model_dump(exclude_none=True)
+
+    same = len("system:Be brief.\nuser:Hel")
+    assert diagnosis(input="Help") == {
+        "type": "cache_miss",
+        "reason": "input_changed",
+        "cache_missed_tokens": len("system:Be brief.\nuser:Hello\nassistant:") - same,
+        "comparison_reusable_tokens": same,
+        "message": 1,
+    }
+    assert diagnosis(instructions="No")["message"] == 0
+    assert diagnosis() == {"type": "cache_hit"}
+    assert diagnosis(previous_response_id=earlier.id, input="More") == {"type": "cache_hit"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"input": None}, "input", "Field required"),
+        ({"input": [{"type": "web_search_call"}]}, "input", "item 0 is 'web_search_call'; this engine takes"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "content", "part 0 is 'input_image'"),
+        ({"previous_response_id": UNKNOWN}, "previous_response_id", "the conversation up to"),
+        ({"previous_response_id": "a:b"}, "previous_response_id", "the conversation up to"),
+        ({"conversation": "conv_1"}, "conversation", "this engine does not support it"),
+        ({"background": True}, "background", "this engine supports only false"),
+        ({"truncation": "auto"}, "truncation", 'this engine supports only "disabled"'),
+        ({"text": {"verbosity": "low"}}, "text.verbosity", "this engine does not support it"),
+        ({"prompt_cache_options": {"mode": "explicit"}}, "prompt_cache_options.mode", "Input should be 'implicit'"),
+        ({"include": ["message.output_text.logprobs"]}, "include", "this engine supports only"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]", "Input should be 'function'"),
+        ({"tools": [WEATHER]}, "tools", "this model has no tool calling"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort", "this model's chat template does not use it"),
+        ({"metadata": {"a": 1}}, "metadata.a", "Input should be a valid string"),
+    ],
+)
+def test_a_wrong_field_is_named(tenants: RunningEngine, fields: dict[str, Any], param: str, said: str) -> None:
+    body = {"model": "tiny", "input": "Hello", "max_output_tokens": 1, **fields}
+    reply = httpx.post(f"{tenants.url}/v1/responses", json=body, headers={"Authorization": "Bearer one"}, timeout=60)
+    error = reply.json()["error"]
+    assert reply.status_code == 400
+    assert param in error["param"]
+    assert said in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (ResponseCreateParamsBase, ResponseBody),
+        (EasyInputMessageParam, schema.MessageItem),
+        (ResponseFunctionToolCallParam, schema.FunctionCallItem),
+        (FunctionCallOutput, schema.FunctionResultItem),
+        (ResponseReasoningItemParam, schema.ReasoningItem),
+        (FunctionToolParam, schema.Tool),
+        (ResponseTextConfigParam, schema.TextConfig),
+        (PromptCacheOptions, schema.PromptCacheOptions),
+    ],
+    ids=lambda kind: kind.__name__,
+)
+def test_every_field_of_openais_types_is_documented(theirs: Any, ours: type[RequestBody]) -> None:
+    handled = {*ours.model_fields, *ours.unsupported}
+    table = DOCS.split("## Fields")[1]
+    _, _, ignored = table.partition("| ignored |")
+    assert [name for name in get_type_hints(theirs) if name not in handled and f"`{name}`" not in ignored] == []
+    if ours is ResponseBody:
+        assert [name for name in handled if f"`{name}" not in table] == []
