@@ -7,18 +7,17 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-import shutil
 import subprocess
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 import redis
 import redis.asyncio
+from node_packages import installed
 from redis._parsers import _AsyncHiredisParser, _AsyncRESP2Parser, _HiredisParser, _RESP2Parser
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
@@ -317,24 +316,9 @@ class TestValkeyGlide:
         assert glide.ping() == b"PONG"
 
 
-NODE = Path(__file__).parents[2] / "node"
-
-
-@pytest.fixture(scope="session")
-def node() -> Path:
-    """The scripts' folder, with their clients in it; npm gets them once."""
-    for tool in ("node", "npm"):
-        if not shutil.which(tool):
-            pytest.skip(f"{tool} is not installed")
-    if not all((NODE / "node_modules" / name).exists() for name in ("ioredis", "@redis/client")):
-        command = ["npm", "install", "--no-audit", "--no-fund", "--no-package-lock", "--prefix", str(NODE)]
-        got = subprocess.run(command, cwd=NODE, capture_output=True, encoding="utf-8", timeout=100)
-        assert got.returncode == 0, got.stderr
-    return NODE
-
-
 @pytest.mark.parametrize("script", ["ioredis.mjs", "caching.mjs"])
-def test_clients_of_another_world(server: RunningServer, node: Path, script: str) -> None:
+def test_clients_of_another_world(server: RunningServer, script: str) -> None:
+    node = installed()
     with server.client() as client:
         client.flushall()
     command = ["node", str(node / script), str(server.port)]
