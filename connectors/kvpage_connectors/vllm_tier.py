@@ -37,6 +37,7 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
     get_offload_block_hash,
     get_offload_group_idx,
+    make_offload_key,
 )
 from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
@@ -50,7 +51,9 @@ from kvpage_server.page import DType, PageKey
 logger = init_logger("vllm.kvpage")
 
 _PATIENCE = 0.0005  # seconds that a step waits for a lookup or load, so that the threads of the tier run
-_RETAIN, _LONGEST = "kvpage_retain_seconds", 3600  # of a request's kv_transfer_params; a lease is at most an hour
+_RETAIN = "kvpage_retain_seconds"  # of a request's kv_transfer_params
+_HINT = "kvpage.retain"  # type of an action of a request's kv_hints, with seconds and blocks
+_LONGEST = 3600  # seconds of a lease
 _SHUTDOWN = 4.0  # seconds for stores in progress
 _BLOCKS, _BYTES = "vllm:kvpage_blocks", "vllm:kvpage_bytes"
 
@@ -257,7 +260,14 @@ class KvpageTier(SecondaryTierManager):
 
     # -- requests and steps --------------------------------------------------------------------------------------------
 
+    @guarded(RequestOffloadingContext)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Lease the blocks that a hint names."""
+        for hint in _hints(req_context):
+            blocks = hint.get("blocks", [])
+            keys = [make_offload_key(bytes.fromhex(block), hint.get("group", 0)) for block in blocks]
+            if keys:
+                self._jobs.lookup(partial(self._named, keys), len(keys), 1, lease_ms=_lease_ms(hint.get("seconds")))
         return RequestOffloadingContext()
 
     @guarded(lambda: None)
@@ -316,11 +326,23 @@ def _in_order(keys: Collection[OffloadKey], context: ReqContext) -> list[Offload
     return sorted(dict.fromkeys(keys), key=lambda key: context.get_offload_key_position(key) or 0)
 
 
+def _hints(context: ReqContext) -> list[dict[str, Any]]:
+    """Return the payloads of a request's hints for this tier."""
+    actions = context.kv_hints.actions if context.kv_hints else []
+    return [action.payload for action in actions if action.action_type == _HINT]
+
+
 def _retain_ms(context: ReqContext) -> int:
-    """Return the milliseconds in which the chunks of a request must not be evicted. Raises ValueError if its parameter
-    is not valid.
+    """Return the milliseconds in which the chunks of a request must not be evicted, as its parameter and its hints
+    without blocks say. Raises ValueError if one is not valid.
     """
-    seconds = (context.kv_transfer_params or {}).get(_RETAIN, 0)
+    wanted = [(context.kv_transfer_params or {}).get(_RETAIN, 0)]
+    wanted += [hint.get("seconds") for hint in _hints(context) if not hint.get("blocks")]
+    return max(map(_lease_ms, wanted))
+
+
+def _lease_ms(seconds: Any) -> int:
+    """Return seconds as milliseconds of a lease. Raises ValueError if they are no number, or too many."""
     if not isinstance(seconds, int | float) or not 0 <= seconds <= _LONGEST:
-        raise ValueError(f"{_RETAIN} must be 0 to {_LONGEST} seconds, got {seconds!r:.40}")
+        raise ValueError(f"the seconds of {_RETAIN} and {_HINT} must be 0 to {_LONGEST}, got {seconds!r:.40}")
     return int(1000 * seconds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,6 +164,26 @@ def test_a_request_retains_its_chunks(manager: Manager, client: redis.Redis) -> 
     for wrong in (-1, 1e9, "600", None):
         manager.tier.touch([chunk("a")], ReqContext("r", {"kvpage_retain_seconds": wrong}))
     assert manager.tier.reasons.counts["touch", "ValueError"] == 4
+
+
+def hint(**payload: Any) -> Any:
+    """Return a KvHintsEnvelope with two actions, the first of which is for another tier."""
+    kinds = {"another.retain": {"seconds": -1}, "kvpage.retain": payload}
+    return SimpleNamespace(actions=[SimpleNamespace(action_type=kind, payload=kinds[kind]) for kind in kinds])
+
+
+def test_hints_retain_blocks_and_requests(manager: Manager, client: redis.Redis) -> None:
+    manager.store("abc")
+    hashes = {name: chunk(name)[:-4].hex() for name in "abc"}
+    names = {name: next(client.scan_iter(f"*{hashes[name]}*")).split(b":")[1].decode() for name in "abc"}
+    manager.tier.on_new_request(ReqContext("r", None, hint(seconds=600, blocks=[hashes["a"], hashes["b"]])))
+    until(lambda: lease_of(client, names["a"]) and lease_of(client, names["b"]), "leases of blocks", within=60)
+    assert not lease_of(client, names["c"])
+    manager.tier.touch([chunk("c")], ReqContext("r", None, hint(seconds=600)))
+    until(lambda: bool(lease_of(client, names["c"])), "a lease of a request's chunk", within=60)
+    for wrong in ({"seconds": 1, "blocks": ["xyz"]}, {"blocks": [hashes["a"]]}, {"seconds": 4000, "blocks": [""]}):
+        manager.tier.on_new_request(ReqContext("r", None, hint(**wrong)))
+    assert manager.tier.reasons.counts == {("on_new_request", "ValueError"): 3}
 
 
 def lease_of(client: redis.Redis, name: str) -> list[int]:

@@ -45,6 +45,7 @@ class ReqContext:
 
     req_id: str
     kv_transfer_params: dict[str, Any] | None = None
+    kv_hints: Any = None
     positions: dict[OffloadKey, int] = field(default_factory=dict)
 
     def set_offload_key_position(self, key: OffloadKey, end_token: int) -> None:
