@@ -17,17 +17,24 @@ from kvpage_server import __version__
 
 from .anthropic.schema import CountBody, MessagesBody
 from .auth import AGENT_HEADER
+from .openai.response_schema import ResponseBody
 from .openai.schema import ChatBody, CompletionBody, ForkBody, RequestBody
 
 _BODIES: dict[str, type[RequestBody]] = {  # by endpoint
     "chat": ChatBody,
     "complete": CompletionBody,
+    "create_response": ResponseBody,
     "create_message": MessagesBody,
     "count_tokens": CountBody,
     "fork": ForkBody,
 }
-_STREAMED = ("chat", "complete", "create_message")  # endpoints that also answer with server-sent events
-_PARAMETER = re.compile(r"\{(\w+):path\}")
+_STREAMED = (
+    "chat",
+    "complete",
+    "create_response",
+    "create_message",
+)  # endpoints that also answer with server-sent events
+_PARAMETER = re.compile(r"\{(\w+)(?::path)?\}")
 _SCHEMAS = "#/components/schemas/"
 _ERROR = {
     "description": "An error of OpenAI's API, or of Anthropic's, which has fewer fields.",
@@ -73,7 +80,12 @@ def document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
     template = _SCHEMAS + "{model}"
     bodies: Any = [(body, "validation") for body in _BODIES.values()]
     _, made = models_json_schema(bodies, ref_template=template, schema_generator=_Generator)
-    schemas = json.loads(json.dumps(made["$defs"]).replace("engine__api__", "").replace("__schema__", "."))
+    schemas = json.loads(
+        json.dumps(made["$defs"])
+        .replace("engine__api__", "")
+        .replace("__response_schema__", ".responses.")
+        .replace("__schema__", ".")
+    )
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         if isinstance(route, Route) and route.include_in_schema:

@@ -73,7 +73,7 @@ def _items(given: Any) -> Any:
     return items
 
 
-Text = Annotated[str, BeforeValidator(_text)]
+Text = Annotated[str, BeforeValidator(_text, str | list[dict[str, Any]])]
 
 
 class MessageItem(RequestBody):
@@ -109,7 +109,7 @@ class ReasoningItem(RequestBody):
 
 
 Item = Annotated[MessageItem | FunctionCallItem | FunctionResultItem | ReasoningItem, Field(discriminator="type")]
-Items = Annotated[list[Item], Field(fail_fast=True), BeforeValidator(_items)]
+Items = Annotated[list[Item], Field(fail_fast=True), BeforeValidator(_items, str | list[dict[str, Any]])]
 
 
 class Tool(RequestBody):

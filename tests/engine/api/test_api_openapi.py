@@ -14,17 +14,29 @@ from api_engines import RunningEngine
 
 from engine.api.anthropic.schema import MessagesBody
 from engine.api.openai.errors import ApiError
+from engine.api.openai.response_schema import ResponseBody
 from engine.api.openai.schema import ChatBody, CompletionBody, RequestBody
 
 ORIGINAL: dict[type[RequestBody], dict[str, Any]] = {
     ChatBody: {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]},
     CompletionBody: {"model": "tiny", "prompt": "Hello"},
+    ResponseBody: {"model": "tiny", "input": "Hello"},
     MessagesBody: {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "Hello"}]},
 }
 VALUES: list[Any] = [-101, -1, 33, 1 << 70, 0.3, 1.5, "", "a", "x" * 300, [], ["a"], [3], {}, {"a": 1}]
 # The server's rules that JSON Schema does not have: fields that need another one, or tokens and schemas that are
 # checked when the prompt is made.
-RULES = {"best_of", "echo", "logit_bias", "top_logprobs", "prompt", "tool_choice", "guided_json", "response_format"}
+RULES = {
+    "input",
+    "best_of",
+    "echo",
+    "logit_bias",
+    "top_logprobs",
+    "prompt",
+    "tool_choice",
+    "guided_json",
+    "response_format",
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +50,15 @@ def test_the_description_is_valid(document: dict[str, Any]) -> None:
 
 
 def test_each_route_is_described(engine: RunningEngine, document: dict[str, Any]) -> None:
-    known = {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/agents/{agent}/fork", "/metrics", "/docs"}
+    known = {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/messages",
+        "/v1/responses",
+        "/v1/agents/{agent}/fork",
+        "/metrics",
+        "/docs",
+    }
     assert known <= document["paths"].keys()
     for path, operations in document["paths"].items():
         url = engine.url + re.sub(r"\{\w+\}", "tiny", path)
