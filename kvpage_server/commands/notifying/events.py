@@ -8,8 +8,11 @@ channels, ``__keyspace@0__:key`` and ``__keyevent@0__:event``. A is every class 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator
 from itertools import chain, starmap
+from time import monotonic_ns
 from typing import TypeVar
 
 from kvpage_server.commands.index_key import derived_from
@@ -33,6 +36,20 @@ _BY_ITSELF = ("expired", "evicted")
 _EVENT = 150  # bytes of an event of a key of a block that waits, in addition to the key
 _WATCHED = 512  # bytes of a key that a client watches, in addition to its name
 _NO_CHANGE = ("keymiss", "new")  # a new key also causes the event of the command that made it
+_FEW = 64  # keys that a client stops watching in one step
+_MOST_LEFT = 16_384  # keys that nobody watches any more and that are to be removed; above it, WATCH waits
+_TURN = 1_000_000  # nanoseconds
+
+
+class _Watch:
+    """The keys that one client watches until its next EXEC, DISCARD or UNWATCH. `client` is None after that."""
+
+    __slots__ = ("client", "has_value", "keys")
+
+    def __init__(self, client: Recipient) -> None:
+        self.client: Recipient | None = client
+        self.keys = client.watching
+        self.has_value = False  # whether one of the keys had a value when the client began to watch it
 
 
 class KeyEvents:
@@ -46,7 +63,11 @@ class KeyEvents:
         self.tracking = tracking
         self._keyspace = keyspace
         self._channels = channels
-        self._watchers: dict[bytes, set[Recipient]] = {}
+        self._watches: dict[Recipient, _Watch] = {}
+        self._watchers: dict[bytes, set[_Watch]] = {}
+        self._ended: deque[_Watch] = deque()  # watches that have ended, with the keys that are to be removed
+        self._left = 0  # number of these keys
+        self._waiting: list[Callable[[], None]] = []  # called when few of them are left
         self._pages: dict[tuple[bytes, int], set[bytes]] = {}  # watched keys of pages, by request and page id
         self._derived: dict[bytes, set[bytes]] = {}  # watched keys that change with every page of a request
         self._notified = ""  # the value of notify-keyspace-events: classes, K and E
@@ -67,9 +88,13 @@ class KeyEvents:
     def watch(self, client: Recipient, key: bytes) -> None:
         """Make the client's next transaction fail if `key` changes."""
         if key not in client.watching:
-            client.watching.add(key)
+            watch = self._watches.get(client)
+            if watch is None:
+                watch = self._watches[client] = _Watch(client)
+            watch.keys.add(key)
+            watch.has_value = watch.has_value or self._exists(key)
             client.keep(len(key) + _WATCHED)
-            self._watchers.setdefault(key, set()).add(client)
+            self._watchers.setdefault(key, set()).add(watch)
             if name := page_named(key):
                 self._pages.setdefault((name.req_id, name.page), set()).add(key)
             if req_id := derived_from(key):
@@ -77,21 +102,62 @@ class KeyEvents:
             self._listen()
 
     def unwatch(self, client: Recipient) -> None:
-        """Stop watching all keys of a client, and reset its noted changes."""
-        for key in client.watching:
+        """Stop watching all keys of a client, and reset its noted changes. Many keys are removed in steps."""
+        client.watched_changed, client.watched_until = False, 0
+        watch = self._watches.pop(client, None)
+        if watch is None:
+            return
+        client.keep(-sum(map(len, watch.keys)) - _WATCHED * len(watch.keys))
+        client.watching, watch.client = set(), None
+        if len(watch.keys) <= _FEW:
+            self._remove_keys(watch)
+            self._listen()
+            return
+        self._ended.append(watch)
+        self._left += len(watch.keys)
+        if len(self._ended) == 1:
+            asyncio.get_running_loop().call_soon(self._remove_ended)
+
+    def _remove_ended(self) -> None:
+        """Remove the keys of ended watches for one turn, and plan the next turn if keys are left."""
+        end = monotonic_ns() + _TURN
+        while self._ended and monotonic_ns() < end:
+            watch = self._ended[0]
+            self._left -= self._remove_keys(watch)
+            if not watch.keys:
+                self._ended.popleft()
+        if not self.has_many_left:
+            waiting, self._waiting = self._waiting, []
+            for then in waiting:
+                then()
+        if self._ended:
+            asyncio.get_running_loop().call_soon(self._remove_ended)
+        else:
+            self._listen()
+
+    def _remove_keys(self, watch: _Watch) -> int:
+        """Remove up to `_FEW` keys of an ended watch, and return their number."""
+        count = min(_FEW, len(watch.keys))
+        for _ in range(count):
+            key = watch.keys.pop()
             watchers = self._watchers[key]
-            watchers.discard(client)
+            watchers.discard(watch)
             if not watchers:
                 del self._watchers[key]
                 if name := page_named(key):
                     _discard(self._pages, (name.req_id, name.page), key)
                 if req_id := derived_from(key):
                     _discard(self._derived, req_id, key)
-        if client.watching:
-            client.keep(-sum(map(len, client.watching)) - _WATCHED * len(client.watching))
-            client.watching.clear()
-            self._listen()
-        client.watched_changed, client.watched_until = False, 0
+        return count
+
+    @property
+    def has_many_left(self) -> bool:
+        """Whether so many keys that nobody watches are to be removed that WATCH has to wait."""
+        return self._left > _MOST_LEFT
+
+    def when_few_left(self, then: Callable[[], None]) -> None:
+        """Call `then` when `has_many_left` is False. It must be True now."""
+        self._waiting.append(then)
 
     def track(self, client: Recipient, mode: Mode) -> None:
         """Start CLIENT TRACKING for a client with the options `mode`: from now on, it gets invalidations."""
@@ -112,9 +178,9 @@ class KeyEvents:
         """Distribute an event of a key, for example "del". The event "flush" is about all keys."""
         if event == "flush":
             self.tracking.flushed()
-            for watched in self._watchers:
-                if self._exists(watched):
-                    self._mark(watched)
+            # A key of a client whose watched keys have not changed exists if it existed when the client watched it.
+            for client, watch in self._watches.items():
+                client.watched_changed = client.watched_changed or watch.has_value
             return
         if event != "keymiss":
             self._mark(key)
@@ -167,8 +233,9 @@ class KeyEvents:
 
     def _mark(self, key: bytes) -> None:
         """Note that a watched key has changed: the next EXEC of the clients that watch it fails."""
-        for client in self._watchers.get(key, ()):
-            client.watched_changed = True
+        for watch in self._watchers.get(key, ()):
+            if watch.client is not None:
+                watch.client.watched_changed = True
 
     def _mark_derived(self, key: bytes) -> None:
         """If `key` is a page's, note a change of the watched keys that change with every page of its request."""

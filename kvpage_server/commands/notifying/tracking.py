@@ -23,7 +23,7 @@ key that it may not read.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -231,6 +231,7 @@ class Tracking:
         self._notes: dict[bytes, set[_Reader]] = {}  # the readers of each key
         self._of_requests: dict[bytes, set[bytes]] = {}  # notes about whole requests, by `kv:{req}:`
         self._of_blocks: dict[tuple[bytes, int], dict[bytes, None]] = {}  # noted pages, by request and page id
+        self._ended: deque[_Reader] = deque()  # readers that do not track any more, whose notes are to be freed
         self._losing: tuple[_Reader, int] | None = None  # the client that loses notes, and the number still to lose
         self._prefixes: Prefixes[_Prefix] = Prefixes()
         self._changed_prefixes: dict[_Prefix, None] = {}
@@ -283,7 +284,9 @@ class Tracking:
                 self._prefixes.remove(name)
         reader = self.clients.pop(client)
         self._release(reader)
-        self._free_notes(reader)
+        self._ended.append(reader)
+        if len(self._ended) == 1:
+            self._free_notes()
 
     def _release(self, reader: _Reader) -> None:
         """Subtract the notes of a client from all counts before they are freed."""
@@ -292,12 +295,19 @@ class Tracking:
         self.nbytes -= reader.nbytes
         reader.client, reader.nbytes = None, 0
 
-    def _free_notes(self, reader: _Reader) -> None:
-        """Free the notes of a client that does not track any more, in steps, as there may be a million."""
-        for _ in range(min(_STEP, len(reader.keys))):
-            self._lose(reader, next(iter(reader.keys)))
-        if reader.keys:
-            asyncio.get_running_loop().call_soon(self._free_notes, reader)
+    def _free_notes(self) -> None:
+        """Free the notes of clients that do not track any more, in steps, as there may be a million."""
+        left = _STEP
+        while self._ended and left:
+            reader = self._ended[0]
+            count = min(left, len(reader.keys))
+            for _ in range(count):
+                self._lose(reader, next(iter(reader.keys)))
+            left -= count
+            if not reader.keys:
+                self._ended.popleft()
+        if self._ended:
+            asyncio.get_running_loop().call_soon(self._free_notes)
 
     # -- read keys -----------------------------------------------------------------------------------------------------
 

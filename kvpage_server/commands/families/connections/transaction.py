@@ -16,7 +16,7 @@ from kvpage_server.commands.table import WORDS_PER_STEP, Parts, Spec, nothing
 from kvpage_server.core import Argument
 from kvpage_server.core.pieces import Piece, borrowed_bytes
 from kvpage_server.page import unix_ms
-from kvpage_server.resp import NULL_ARRAY, OK, Reply, ReplyError
+from kvpage_server.resp import NULL_ARRAY, OK, Reply, ReplyError, Wait
 
 MOST_WATCHED = 8192  # keys that a client can watch
 
@@ -117,6 +117,8 @@ def watch(client: Client, args: list[Argument]) -> Reply:
     requests = [req_id for key in keys if (req_id := derived_from(key)) is not None]
 
     def steps() -> Steps[Reply]:
+        while client.server.events.has_many_left:
+            yield Wait(client.server.events.when_few_left)
         for req_id in requests:
             yield from blocks_of(client, req_id)  # overdue pages expire before they are watched
         yield from each(keys, lambda some: _watch(client, some))
@@ -127,7 +129,8 @@ def watch(client: Client, args: list[Argument]) -> Reply:
         return OK
 
     blocks = sum(map(client.keyspace.index.count, requests))
-    return stepwise(steps(), small=len(keys) <= WORDS_PER_STEP and blocks <= STEP)
+    is_small = len(keys) <= WORDS_PER_STEP and blocks <= STEP and not client.server.events.has_many_left
+    return stepwise(steps(), small=is_small)
 
 
 def _watch(client: Client, keys: Sequence[bytes]) -> Sequence[bytes]:

@@ -202,8 +202,9 @@ def test_an_overdue_page_cancels_a_watch_before_it_is_swept(
 ) -> None:
     set_page(client, "r", 7)
     with server.client() as watcher, watcher.pipeline() as pipe:
+        pipe.watch("another")  # it is connected now
         now = client.time()
-        client.pexpireat("kv:r:0:0:7:0", at := (now[0] * 1000 + now[1] // 1000) + 50)
+        client.pexpireat("kv:r:0:0:7:0", at := (now[0] * 1000 + now[1] // 1000) + 500)
         pipe.watch(watched)
 
         def is_over() -> bool:

@@ -1,0 +1,70 @@
+"""Watched keys are forgotten in steps, so that the end of many connections delays no other client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from turns import Turns, measured
+from waiting import until
+from wire import encode_command
+
+from kvpage_server.commands.notifying import events
+
+CLIENTS, KEYS = 10, 8000
+TRIES = 2
+LONGEST = 0.03  # seconds of a turn; usually 5 ms, and 0.4 s if all keys are removed in one
+
+
+def watch(client: int) -> bytes:
+    """WATCH of KEYS keys, other ones for each client."""
+    return b"".join(
+        encode_command([b"WATCH", *(b"kv:r:%d:0:%d:0" % (client, key) for key in range(first, first + 1000))])
+        for first in range(0, KEYS, 1000)
+    )
+
+
+@pytest.fixture(scope="module")
+def turns() -> Iterator[Turns]:
+    with measured() as turns:
+        yield turns
+
+
+def watching(turns: Turns, stack: ExitStack) -> None:
+    """Let CLIENTS connections watch KEYS keys each, as long as the stack is open."""
+    for client in range(CLIENTS):
+        turns.join(stack, watch(client))
+
+
+def watches_no_key(turns: Turns) -> bool:
+    return turns.on_loop(lambda: turns.server.keyspace.contents.on_event) is None
+
+
+def test_many_ends_of_connections_are_short_turns(turns: Turns) -> None:
+    longest = []
+    for _ in range(TRIES):
+        with ExitStack() as stack:
+            watching(turns, stack)
+            turns.on_loop(turns.loop.forget)
+        until(lambda: watches_no_key(turns))
+        longest.append(turns.on_loop(lambda: turns.loop.longest))
+    assert min(longest) < LONGEST
+
+
+def test_unwatch_of_many_keys_is_a_short_turn(turns: Turns) -> None:
+    assert min(turns.cost(watch(0), encode_command([b"UNWATCH"])).longest for _ in range(TRIES)) < LONGEST / 2
+
+
+def test_flushall_with_many_watched_keys_is_a_short_turn(turns: Turns) -> None:
+    with ExitStack() as stack:
+        watching(turns, stack)
+        assert min(turns.cost(b"", encode_command([b"FLUSHALL"])).longest for _ in range(TRIES)) < LONGEST
+
+
+def test_watch_waits_while_many_keys_are_removed(turns: Turns, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "_MOST_LEFT", 0)
+    with ExitStack() as stack:
+        turns.join(stack, watch(0) + encode_command([b"UNWATCH"]) + encode_command([b"WATCH", b"another"]))
+        assert turns.on_loop(lambda: turns.server.keyspace.contents.on_event) is not None
+        assert not turns.on_loop(lambda: turns.server.events.has_many_left)
