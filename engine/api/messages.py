@@ -11,12 +11,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from .anthropic.schema import Breakpoint, CountBody, MessagesBody, renamed
+from .anthropic.schema import NAMES, Breakpoint, CountBody, MessagesBody
 from .anthropic.shapes import MessageEnvelope, MessageShape, message_id
 from .auth import Tenant
 from .completions import answer, conversation, unless_disconnected
 from .diagnosis import AskedPrompt, common_prefix, difference
-from .openai.errors import ApiError
+from .openai.errors import ApiError, renamed
 from .service import Service
 
 
@@ -29,7 +29,7 @@ async def create_message(request: Request) -> Response:
         chat = body.chat()
         (prompt,), given, (reader,) = await conversation(service, request, tenant, chat)
     except ApiError as error:
-        raise renamed(error) from error
+        raise renamed(error, NAMES) from error
     boundaries = [
         (await unless_disconnected(request, _boundary(service, mark, prompt.tokens)), mark.ttl)
         for mark in body.breakpoints()
@@ -53,7 +53,7 @@ async def count_tokens(request: Request) -> Response:
     try:
         tokens = await unless_disconnected(request, service.prompts.of_chat(body.chat()))
     except ApiError as error:
-        raise renamed(error) from error
+        raise renamed(error, NAMES) from error
     return JSONResponse({"input_tokens": len(tokens)})
 
 

@@ -12,8 +12,8 @@ from starlette.routing import Route
 
 from .completions import answer, conversation
 from .diagnosis import AskedPrompt, difference
-from .openai.errors import ApiError, invalid, shortened
-from .openai.response_schema import ResponseBody, renamed
+from .openai.errors import ApiError, invalid, renamed, shortened
+from .openai.response_schema import NAMES, ResponseBody
 from .openai.response_shapes import ResponseReply
 from .response_records import MAX_TURNS, Record
 from .service import Service
@@ -32,7 +32,7 @@ async def create_response(request: Request) -> Response:
         chat = body.chat(items)
         (prompt,), given, (reader,) = await conversation(service, request, tenant, chat)
     except ApiError as error:
-        raise renamed(error) from error
+        raise renamed(error, NAMES) from error
     response_id = f"resp_{uuid4().hex}"
     asked = AskedPrompt.of(tenant.name, chat, prompt.tokens)
     diagnostics = _diagnostics(service, tenant.name, body, asked)

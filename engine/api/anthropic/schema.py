@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from ..openai.errors import ApiError, shortened
+from ..openai.errors import shortened
 from ..openai.schema import MAX_STOP, MAX_STOPS, MAX_TOOLS, ChatBody, RequestBody, Values
 
 MAX_BREAKPOINTS = 4  # as Anthropic's API
@@ -25,7 +25,7 @@ _UNSUPPORTED: dict[str, Values] = {
 }
 
 # The names of fields in errors of the chat to which a request is converted.
-_NAMES = {
+NAMES = {
     "enable_thinking": "thinking",
     "reasoning_effort": "output_config.effort",
     "response_format.json_schema.schema": "output_config.format.schema",
@@ -287,15 +287,6 @@ class MessagesBody(CountBody):
             "top_p": self.top_p,
             "top_k": self.top_k,
         }
-
-
-def renamed(error: ApiError) -> ApiError:
-    """Return an error of a chat with the name that the field has in the Messages API."""
-    name = error.param
-    if name in _NAMES:
-        error.message = error.message.replace(name, _NAMES[name], 1)
-        error.param = _NAMES[name]
-    return error
 
 
 def _other(block: Block | None) -> TextBlock:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlette.responses import JSONResponse
 
@@ -44,6 +44,16 @@ class ApiError(Exception):
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
     """Return the error (400) for an invalid request. `param` is the name of the wrong field."""
     return ApiError(400, message, param, code)
+
+
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """Return an error of a chat for an API that is converted to chats. `names` has that API's names of fields, if they
+    differ.
+    """
+    if error.param is None or error.param not in names:
+        return error
+    name = names[error.param]
+    return replace(error, message=error.message.replace(error.param, name, 1), param=name)
 
 
 def shortened(value: object) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from .errors import ApiError, invalid, shortened
+from .errors import invalid, shortened
 from .schema import MAX_TOOLS, ChatBody, RequestBody, Values
 
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
@@ -29,7 +29,7 @@ _UNSUPPORTED: dict[str, Values] = {
 }
 
 # The names of fields in errors of the chat to which a request is converted.
-_NAMES = {
+NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
@@ -212,15 +212,6 @@ class Before(RequestBody):
     """The items of stored responses."""
 
     input: Items
-
-
-def renamed(error: ApiError) -> ApiError:
-    """Return an error of a chat with the name that the field has in the Responses API."""
-    name = error.param
-    if name in _NAMES:
-        error.message = error.message.replace(name, _NAMES[name], 1)
-        error.param = _NAMES[name]
-    return error
 
 
 def _choice(choice: Any) -> Any:
