@@ -261,14 +261,16 @@ async def conversation(
     prompts = service.prompts
     logprobs = body.top_logprobs if body.logprobs else None
     tokens = await unless_disconnected(request, prompts.of_chat(body))
-    constraint = await unless_disconnected(request, prompts.constraint(body))
+    constraint, written = await unless_disconnected(request, prompts.constraint(body))
     first = next((message.content for message in body.messages if message.role == "user"), None)
     continues = prompts.keeps_space or body.continue_final_message
     asked, given = _prompts(
         service, request, tenant, body, [(tokens, first)], body.limit, logprobs, constraint, continues=continues
     )
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
-    readers = [Reader(prompts.markup, tokens, tools, several=body.parallel_tool_calls) for _ in asked]
+    streams = not (body.stop or body.stop_token_ids)
+    several = body.parallel_tool_calls
+    readers = [Reader(prompts.markup, tokens, tools, several=several, written=written, streams=streams) for _ in asked]
     return asked, given, readers
 
 
@@ -280,7 +282,7 @@ async def complete(request: Request) -> Response:
     service.check_model(body.model)
     prompts = service.prompts
     texts = [(await unless_disconnected(request, prompts.of_text(prompt)), prompt) for prompt in body.prompt]
-    constraint = await unless_disconnected(request, prompts.constraint(body))
+    constraint, _ = await unless_disconnected(request, prompts.constraint(body))
     logprobs = body.logprobs if body.choices == body.n else max(1, body.logprobs or 0)  # best_of compares them
     labelled = [(tokens, prompt if isinstance(prompt, str) else None) for tokens, prompt in texts]
     asked, given = _prompts(service, request, tenant, body, labelled, body.max_tokens, logprobs, constraint)

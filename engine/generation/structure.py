@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -52,7 +53,7 @@ def of_regex(regex: str) -> str:
 
 def of_choice(choices: Sequence[str]) -> str:
     """Return the grammar of one of some texts."""
-    return LLMatcher.grammar_from_regex("|".join(map(_escaped, choices)))
+    return LLMatcher.grammar_from_regex("|".join(map(escaped, choices)))
 
 
 def of_grammar(grammar: str) -> str:
@@ -63,7 +64,13 @@ def of_grammar(grammar: str) -> str:
         raise ConstraintError(f"the grammar is invalid: {error!s:.300}") from error
 
 
-def _escaped(text: str) -> str:
+def of_lark(lark: str) -> str:
+    """Return a grammar in llguidance's variant of Lark."""
+    return LLMatcher.grammar_from_lark(lark)
+
+
+def escaped(text: str) -> str:
+    """Return a regular expression that matches only this text."""
     return re.sub(r"([\\.+*?()|\[\]{}^$#&\-~/])", r"\\\1", text)
 
 
@@ -79,32 +86,62 @@ class Constraints:
         self._ends = sorted(ends)
         self._compiled: LLTokenizer | None = None  # made for the first constraint, in a second for a large vocabulary
 
-    def compile(self, grammar: str) -> Constraint:
-        """Compile a grammar. Raises ConstraintError."""
+    def compile(self, grammar: str, begin: int | None = None) -> Constraint:
+        """Compile a grammar. With `begin`, a token id, the constraint begins with each such token, and ends with the
+        text of the grammar. Raises ConstraintError.
+        """
+        matcher = LLMatcher(self._of_llguidance, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
+        if matcher.is_error():
+            raise ConstraintError(" ".join(matcher.get_error().split())[:300])
+        if not any(matcher.compute_bitmask()):
+            raise ConstraintError("no text matches it")
+        return Constraint(matcher, self._ends, begin)
+
+    def pieces(self, text: str) -> list[str | int]:
+        """Split a text into its special tokens, as their ids, and the texts between them."""
+        special = self._special
+        found = re.split(f"({'|'.join(map(re.escape, sorted(special, key=len, reverse=True))) or '(?!)'})", text)
+        return [special.get(piece, piece) for piece in found if piece]
+
+    def literal(self, text: str) -> str:
+        """Return Lark for one text. Its special tokens are these tokens, and not their spelling."""
+        return " ".join(map(self.of_piece, self.pieces(text))) or '""'
+
+    def of_piece(self, piece: str | int) -> str:
+        """Return Lark for a result of `pieces`."""
+        return json.dumps(piece, ensure_ascii=False) if isinstance(piece, str) else f"<[{piece}]>"
+
+    @cached_property
+    def _special(self) -> dict[str, int]:
+        """Ids of the tokens that llguidance does not consider to be text, by their content."""
+        tokens, added = self._of_llguidance, self._tokenizer.added_tokens_decoder
+        return {token.content: i for i, token in added.items() if i < self._vocabulary and tokens.is_special_token(i)}
+
+    @property
+    def _of_llguidance(self) -> LLTokenizer:
+        """The tokenizer as llguidance needs it."""
         if self._compiled is None:
             fast = self._tokenizer._tokenizer
             if not isinstance(fast, PreTrainedTokenizerFast):
                 raise ConstraintError("this model's tokenizer cannot constrain answers: it is not of `tokenizers`")
             self._compiled = from_tokenizer(fast, n_vocab=self._vocabulary, eos_token=self._ends)
-        matcher = LLMatcher(self._compiled, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
-        if matcher.is_error():
-            raise ConstraintError(" ".join(matcher.get_error().split())[:300])
-        if not any(matcher.compute_bitmask()):
-            raise ConstraintError("no text matches it")
-        return Constraint(matcher, self._ends)
+        return self._compiled
 
 
 class Constraint:
     """A compiled constraint."""
 
-    def __init__(self, matcher: LLMatcher, ends: Sequence[int]) -> None:
+    def __init__(self, matcher: LLMatcher, ends: Sequence[int], begin: int | None) -> None:
         self._matcher = matcher
         self._ends = ends
+        self._begin = begin
 
     def processor(self, prompt: int, after: Sequence[int] = ()) -> Callable[[mx.array, mx.array], mx.array]:
         """Return a processor of logits for one answer to a prompt of `prompt` tokens. If the answer begins with
         reasoning, the constraint begins `after` the tokens that end it.
         """
+        if self._begin is not None:
+            return self._of_calls(prompt)
         matcher, seen = self._matcher.deep_copy(), prompt
         before: list[int] | None = [] if after else None  # the last tokens of the reasoning
 
@@ -121,12 +158,35 @@ class Constraint:
                 return logits  # the answer has ended, and this token is not used
             if not matcher.consume_tokens(more):
                 raise ConstraintError(f"the answer left its constraint: {matcher.get_error():.300}")
-            allowed = np.zeros(logits.shape[-1], bool)
-            if matcher.is_stopped():  # nothing may follow but the end
-                allowed[self._ends] = True
-            else:
-                bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-                allowed[: len(bits)] = bits[: len(allowed)]
-            return mx.where(mx.array(allowed), logits, -mx.inf)
+            return self._masked(matcher, logits)
 
         return process
+
+    def _of_calls(self, prompt: int) -> Callable[[mx.array, mx.array], mx.array]:
+        """Return a processor for a constraint that begins with a token."""
+        matcher, seen = None, prompt
+
+        def process(tokens: mx.array, logits: mx.array) -> mx.array:
+            nonlocal seen, matcher
+            more: list[int] = tokens[seen:].tolist()  # type: ignore[assignment]
+            seen += len(more)
+            for token in more:
+                if matcher is None and token == self._begin:
+                    matcher = self._matcher.deep_copy()
+                if matcher and not matcher.consume_token(token):
+                    raise ConstraintError(f"the answer left its constraint: {matcher.get_error():.300}")
+                if matcher and matcher.is_stopped():
+                    matcher = None
+            return self._masked(matcher, logits) if matcher else logits
+
+        return process
+
+    def _masked(self, matcher: LLMatcher, logits: mx.array) -> mx.array:
+        """Return logits without the tokens that may not follow."""
+        allowed = np.zeros(logits.shape[-1], bool)
+        if matcher.is_stopped():  # nothing may follow but the end
+            allowed[self._ends] = True
+        else:
+            bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+            allowed[: len(bits)] = bits[: len(allowed)]
+        return mx.where(mx.array(allowed), logits, -mx.inf)

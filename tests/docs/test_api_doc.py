@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
-from api_engines import SMOLLM2, RunningEngine, start_engine
+from api_engines import SMOLLM2, RunningEngine, link_smollm2, start_engine
 from documents import check, commands, entry_point, run
 from servers import RunningServer
 
@@ -26,9 +26,15 @@ def engine(server: RunningServer) -> Iterator[RunningEngine]:
         yield engine
 
 
+@pytest.fixture(scope="module")
+def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
+    with start_engine(link_smollm2(tmp_path_factory.mktemp("models") / "hermes")) as engine:
+        yield engine
+
+
 @pytest.mark.skipif(not CURL, reason="curl is not installed")
 @pytest.mark.parametrize("document", ["docs/api.md", "docs/engine.md", "docs/messages.md", "docs/responses.md"])
-def test_every_curl_line_answers_as_shown(engine: RunningEngine, document: str) -> None:
+def test_every_curl_line_answers_as_shown(engine: RunningEngine, hermes: RunningEngine, document: str) -> None:
     lines = 0
     for typed, shown in commands(document):
         program, *words = shlex.split(typed)
@@ -38,7 +44,8 @@ def test_every_curl_line_answers_as_shown(engine: RunningEngine, document: str) 
             continue
         if program != "curl":
             continue
-        asked = [word.replace("localhost:8000", engine.url.removeprefix("http://")) for word in words]
+        asked_engine = hermes if '"model": "hermes"' in typed else engine
+        asked = [word.replace("localhost:8000", asked_engine.url.removeprefix("http://")) for word in words]
         check(run([program, *asked]), shown)
         lines += 1
     assert lines

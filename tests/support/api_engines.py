@@ -35,12 +35,44 @@ TEMPLATE = (
 CALL = '{"name": "weather", "arguments": {"city": "Oslo"}}'
 TOOL_TEMPLATE = "{% if tools %}<tool_call> {{ tools[0].function.name }} {# tool_call.name #}\n{% endif %}" + TEMPLATE
 
+HERMES_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\nYou may call these functions:\n"
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    'Answer with <tool_call>\n{"name": ..., "arguments": ...}\n</tool_call><|im_end|>\n{% endif %}'
+    "{% for message in messages %}<|im_start|>{{ 'user' if message.role == 'tool' else message.role }}\n"
+    "{% if message.role == 'tool' %}<tool_response>\n{{ message.content }}\n</tool_response>"
+    "{% else %}{{ message.content }}{% endif %}"
+    "{% for tool_call in message.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ tool_call.function.name }}", "arguments": {{ tool_call.function.arguments | tojson }}}'
+    "\n</tool_call>{# tool_call.name #}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
 
 def write_tiny(directory: Path, **changes: object) -> Path:
     """A random Llama whose tokens are letters, in mlx-lm's layout. The end of a text is never its likeliest token."""
     model = tiny_llama(**changes)
     model.lm_head.weight[-1] = 0.0
     return _write(directory, model, letter_tokenizer(), TEMPLATE)
+
+
+def write_offered(directory: Path) -> Path:
+    """The random Llama of `write_tiny` with tools in its chat template, and a token for each mark of their calls."""
+    tokenizer = letter_tokenizer()
+    tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in ("<tool_call>", "</tool_call>")])
+    return _write(directory, tiny_llama(vocab_size=len(tokenizer)), tokenizer, TOOL_TEMPLATE)
+
+
+def link_smollm2(directory: Path) -> Path:
+    """SmolLM2 with a chat template that writes tools as Qwen's and Hermes' do, because its own has none."""
+    directory.mkdir(parents=True)
+    for file in SMOLLM2.iterdir():
+        (directory / file.name).symlink_to(file.resolve())
+    config = json.loads((SMOLLM2 / "tokenizer_config.json").read_text(encoding="utf-8"))
+    config["chat_template"] = HERMES_TEMPLATE
+    (directory / "tokenizer_config.json").unlink()
+    (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return directory
 
 
 def write_caller(directory: Path, call: str = CALL) -> Path:

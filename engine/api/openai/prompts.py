@@ -12,6 +12,7 @@ import copy
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -22,9 +23,10 @@ from ...generation.structure import Constraint, ConstraintError, Constraints
 from ...generation.text import TokenText, template_writes_space
 from ...generation.tokens import PromptError, encode
 from ...spec import ModelCacheSpec
+from .calls import FORCED, INSTEAD, MARKED, CallError, OfferedTool, Written, compile_calls
 from .errors import invalid
 from .reading import REASONING, Markup
-from .schema import ChatBody, CompletionFields, Message, Tool
+from .schema import ChatBody, CompletionFields, Message, ResponseFormat, Tool
 from .templates import ControlTokens, Renderer, TemplateFailedError, takes_text
 
 SHORT = 1000  # characters of a text that is encoded on the event loop, in half a millisecond
@@ -101,22 +103,57 @@ class Prompts:
         """Whether an answer in a conversation keeps its first space: see `template_writes_space`."""
         return self._keeps_space is not False
 
-    async def constraint(self, body: CompletionFields) -> Constraint | None:
-        """Return the constraint of an answer; None without one. Raises ApiError (400), which names its field."""
+    async def constraint(self, body: CompletionFields) -> tuple[Constraint | None, Written | None]:
+        """Return the constraint of an answer, and the calls that it writes; None without. Raises ApiError (400), which
+        names a field.
+        """
         made = body.constraints
-        if not made:
-            return None
+        calls = self._calls(body) if isinstance(body, ChatBody) else None
+        if calls and made.keys() <= {"response_format", "response_format.json_schema.schema"}:
+            made = {}
+        elif calls and isinstance(body, ChatBody) and body.tool_choice.forces:
+            made = {"tool_choice": str, **made}
+        else:
+            calls = None
+        if not (calls or made):
+            return None, None
         if len(made) > 1:
             raise invalid(f"an answer has one constraint, got {' and '.join(made)}", list(made)[1])
         for name, given in (("min_tokens", body.min_tokens), ("ignore_eos", body.ignore_eos)):
             if given:
                 raise invalid(f"{name}: the end of an answer with a constraint follows from the constraint", name)
-        ((param, make),) = made.items()
+        param, make = next(iter(made.items()), ("response_format.json_schema.schema", str))
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._compiling, lambda: self._constraints.compile(make()))
+            if calls:
+                return await loop.run_in_executor(self._compiling, calls) or (None, None)
+            return await loop.run_in_executor(self._compiling, lambda: self._constraints.compile(make())), None
+        except CallError as error:
+            raise invalid(f"{error.param}: {error}", error.param, "unsupported_value") from error
         except ConstraintError as error:
             raise invalid(f"{param}: {error}", param) from error
+
+    def _calls(self, body: ChatBody) -> Callable[[], tuple[Constraint, Written] | None] | None:
+        """Return a function that compiles the calls of an answer: of a tool that the request forces, of any tool
+        instead of the format of the answer, or of `strict` tools. It raises CallError, ConstraintError. Return None
+        without such calls.
+        """
+        offered, formatted = body.offered, body.response_format or ResponseFormat(type="text")
+        functions = [
+            OfferedTool(tool.function.name, tool.function.parameters or {}, i, bool(tool.function.strict))
+            for i, tool in enumerate(body.tools)
+            if tool in offered
+        ]
+        forces = body.tool_choice.forces
+        when, answer = (FORCED if forces else MARKED), None
+        if formatted.type != "text" and not forces:
+            when, answer = INSTEAD, formatted.json_schema.definition if formatted.json_schema else {"type": "object"}
+        if not functions or (when == MARKED and not any(function.strict for function in functions)):
+            return None
+        several = body.parallel_tool_calls and body.tool_choice.type != "function"
+        return partial(
+            compile_calls, self._tokenizer, self._constraints, functions, when, several=several, answer=answer
+        )
 
     def end_of_reasoning(self, prompt: Sequence[int]) -> list[int]:
         """Return the token ids that end the reasoning with which the answer to `prompt` begins; empty without one."""

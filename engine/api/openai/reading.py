@@ -12,10 +12,13 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ...scheduling.request import Token
+from .calls import FORCED, INSTEAD, MARKED, CallReader, Closed, Event, Opened, Written
 
 # -- The marks of reasoning and tool calls in a model's text, which mlx-lm's tokenizer wrapper has --------------------
 
 NORMAL, REASONING, TOOL = "normal", "reasoning", "tool"  # states of mlx-lm; other states are headers, without content
+# Further states: calls by a grammar, a beginning of these or of JSON, and JSON.
+WRITTEN, UNDECIDED, ANSWER = "written", "undecided", "answer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,7 @@ class AnswerPart:
 
     text: str = ""
     reasoning: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)  # OpenAI's tool_calls
+    calls: list[dict[str, Any]] = field(default_factory=list)  # OpenAI's tool_calls of a chunk
     tokens: list[Token] = field(default_factory=list)  # the tokens of this part
 
     def __bool__(self) -> bool:
@@ -114,7 +117,11 @@ class AnswerPart:
     def __iadd__(self, more: AnswerPart) -> AnswerPart:
         self.text += more.text
         self.reasoning += more.reasoning
-        self.calls += more.calls
+        for call in more.calls:
+            if call["index"] == len(self.calls):
+                self.calls.append({**call, "function": {**call["function"]}})
+            else:
+                self.calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
         self.tokens += more.tokens
         return self
 
@@ -126,14 +133,24 @@ class Reader:
     be complete: the model wrote its end mark, or ended the answer with the last character of the call's JSON. All other
     text between the marks of a call is plain text, and so are the marks. Text next to a call is lost if mlx-lm's parser
     skips it.
+
+    The arguments of a call that a grammar writes are returned as they arrive.
     """
 
     def __init__(
-        self, markup: Markup, prompt: Sequence[int], tools: Sequence[dict[str, Any]], *, several: bool = True
+        self,
+        markup: Markup,
+        prompt: Sequence[int],
+        tools: Sequence[dict[str, Any]],
+        *,
+        several: bool = True,
+        written: Written | None = None,
+        streams: bool = True,
     ) -> None:
         """Start to parse the answer to `prompt`, token ids. `tools` are offered, in OpenAI's format.
 
-        Without `several`, the answer ends after its first call.
+        Without `several`, the answer ends after its first call. `written` are calls that are written by a grammar.
+        Without `streams`, these are returned when they are complete, because a stop string may cut them.
         """
         self.parsed = AnswerPart()  # the whole answer so far
         self.cut = False  # True after the first call without `several`: the rest of the answer is omitted
@@ -141,7 +158,17 @@ class Reader:
         self._tools = [_with_parameters(tool) for tool in tools]
         self._names = {tool["function"]["name"] for tool in tools}
         self._several = several
+        self._written = written
+        self._streams = streams
+        self._normal = {FORCED: WRITTEN, INSTEAD: UNDECIDED}.get(written.when, NORMAL) if written else NORMAL
         self._state = markup.start(prompt)
+        if self._state != REASONING and self._normal != NORMAL:
+            self._state = self._normal
+        self._marked = 0  # tokens that begin calls by a grammar, whose text has not been read
+        self._calls_begun = 0
+        self._calls_by_grammar = CallReader(written.calls) if written else None
+        self._incomplete: list[Event] = []  # of the current call by a grammar, without `streams`
+        self._incomplete_text = ""
         self._held = ""  # the end of the text that may be the beginning of a mark
         self._header = ""
         self._before = NORMAL  # the state before the current call
@@ -164,7 +191,8 @@ class Reader:
         and within a text that may become a mark.
         """
         part = AnswerPart(tokens=[] if token.ends_text else [token])
-        self._split(token.text, part, calls=bool(self._names))
+        self._marked += self._written is not None and token.token == self._written.mark
+        self._split(token.text, part, calls=bool(self._names) and self._normal == NORMAL)
         self.parsed += part
         return part
 
@@ -180,26 +208,80 @@ class Reader:
             self._close("", part, whole=reason == "stop", ended=False)
         if not self.cut:
             part.text += self._header
+            if self._incomplete:
+                part.text += self._incomplete_text
         self.parsed += part
         return part
 
     def _split(self, text: str, part: AnswerPart, *, calls: bool) -> None:
         """Split a text at its marks, and add it to `part`. Hold back the end if it may be the beginning of a mark."""
         text, self._held = self._held + text, ""
+        if self._state == UNDECIDED:
+            text = self._decide(text)
+        if self._state == WRITTEN:
+            text = self._read_written(text, part)
         at = 0
         marks = self._markup.marks(self._state, calls=calls)
         while found := marks.pattern.search(text, at):
             self._add(text[at : found.start()], part)
             at = found.end()
             self._change_state(found[0], marks.following[found[0]], part)
+            if self._state in (UNDECIDED, WRITTEN):
+                mark = found[0] if calls else ""  # the reader of calls reads their mark
+                self._split(mark + text[at:], part, calls=calls)
+                return
             marks = self._markup.marks(self._state, calls=calls)
         partial_length = marks.partial_length(text[at:])
         self._add(text[at : len(text) - partial_length], part)
         self._held = text[len(text) - partial_length :]
 
+    def _decide(self, text: str) -> str:
+        """Set the state of an answer of calls or JSON by its beginning. Return the text that is not held back."""
+        assert self._written
+        start = self._written.calls.start
+        if start.startswith(text) and text != start:
+            self._held = text
+            return ""
+        self._state = WRITTEN if text.startswith(start) else ANSWER
+        return text
+
+    def _read_written(self, text: str, part: AnswerPart) -> str:
+        """Add the text of calls by a grammar to `part`. Return the text after the calls."""
+        reader = self._calls_by_grammar
+        assert reader
+        assert self._written
+        self._incomplete_text += text
+        for event in reader.read(text):
+            self._incomplete.append(event)
+            if self._streams or isinstance(event, Closed):
+                if not self.cut:
+                    part.calls += map(self._delta, (one for one in self._incomplete if not isinstance(one, Closed)))
+                self._incomplete = []
+            if isinstance(event, Closed):
+                self._incomplete_text = ""
+                self.cut = self.cut or not self._several
+        if reader.rest is None:
+            return ""
+        self._calls_by_grammar = CallReader(self._written.calls)
+        if self._written.when == MARKED:
+            self._state = NORMAL
+        return reader.rest
+
+    def _delta(self, event: Opened | str) -> dict[str, Any]:
+        """Return OpenAI's chunk of a call."""
+        if isinstance(event, str):
+            return {"index": self._calls_begun - 1, "function": {"arguments": event}}
+        self._calls_begun += 1
+        return {"index": self._calls_begun - 1, **_opened(event.name, event.id)}
+
     def _change_state(self, mark: str, next_state: str, part: AnswerPart) -> None:
         """Change to the state after a mark. If the mark ends a call, add the call to `part`."""
         self._header = ""
+        if next_state == NORMAL and self._normal != NORMAL:
+            next_state = self._normal
+        elif next_state == TOOL and self._marked:
+            self._marked -= 1
+            next_state = WRITTEN
         if self._state == TOOL:
             self._close("" if next_state == TOOL else mark, part)
             if next_state != TOOL:
@@ -221,9 +303,9 @@ class Reader:
             self._call_length += len(text)
         elif self._state == REASONING:
             part.reasoning += text
-        elif self._state == NORMAL:
+        elif self._state in (NORMAL, ANSWER, UNDECIDED):
             part.text += text
-        else:
+        elif self._state != WRITTEN:
             self._header += text
 
     def _close(self, mark: str, part: AnswerPart, *, whole: bool = True, ended: bool = True) -> None:
@@ -245,36 +327,37 @@ class Reader:
         if not calls or self.cut:
             return
         self._state = NORMAL
-        for call in calls if self._several else calls[:1]:
-            part.calls.append({"index": len(self.parsed.calls) + len(part.calls), **call})
+        for name, id_, arguments in calls if self._several else calls[:1]:
+            part.calls += [self._delta(Opened(name, id_)), self._delta(arguments)]
         self.cut = not self._several
 
-    def _calls(self, text: str, *, ended: bool) -> list[dict[str, Any]]:
+    def _calls(self, text: str, *, ended: bool) -> list[tuple[str, str | None, str]]:
         """Return the calls in a text; [] if it is not a complete call of an offered tool. `ended` is as for
         `_close`.
         """
         if not ended and (self._parse(text.rstrip()[:-1]) or not (self._markup.endless or _is_json(text))):
             return []  # some of mlx-lm's parsers accept incomplete calls
         calls = self._parse(text)
-        return calls if all(call["function"]["name"] in self._names for call in calls) else []
+        return calls if all(name in self._names for name, _, _ in calls) else []
 
-    def _parse(self, text: str) -> list[dict[str, Any]]:
+    def _parse(self, text: str) -> list[tuple[str, str | None, str]]:
         try:
             return [_call(parsed) for parsed in self._markup.parse(text, self._tools)]
         except Exception:  # noqa: BLE001 - mlx-lm's parsers raise all kinds of errors
             return []
 
 
-def _call(parsed: dict[str, Any]) -> dict[str, Any]:
-    """Return a call from mlx-lm's parsers in OpenAI's format. Raises ValueError or another exception if it is
+def _call(parsed: dict[str, Any]) -> tuple[str, str | None, str]:
+    """Return name, id and arguments of a call from mlx-lm's parsers. Raises ValueError or another exception if it is
     invalid.
     """
-    given = parsed.get("id")
-    return {
-        "id": given if given and isinstance(given, str) else f"call_{uuid.uuid4().hex[:24]}",
-        "type": "function",
-        "function": {"name": parsed["name"], "arguments": _arguments(parsed.get("arguments"))},
-    }
+    return parsed["name"], parsed.get("id"), _arguments(parsed.get("arguments"))
+
+
+def _opened(name: str, given: object) -> dict[str, Any]:
+    """Return the beginning of a call in OpenAI's format. `given` is the model's id of the call, if it has one."""
+    id_ = given if given and isinstance(given, str) else f"call_{uuid.uuid4().hex[:24]}"
+    return {"id": id_, "type": "function", "function": {"name": name, "arguments": ""}}
 
 
 def _is_json(text: str) -> bool:

@@ -295,6 +295,7 @@ class FunctionTool(RequestBody):
     name: Annotated[str, Field(min_length=1, max_length=64)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: Annotated[bool | None, Field(exclude=True)] = None  # not for the chat template
 
 
 class Tool(RequestBody):
@@ -302,6 +303,65 @@ class Tool(RequestBody):
 
     type: Literal["function"]
     function: FunctionTool
+
+
+class NamedFunction(RequestBody):
+    """The name of a function that is a tool."""
+
+    name: str
+
+
+class NamedTool(RequestBody):
+    """A tool by its name."""
+
+    type: Annotated[str, _only("function")]
+    function: NamedFunction
+
+
+class AllowedTools(RequestBody):
+    """The tools that an answer may call, or has to."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
+
+
+class ChosenTools(RequestBody):
+    """Choice of tools: `none`, `auto`, `required`, a `function`, or `allowed_tools`."""
+
+    type: Annotated[str, _only("function", "allowed_tools", "auto", "none", "required")]
+    function: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        for field in ("function", "allowed_tools"):
+            if (self.type == field) != (getattr(self, field) is not None):
+                raise PydanticCustomError("invalid_value", f"it is for the type {field}", {"field": field})
+        return self
+
+    @property
+    def names(self) -> list[str] | None:
+        """Names of the tools that may be called; None for all."""
+        if self.allowed_tools:
+            return [tool.function.name for tool in self.allowed_tools.tools]
+        return [self.function.name] if self.function else None
+
+    @property
+    def forces(self) -> bool:
+        """Whether the answer has to call a tool."""
+        return self.type in ("required", "function") or bool(
+            self.allowed_tools and self.allowed_tools.mode == "required"
+        )
+
+
+def _choice(choice: Any) -> Any:
+    """Return a choice of tools as an object. Raises PydanticCustomError."""
+    if not isinstance(choice, str):
+        return choice
+    if choice not in ("auto", "none", "required"):
+        allowed = {"allowed": "none, auto, required, or an object with a type"}
+        raise PydanticCustomError("unsupported_value", "this engine supports only {allowed}", allowed)
+    return {"type": choice}
 
 
 class StreamOptions(RequestBody):
@@ -461,7 +521,7 @@ class ChatBody(CompletionFields):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
-    tool_choice: Annotated[Any, _only("auto", "none")] = "auto"
+    tool_choice: Annotated[ChosenTools, BeforeValidator(_choice)] = ChosenTools(type="auto")
     parallel_tool_calls: bool = True
     reasoning_effort: Annotated[str, Field(max_length=MAX_STOP)] | None = None
 
@@ -480,12 +540,26 @@ class ChatBody(CompletionFields):
     @property
     def offered(self) -> list[Tool]:
         """Tools that the answer may call: none of them with `tool_choice: none`."""
-        return self.tools if self.tool_choice == "auto" else []
+        if self.tool_choice.type == "none":
+            return []
+        names = self.tool_choice.names
+        return [tool for tool in self.tools if names is None or tool.function.name in names]
 
     @property
     def limit(self) -> int | None:
         """Maximum number of tokens of the answer; None if the request has none."""
         return self.max_completion_tokens or self.max_tokens
+
+    @model_validator(mode="after")
+    def _chosen_tools(self) -> Self:
+        known = {tool.function.name for tool in self.tools}
+        if self.tool_choice.forces and not known:
+            raise PydanticCustomError("invalid_value", "it needs tools", {"field": "tool_choice"})
+        for name in self.tool_choice.names or ():
+            if name not in known:
+                missing = {"field": "tool_choice", "name": shortened(name)}
+                raise PydanticCustomError("invalid_value", "no tool has the name {name}", missing)
+        return self
 
     @model_validator(mode="after")
     def _top_of_logprobs(self) -> Self:

@@ -189,11 +189,18 @@ class ChatShape:
         delta: Reply = {"content": part.text} if part.text else {}
         if part.reasoning:
             delta |= _reasoning(part.reasoning)
-        if part.calls:
-            delta["tool_calls"] = part.calls
+        for call in part.calls:
+            if "tool_calls" in delta:
+                yield self._delta(delta, self._taken())
+                delta = {}
+            delta["tool_calls"] = [call]
         if delta or (last and self._held and self._logprobs is not None):
-            tokens, self._held = self._held, []
-            yield self._delta(delta, self._of(tokens))
+            yield self._delta(delta, self._taken())
+
+    def _taken(self) -> Reply | None:
+        """Return the log-probabilities of the tokens without a chunk."""
+        tokens, self._held = self._held, []
+        return self._of(tokens)
 
     def _delta(self, delta: Reply, logprobs: Reply | None = None) -> Reply:
         choice = {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": None}

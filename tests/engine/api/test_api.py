@@ -451,8 +451,9 @@ def test_a_tool_is_called(caller: RunningEngine) -> None:
 
 def test_a_tool_is_called_in_a_stream(caller: RunningEngine) -> None:
     *chunks, last = weather(caller, stream=True)
-    (call,) = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
-    assert (call.index, call.function.name) == (0, "weather")
+    call, arguments = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert (call.index, call.function.name, call.function.arguments) == (0, "weather", "")
+    assert (arguments.index, arguments.id, json.loads(arguments.function.arguments)) == (0, None, {"city": "Oslo"})
     assert not any(chunk.choices[0].delta.content for chunk in chunks)
     assert last.choices[0].finish_reason == "tool_calls"
 

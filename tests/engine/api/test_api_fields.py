@@ -83,7 +83,6 @@ IGNORED: dict[str, dict[str, Any]] = {
     "service_tier": {"service_tier": "flex"},
     "store": {"store": True},
     "stream_options.include_obfuscation": {"stream_options": {"include_obfuscation": True}},
-    "tools[].function.strict": {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
 }
 
 

@@ -267,7 +267,14 @@ def ask(engine: RunningEngine, **options: Any) -> Any:
         *chunks, last = client.chat.completions.create(**options, stream=True)
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert "".join(delta.content or "" for delta in deltas) == (whole.message.content or "")
-    calls = [call.function.model_dump() for delta in deltas for call in delta.tool_calls or ()]
+    calls: list[dict[str, Any]] = []
+    for call in [call for delta in deltas for call in delta.tool_calls or ()]:
+        if call.index == len(calls):
+            assert (call.type, call.function.arguments) == ("function", "")
+            calls.append(call.function.model_dump())
+        else:
+            assert (call.id, call.type, call.function.name) == (None, None, None)
+            calls[-1]["arguments"] += call.function.arguments
     assert calls == [call.function.model_dump() for call in whole.message.tool_calls or ()]
     assert last.choices[0].finish_reason == whole.finish_reason
     return whole
