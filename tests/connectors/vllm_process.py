@@ -31,6 +31,7 @@ Parts = list[tuple[int, int]]
 needs_vllm = [
     pytest.mark.vllm,
     pytest.mark.alone,
+    pytest.mark.timeout(3000),  # a busy machine takes minutes for a prompt
     pytest.mark.skipif(PYTHON is None, reason="`make test-connectors` runs it"),
 ]
 
