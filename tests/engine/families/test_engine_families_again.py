@@ -39,6 +39,7 @@ TOKENS = np.random.default_rng(5).integers(0, 96, 900).tolist()
 PROMPT, LONG = TOKENS[:132], TOKENS[:300]  # one ends within the third block, one in the fifth
 QUESTION, OTHER = TOKENS[400:412], TOKENS[500:515]
 ODD = ["granitemoehybrid", "nemotron_h", "recurrent_gemma"]
+_REFERENCES: dict[tuple[str, tuple[int, ...], int], ReferenceAnswer] = {}
 Load = Callable[[EngineBench, AgentBlocks, Sequence[int]], AgentBlocks | None]
 
 
@@ -58,6 +59,7 @@ class Bench(EngineBench):
     """An engine whose answers are compared with mlx-lm's."""
 
     def __init__(self, kind: str, **options: Any) -> None:
+        self.kind = kind
         of: Any = QuantisedWindows() if kind == "quantised" else Model(kind) if kind in ODD else None
         super().__init__(of or family(kind, block_tokens=BLOCK), TOKENIZER, 200, **options)
 
@@ -82,8 +84,15 @@ class Bench(EngineBench):
         for uid, (prompt, _), logits in zip(uids, asked, seen, strict=True):
             assert done[uid].not_kept is None
             ours = ReferenceAnswer(list(done[uid].tokens), np.array(logits[: len(done[uid].tokens)]))
-            assert_same(ours, MlxLm(self.of).answer(prompt, count))
+            assert_same(ours, self.reference(prompt, count))
         return [done[uid] for uid in uids]
+
+    def reference(self, prompt: Sequence[int], count: int) -> ReferenceAnswer:
+        """Return mlx-lm's answer, which is computed once for all tests of a model."""
+        key = self.kind, tuple(prompt), count
+        if key not in _REFERENCES:
+            _REFERENCES[key] = MlxLm(self.of).answer(prompt, count)
+        return _REFERENCES[key]
 
 
 def assert_same(ours: ReferenceAnswer, theirs: ReferenceAnswer) -> None:
