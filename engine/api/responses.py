@@ -18,6 +18,7 @@ from .openai.response_shapes import ResponseReply
 from .response_records import MAX_TURNS, Record
 from .service import Service
 
+MAX_ITEMS = 100  # in a list, as OpenAI's API
 _PARTS = {"model": "model_changed", "tools": "tools_changed"}  # all others are parts of the input
 
 
@@ -47,14 +48,33 @@ async def create_response(request: Request) -> Response:
 
 async def get_response(request: Request) -> Response:
     """Reply to GET /v1/responses/{id} with a stored response."""
+    if request.query_params.get("stream", "false") != "false":
+        raise invalid("stream: a stored response is not sent as a stream", "stream", "unsupported_value")
     return JSONResponse((await _record(request)).response)
 
 
 async def input_items(request: Request) -> Response:
-    """Reply to GET /v1/responses/{id}/input_items with the items of the request of a stored response."""
+    """Reply to GET /v1/responses/{id}/input_items with the items of the request of a stored response: the last one
+    first, or the first one with `order=asc`; at most `limit`, and those behind the item `after`.
+    """
+    order, limit = request.query_params.get("order", "desc"), request.query_params.get("limit", "20")
+    after = request.query_params.get("after")
+    if order not in ("asc", "desc"):
+        raise invalid(f"order: is asc or desc, got {shortened(order)}", "order")
+    if not (limit.isascii() and limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= MAX_ITEMS):
+        raise invalid(f"limit: is 1 to {MAX_ITEMS}, got {shortened(limit)}", "limit")
     items = (await _record(request)).input
-    first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
-    return JSONResponse({"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": False})
+    if order == "desc":
+        items = items[::-1]
+    if after is not None:
+        at = next((i for i, item in enumerate(items) if item["id"] == after), None)
+        if at is None:
+            raise invalid(f"after: the request has no item {shortened(after)}", "after")
+        items = items[at + 1 :]
+    page = items[: int(limit)]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    more = len(page) < len(items)
+    return JSONResponse({"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more})
 
 
 async def delete_response(request: Request) -> Response:
@@ -96,7 +116,7 @@ async def _earlier(service: Service, tenant: str, response_id: str | None) -> li
     name = "previous_response_id"
     found = await service.responses.conversation(tenant, response_id)
     if found is None:
-        message = f"{name}: the conversation up to {shortened(response_id)} is not stored, or not any more"
+        message = f"{name}: {shortened(response_id)}, or a response before it in its conversation, is not stored"
         raise invalid(message, name, "previous_response_not_found")
     if len(found) >= MAX_TURNS:
         raise invalid(f"{name}: the conversation has {len(found)} turns, which is the maximum", name)

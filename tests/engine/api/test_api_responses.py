@@ -158,6 +158,25 @@ def test_a_response_that_is_not_stored_cannot_be_found(responses: openai.OpenAI)
         responses.responses.delete(UNKNOWN)
 
 
+def test_items_of_a_request_are_listed_in_pages(responses: openai.OpenAI) -> None:
+    texts = [f"Text {i}" for i in range(5)]
+    items: Any = [{"role": "user", "content": text} for text in texts]
+    stored = create(responses, input=items).id
+
+    def listed(**options: Any) -> list[str]:
+        return [
+            item.model_dump()["content"][0]["text"] for item in responses.responses.input_items.list(stored, **options)
+        ]
+
+    assert listed() == listed(limit=2) == texts[::-1]
+    assert listed(order="asc", limit=1) == texts
+    for options in ({"limit": 0}, {"limit": 101}, {"order": "up"}, {"after": "item_1"}):
+        with pytest.raises(openai.BadRequestError, match=next(iter(options))):
+            listed(**options)
+    with pytest.raises(openai.BadRequestError, match="stream"):
+        responses.responses.retrieve(stored, stream=True)
+
+
 def test_a_response_is_found_by_its_tenant_only(responses: openai.OpenAI, tenants: RunningEngine) -> None:
     secret = create(responses, input="A secret")
     with tenants.client("two") as other:
@@ -212,8 +231,8 @@ def test_a_diagnosis_names_the_difference(responses: openai.OpenAI) -> None:
         ({"input": None}, "input", "Field required"),
         ({"input": [{"type": "web_search_call"}]}, "input", "item 0 is 'web_search_call'; this engine takes"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "content", "part 0 is 'input_image'"),
-        ({"previous_response_id": UNKNOWN}, "previous_response_id", "the conversation up to"),
-        ({"previous_response_id": "a:b"}, "previous_response_id", "the conversation up to"),
+        ({"previous_response_id": UNKNOWN}, "previous_response_id", "is not stored"),
+        ({"previous_response_id": "a:b"}, "previous_response_id", "is not stored"),
         ({"conversation": "conv_1"}, "conversation", "this engine does not support it"),
         ({"background": True}, "background", "this engine supports only false"),
         ({"truncation": "auto"}, "truncation", 'this engine supports only "disabled"'),
