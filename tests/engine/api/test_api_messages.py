@@ -140,6 +140,9 @@ def test_a_tool_is_called_and_its_result_is_read(tmp_path: Path) -> None:
         second = create(client, "caller", max_tokens=2, tools=[WEATHER], messages=history)
         first = answer.usage.input_tokens
         assert (second.usage.cache_read_input_tokens or 0) >= first - 1
+        for choice in ({"type": "any"}, {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}):
+            forced = create(client, "caller", max_tokens=60, tools=[WEATHER], tool_choice=choice)
+            assert {block.type for block in forced.content} == {"tool_use"}
         silent = create(client, "caller", max_tokens=20, tools=[WEATHER], tool_choice={"type": "none"})
         assert [block.type for block in silent.content] == ["text"]
 

@@ -144,6 +144,10 @@ def test_a_tool_is_called_and_its_result_is_read(tmp_path: Path) -> None:
         continued = client.responses.create(input=[result], previous_response_id=response.id, **options)
         assert response.usage
         assert read(continued) >= response.usage.input_tokens - 1
+        named = {"type": "function", "name": "weather"}
+        for choice in ("required", named, {"type": "allowed_tools", "mode": "required", "tools": [named]}):
+            forced = client.responses.create(input="Hello", tool_choice=choice, **{**options, "max_output_tokens": 60})
+            assert {item.type for item in forced.output} == {"function_call"}
         whole: Any = [{"role": "user", "content": "Hello"}, *(item.model_dump() for item in response.output), result]
         again = client.responses.create(input=whole, **options)
         assert again.usage
