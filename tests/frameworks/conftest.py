@@ -28,7 +28,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     for file in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
         (model / file).symlink_to(SMOLLM2 / file)
     (model / "chat_template.jinja").symlink_to(Path(__file__).with_name("tools.jinja"))
-    command = [PYTHON, "-m", "engine.cli", "serve", "--model", str(model), "--port", "0"]
+    command = [PYTHON, "-m", "engine.cli", "serve", "--model", str(model), "--port", "0", "--max-tokens", "48"]
     process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
     assert process.stdout
     try:

@@ -21,4 +21,5 @@ if [ "$wanted" != "$(cat "$environment/installed" 2>/dev/null)" ]; then
     echo "$wanted" >"$environment/installed"
 fi
 
-KVPAGE_PYTHON=$python exec "$environment/bin/python" -m pytest -c tests/frameworks/pytest.ini -rs tests/frameworks "$@"
+cd tests/frameworks
+KVPAGE_PYTHON=$python exec "$environment/bin/python" -m pytest -rs "$@"
