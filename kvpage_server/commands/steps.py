@@ -18,6 +18,7 @@ U = TypeVar("U")
 STEP = 64  # items that a step handles
 
 _FREED = 4096  # items that a step frees
+IN_THREAD_FROM = 1024 * 1024  # bytes that a command copies or hashes, from which a thread does it
 
 Steps = Generator[Reply, None, T]  # yield empty replies, or a Wait, and return their result
 
@@ -69,6 +70,26 @@ def in_thread(work: Callable[[], T]) -> Steps[T]:
 
     yield Wait(start, now=lambda: result.append(work))
     return result.pop()()  # removed first, as an error refers to this frame
+
+
+def wait_for_thread(work: Callable[[], None], done: Callable[[], None]) -> Wait:
+    """Return a Wait that runs `work` on a thread, and then calls `done` on the loop. `work` must not raise."""
+
+    def start(then: Callable[[], None]) -> None:
+        """Start the work, and call `then` after it."""
+
+        def end(_: asyncio.Future[None]) -> None:
+            done()
+            then()
+
+        asyncio.get_running_loop().run_in_executor(None, work).add_done_callback(end)
+
+    def now() -> None:
+        """Do the work in this step, for a transaction."""
+        work()
+        done()
+
+    return Wait(start, now)
 
 
 def freed(things: list[T]) -> Iterator[Reply]:

@@ -20,7 +20,7 @@ from kvpage_server.commands.families.keys.value import checked_page
 from kvpage_server.commands.families.pages.block import read_shape
 from kvpage_server.commands.families.pages.page import PAGES_PER_STEP, header_fields, new_pages, page_name
 from kvpage_server.commands.families.pages.request import block_names, page_id, request_name
-from kvpage_server.commands.steps import Steps, each
+from kvpage_server.commands.steps import IN_THREAD_FROM, Steps, each, in_thread
 from kvpage_server.commands.table import TABLE, Spec, nothing
 from kvpage_server.core import Argument, Command, NewPages, Slot
 from kvpage_server.core.arguments import NAME_WORDS, PAGE_WORDS, BadPage
@@ -440,7 +440,12 @@ class StringsBehind:
             )
         page, words = page_of(plain(args[0])), [spec.name.upper().encode(), *args]
         if page and spec.name in _SETS:
-            checked_page(client, bytes(page), args[1 if spec.name == "set" else 2])
+            value = args[1 if spec.name == "set" else 2]
+            check = partial(checked_page, client, bytes(page), value)
+            if isinstance(value, Slot) and value.size >= IN_THREAD_FROM:
+                yield from in_thread(check)
+            else:
+                check()
             written = [passed(words, writes=True)]
             yield from self.upstream.do(self._plans.calls.put_pages(written, [(page.req_id, page.page)]))
             yield OK

@@ -274,6 +274,7 @@ class Session:
 
     def _handle_error(self, error: Exception) -> None:
         """Handle an exception of `run_pending`: end with a protocol error or a lack of memory; let a command wait."""
+        error.__traceback__ = None  # its frames refer to it, and keep the command's words in memory
         if isinstance(error, ProtocolError):
             self._end_with(b"-ERR Protocol error: %b\r\n" % str(error).encode("utf-8", "surrogateescape"))
         elif isinstance(error, Paused):

@@ -1,4 +1,5 @@
-"""Checks before a command runs, and the waits that they cause: for values to load from disk, and for space to write.
+"""Checks before a command runs, and the waits that they cause: for values to load from disk, for space to write, and
+for checksums that a thread computes.
 
 A command that reads values runs when they are in memory. A long reply in steps, and a batch of writes, load the values
 of their next steps in advance. All other commands use the index only, which is always in memory.
@@ -21,7 +22,7 @@ from typing import Generic, TypeVar
 
 from kvpage_server.commands.access.user import Denial
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.steps import Steps
+from kvpage_server.commands.steps import IN_THREAD_FROM, Steps, wait_for_thread
 from kvpage_server.commands.table import Spec, meant, named
 from kvpage_server.core import Command
 from kvpage_server.core.pieces import Piece
@@ -33,11 +34,13 @@ from kvpage_server.store.disk.pins import Hold, TooMuch
 from kvpage_server.store.disk.prefetch import Needed, Prefetcher
 from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.memory.entry import Entry
+from kvpage_server.store.memory.index import ExtentPage
 from kvpage_server.store.memory.on_disk import OnDisk
 
 T = TypeVar("T")
 
 _MOST_AHEAD = 8 * 1024**2  # bytes that are loaded in advance, in addition to one step's
+_COST_OF_A_HASH = 500  # bytes that are hashed in the time that a checksum costs in addition
 _MOST_STEPS = 8  # steps of a reply whose values are loaded in advance
 _SIZE, _UNIT, _HEADER = attrgetter("size"), attrgetter("unit"), attrgetter("header")
 
@@ -316,6 +319,30 @@ class ReadAhead(Generic[T]):
         """Return the map to which borrowed reads of these values are added; None if one of them cannot be borrowed."""
         pages = {*map(bool, map(_HEADER, values))}
         return self.lent if pages == {self._of_pages} and None not in map(_UNIT, values) else None
+
+
+def hash_first(entries: Iterable[Entry | None]) -> None:
+    """Raise Postponed if `wait_for_checksums` returns a Wait. The command is called again after it."""
+    if wait := wait_for_checksums(entries):
+        raise Postponed(wait)
+
+
+def wait_for_checksums(entries: Iterable[Entry | None]) -> Wait | None:
+    """Return a Wait until a thread has computed the checksums of all pages of the blocks that were stored whole, and
+    that the entries belong to; None if the checksums are known, or few pages and bytes have to be hashed.
+    """
+    pages = (entry.extent for entry in entries if type(entry) is ExtentPage)
+    extents = [extent for extent in dict.fromkeys(pages) if extent.is_not_hashed]
+    hashed = sum(extent.slot.size + extent.shape.pages * _COST_OF_A_HASH for extent in extents)
+    if hashed < IN_THREAD_FROM:
+        return None
+    bodies = [extent.slot.part(0, extent.slot.size) for extent in extents]  # a block may leave its memory meanwhile
+
+    def work() -> None:
+        for extent, body in zip(extents, bodies, strict=True):
+            extent.hash_pages(body.view)
+
+    return wait_for_thread(work, lambda: None)
 
 
 def _nothing() -> None:

@@ -99,10 +99,24 @@ def freed_after(error: ReplyError, words: Command) -> Stream:
 
 def _run_whole(client: Client, spec: Spec, words: Command) -> Iterator[Reply]:
     """Wait until a command can run, run it as a whole, and yield the items of its reply. Raises ReplyError."""
-    hold = yield from _ready(client, spec, words)
-    reply = run_with_client_flags(client, spec, words)
-    del hold
+    reply = yield from _run_when_ready(client, spec, words)
+    end_caching(client, spec)
     yield from _flat(reply)
+
+
+def _run_when_ready(client: Client, spec: Spec, words: Command) -> Steps[Reply]:
+    """Wait until a command, or a part of it, can run. Run it, again after each wait of its own, and return its reply.
+    Raises ReplyError.
+    """
+    while True:
+        hold = yield from _ready(client, spec, words)
+        try:
+            return run_part(client, spec, words)
+        except Postponed as postponed:
+            postponed.__traceback__ = None  # its frames refer to it, and to the words
+            wait = postponed.wait
+        del hold
+        yield wait
 
 
 def _steps(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterator[Reply]:
@@ -169,9 +183,7 @@ def _joined(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterato
     if parts.joined == "array":
         yield Raw(b"*%d\r\n" % (parts.items * (len(words) - spec.words - parts.first)))
     for part in _divided(spec, parts, words):
-        hold = yield from _ready(client, spec, part)
-        reply = run_part(client, spec, part)
-        del hold
+        reply = yield from _run_when_ready(client, spec, part)
         if parts.joined == "array":
             yield from _items(client, reply, parts.items * (len(part) - spec.words - parts.first))
         elif isinstance(reply, ReplyError):

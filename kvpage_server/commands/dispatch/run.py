@@ -204,7 +204,7 @@ def _without_waiting(steps: Iterator[Reply]) -> Iterator[Reply]:
 def _run_queued(client: Client, spec: Spec, words: Command) -> Reply:
     """Run a queued command if the user still has the rights for it, and return its reply; errors are replies, too.
 
-    A command that would have to wait is refused, because EXEC does not wait.
+    A command that would have to wait is refused, because EXEC does not wait, unless the work can be done at once.
     """
     try:
         check_rights(client, spec, words)
@@ -215,7 +215,14 @@ def _run_queued(client: Client, spec: Spec, words: Command) -> Reply:
             f"{code} ACLs rules changed between the moment the transaction was accumulated and the EXEC call. {reason}"
         )
     try:
-        return run(client, spec, words)
+        while True:
+            try:
+                return run(client, spec, words)
+            except Postponed as postponed:
+                postponed.__traceback__ = None  # its frames refer to it, and to the words
+                if postponed.wait.now is None:
+                    raise
+                postponed.wait.now()
     except ReplyError as error:
         return _failed(client, spec, error)
     except Postponed:

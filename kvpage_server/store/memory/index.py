@@ -147,14 +147,14 @@ class Extent:
         return ExtentPage(self, span, unit, page, (layer, head, kv_type))
 
     @property
-    def is_intact(self) -> bool:
-        """Whether the body matches its digest; True without a digest. O(bytes)."""
-        return not self.digest or checksum(self.slot.body) == self.digest
-
-    @property
     def has_checksums(self) -> bool:
         """Whether `checksum_of` needs no bytes from disk."""
         return self._checksums is not None or not self.digest or type(self.slot) is not OnDisk
+
+    @property
+    def is_not_hashed(self) -> bool:
+        """Whether `checksum_of` would hash the whole body, which is in memory."""
+        return self._checksums is None and self.digest != 0 and type(self.slot) is not OnDisk
 
     def checksum_of(self, layer: int, head: int, plane: Plane) -> int:
         """Return the XXH3-64 of a page, 0 if the body has no digest.
@@ -164,12 +164,19 @@ class Extent:
         """
         if not self.digest:
             return 0
-        if self._checksums is None:
-            mask = 0 if self.is_intact else _WRONG
-            body = self.slot.body
-            self._checksums = array("Q", [checksum(body[span]) ^ mask for span in self.shape.page_spans()])
+        checksums = self._checksums or self.hash_pages(self.slot.body)
         planes = self.shape.planes
-        return self._checksums[(layer * len(planes) + planes.index(plane)) * self.shape.heads + head]
+        return checksums[(layer * len(planes) + planes.index(plane)) * self.shape.heads + head]
+
+    def hash_pages(self, body: memoryview) -> array[int]:
+        """Compute the checksums of all pages of the block, unless they are known. It may run on a thread.
+
+        `body` is the block's. The results are wrong on purpose if it does not match the digest.
+        """
+        if self._checksums is None:
+            mask = 0 if checksum(body) == self.digest else _WRONG
+            self._checksums = array("Q", [checksum(body[span]) ^ mask for span in self.shape.page_spans()])
+        return self._checksums
 
 
 class ExtentPage:

@@ -11,12 +11,12 @@ from functools import partial
 
 from kvpage_server.commands.arguments import I64, NOT_AN_INTEGER, SYNTAX_ERROR, as_integer, integer, plain, plain_all
 from kvpage_server.commands.context import MANY_BYTES, Client
-from kvpage_server.commands.dispatch.checks import fetched
+from kvpage_server.commands.dispatch.checks import fetched, hash_first, wait_for_checksums
 from kvpage_server.commands.families.keys.value import (
     admit,
     check_splits,
     length_of,
-    page_of,
+    pages_of,
     part_of,
     put,
     store,
@@ -31,6 +31,7 @@ from kvpage_server.page import unix_ms
 from kvpage_server.resp import OK, Raw, Reply, ReplyError, Stream, encode
 from kvpage_server.store.disk.prefetch import Needed, Prefetcher
 from kvpage_server.store.memory.entry import Entry, Text, is_only_on_disk
+from kvpage_server.store.memory.index import ExtentPage
 
 _UNIT = {b"EX": 1000, b"PX": 1, b"EXAT": 1000, b"PXAT": 1}  # milliseconds
 
@@ -121,6 +122,8 @@ def set_(client: Client, args: list[Argument]) -> Reply:
     expires = options.expires("set")
     keyspace = client.server.keyspace
     old = keyspace.reader.read(key) if options.get else keyspace.contents.find(key)
+    if options.get:
+        hash_first([old])
     reply = string_of(old) if options.get else OK
     if options.only_if == (b"XX" if old is None else b"NX"):
         return reply if options.get else None
@@ -139,7 +142,11 @@ def get(client: Client, args: list[Argument]) -> Reply:
     entry = client.keyspace.reader.read(key)
     if entry is None:
         refuse_as_string(client.keyspace, key)
-    return entry.data if type(entry) is Text else string_of(entry)
+    if type(entry) is Text:
+        return entry.data
+    if type(entry) is ExtentPage:
+        hash_first([entry])
+    return string_of(entry)
 
 
 def _read(client: Client, raw: Argument) -> Entry | None:
@@ -190,7 +197,9 @@ def setnx(client: Client, args: list[Argument]) -> Reply:
 def getset(client: Client, args: list[Argument]) -> Reply:
     """Set a key's value, without an expiry. Return the old value, or null."""
     key = plain(args[0])
-    reply = string_of(client.server.keyspace.reader.read(key))
+    entry = client.server.keyspace.reader.read(key)
+    hash_first([entry])
+    reply = string_of(entry)
     store(client, key, args[1])
     return reply
 
@@ -199,7 +208,9 @@ def getset(client: Client, args: list[Argument]) -> Reply:
 def getdel(client: Client, args: list[Argument]) -> Reply:
     """Delete a key. Return its value, or null if there is no such key."""
     key = plain(args[0])
-    reply = string_of(client.server.keyspace.reader.read(key))
+    entry = client.server.keyspace.reader.read(key)
+    hash_first([entry])
+    reply = string_of(entry)
     client.server.keyspace.contents.delete(key)
     return reply
 
@@ -221,6 +232,7 @@ def getex(client: Client, args: list[Argument]) -> Reply:
     entry = keyspace.reader.read(key)
     if entry is None:
         return None
+    hash_first([entry])
     expires = options.expires("getex")
     if expires or (options.timing == b"PERSIST" and entry.expires):
         keyspace.contents.set_expiry(key, expires)
@@ -248,6 +260,7 @@ def mget(client: Client, args: list[Argument]) -> Reply:
     much = sum([entry.size for entry in found if entry is not None]) > MANY_BYTES
     if cold or much:
         return Stream(None, _in_parts(client, keys, whole=not much))
+    hash_first(found)
     return [*map(string_of, found)]
 
 
@@ -272,6 +285,9 @@ def _in_parts(client: Client, keys: list[bytes], *, whole: bool) -> Iterator[Rep
         some, failed = keys[start:at], None
         try:
             yield from fetched(client, partial(_values_of, some), touches=client.touches)
+            while wait := wait_for_checksums(map(find, some)):
+                yield wait
+                yield from fetched(client, partial(_values_of, some), touches=client.touches)
         except ReplyError as error:
             if not start:
                 raise
@@ -295,7 +311,7 @@ def _mset(client: Client, args: list[Argument]) -> None:
     """
     keys, values = plain_all(args[::2]), args[1::2]
     check_splits(client, keys)
-    pages = [page_of(client, key, value) for key, value in zip(keys, values, strict=True)]
+    pages = pages_of(client, [*zip(keys, values, strict=True)])
     admit(client, zip(keys, values, pages, strict=True))
     for page in pages:
         if page is not None:
@@ -360,6 +376,7 @@ def getrange(client: Client, args: list[Argument]) -> Reply:
     last = max(end + size, 0) if end < 0 else min(end, size - 1)
     if first > last or (start < 0 and end < 0 and start > end) or not size:
         return b""
+    hash_first([entry])
     return part_of(entry, first, last + 1)
 
 

@@ -9,11 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import cast
 
+import numpy as np
+
 from kvpage_server.commands.context import Client
+from kvpage_server.commands.dispatch.checks import Postponed
+from kvpage_server.commands.steps import IN_THREAD_FROM, wait_for_thread
 from kvpage_server.core import Argument, Slot
 from kvpage_server.core.arguments import PageName
 from kvpage_server.core.pieces import Piece
-from kvpage_server.page import HEADER_SIZE, MAGIC, MAX_BLOCK_PAGES, PageError, PageHeader, PageKey, decode_page
+from kvpage_server.page import (
+    HEADER_SIZE,
+    MAGIC,
+    MAX_BLOCK_PAGES,
+    PageError,
+    PageHeader,
+    PageKey,
+    checksum,
+    decode_page,
+)
 from kvpage_server.resp import Reply, ReplyError
 from kvpage_server.store.accounts import PendingWrite
 from kvpage_server.store.eviction.quotas import text_size
@@ -65,7 +78,7 @@ def store(client: Client, key: bytes, value: Argument, expires: int = 0) -> None
     if there is no space.
     """
     keyspace = client.keyspace
-    page = page_of(client, key, value) if key[:3] == b"kv:" else None
+    page = pages_of(client, [(key, value)])[0] if key[:3] == b"kv:" else None
     if keyspace.is_limited:
         admit(client, [(key, value, page)])
     if page is None:
@@ -92,7 +105,7 @@ def check_splits(client: Client, keys: Sequence[bytes]) -> None:
 
 
 def put(client: Client, key: bytes, value: Argument, page: PageParts | None) -> None:
-    """Store a value without an expiry, after `page_of` has returned `page` for it, and `admit` has made space."""
+    """Store a value without an expiry, after `pages_of` has returned `page` for it, and `admit` has made space."""
     if page is None:
         client.keyspace.contents.set_string(key, value, 0)
     else:
@@ -101,7 +114,7 @@ def put(client: Client, key: bytes, value: Argument, page: PageParts | None) -> 
 
 def admit(client: Client, values: Iterable[tuple[bytes, Argument, PageParts | None]]) -> None:
     """Evict values until disk and quotas have space for values that are stored together. Each is a key, a value, and
-    the result of `page_of` for them. Raises OverLimit if not enough may be evicted.
+    the result of `pages_of` for them. Raises OverLimit if not enough may be evicted.
     """
     keyspace = client.server.keyspace
     if keyspace.is_limited:
@@ -116,22 +129,78 @@ def _coming(key: bytes, value: Argument, page: PageParts | None) -> PendingWrite
     return PendingWrite(key, text_size(key, size))
 
 
-def page_of(client: Client, key: bytes, value: Argument) -> PageParts | None:
-    """Return a page's name, header and body, which is copied to a new slot; None if `value` is not the blob of the page
-    that `key` names. Raises as `checked_page`.
+def pages_of(client: Client, values: Sequence[tuple[bytes, Argument]]) -> list[PageParts | None]:
+    """Return for each key and value of a command the page's name, header and body, which is copied to a new slot; None
+    if the value is not the blob of the page that the key names. Raises as `checked_page`.
+
+    Raises Postponed while a thread copies and checks the bodies of large blobs. The command is then called again.
     """
-    checked = checked_page(client, key, value)
+    large = [(key, value) for key, value in values if isinstance(value, Slot) and key[:3] == b"kv:"]
+    if sum([value.size for _, value in large]) >= IN_THREAD_FROM:
+        _prepare(client, large)
+    return [_page_of(client, key, value) for key, value in values]
+
+
+class _Prepared:
+    """The copy of a page's body, made for a command that waits. It is the `unit` of the command's word."""
+
+    def __init__(self, client: Client, header: PageHeader, body: memoryview) -> None:
+        self.slot = client.keyspace.arena.allocate(len(body))
+        self.is_intact = False
+        self._checksum = header.checksum
+        self._body = body  # refers to the word, so it is dropped after the copy
+
+    def copy(self) -> None:
+        """Copy and check the body. It may run on a thread."""
+        np.copyto(np.frombuffer(self.slot.body, np.uint8), np.frombuffer(self._body, np.uint8))
+        self.is_intact = not self._checksum or checksum(self.slot.body) == self._checksum
+        del self._body
+
+
+def _prepare(client: Client, values: Iterable[tuple[bytes, Slot]]) -> None:
+    """Raise Postponed if page blobs are among the values that are not prepared. Raises as `checked_page`, except for a
+    body that does not match its checksum.
+    """
+    found = [
+        (value, _Prepared(client, *checked[1:]))
+        for key, value in values
+        if value.unit is None and (checked := checked_page(client, key, value, verify=False)) is not None
+    ]
+    if not found:
+        return
+
+    def copy() -> None:
+        for _, prepared in found:
+            prepared.copy()
+
+    def done() -> None:
+        for value, prepared in found:
+            value.unit = prepared
+
+    raise Postponed(wait_for_thread(copy, done))
+
+
+def _page_of(client: Client, key: bytes, value: Argument) -> PageParts | None:
+    prepared = value.unit if isinstance(value, Slot) else None
+    checked = checked_page(client, key, value, verify=prepared is None)
     if checked is None:
         return None
     name, header, body = checked
-    slot = client.server.keyspace.arena.allocate(len(body))
-    slot.body[:] = body
+    if isinstance(prepared, _Prepared):
+        if not prepared.is_intact:
+            raise ReplyError("ERR the body does not match the checksum in its header")
+        slot = prepared.slot
+    else:
+        slot = client.server.keyspace.arena.allocate(len(body))
+        slot.body[:] = body
     return PageName(key, name.req_id, name.layer, name.head, name.page, name.kv_type), bytes(header), slot
 
 
-def checked_page(client: Client, key: bytes, value: Argument) -> tuple[PageKey, PageHeader, memoryview] | None:
+def checked_page(
+    client: Client, key: bytes, value: Argument, *, verify: bool = True
+) -> tuple[PageKey, PageHeader, memoryview] | None:
     """Return a page's name, header and body, without a copy; None if `value` is not the blob of the page that `key`
-    names.
+    names. Without `verify`, the body's checksum is not compared.
 
     Raises ReplyError for a damaged body, and with strict-page-shape for a body whose length differs from its shape's.
     """
@@ -148,7 +217,7 @@ def checked_page(client: Client, key: bytes, value: Argument) -> tuple[PageKey, 
     if not header.names(name) or header.body_size != len(blob) - HEADER_SIZE:
         return None
     try:
-        _, body = decode_page(blob)
+        _, body = decode_page(blob, verify=verify)
     except PageError as error:
         raise ReplyError(f"ERR {error}") from None
     if client.server.config.strict_page_shape and len(body) != header.tensor_size:

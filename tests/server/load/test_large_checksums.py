@@ -1,0 +1,110 @@
+"""Checksums of much are computed on a thread: no client waits for another one's large pages or blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import redis
+from keyspaces import block, set_block
+from servers import RunningServer, start_server
+from turns import Turns, measured
+from wire import encode_command
+
+from kvpage_server.page import DType, PageKey, encode_page
+
+SIZE, LARGER = 2 << 20, 128 << 20  # bytes of large pages
+KEY = PageKey(b"r", 0, 0, 0, 0)
+BLOB, LARGER_BLOB = (
+    encode_page(KEY, bytes(size), dtype=DType.UINT8, page_size=1, head_dim=size) for size in (SIZE, LARGER)
+)
+WRONG = BLOB[:-1] + b"\xff"
+WHOLE = [b"KVBLOCKSET", b"w", b"0", b"1", b"1", b"1", b"0", b"1", b"0", b"8", b"%d" % LARGER, bytes(LARGER)]
+MANY = [  # 40 blocks of 4,000 pages
+    [b"KVBLOCKSET", b"m", b"%d" % page, b"100", b"40", b"1", b"0", b"1", b"0", b"8", b"1", bytes(4000)]
+    for page in range(40)
+]
+LONGEST = 0.015  # seconds of a turn; on the loop, these take 0.01 to 0.05 s, and more on a busy machine
+TRIES = 3
+
+
+@pytest.fixture(scope="module")
+def turns() -> Iterator[Turns]:
+    with measured() as turns:
+        yield turns
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with start_server() as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[redis.Redis]:
+    with server.client() as client:
+        client.flushall()
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("before", "words"),
+    [
+        ([], [b"SET", bytes(KEY), LARGER_BLOB]),
+        ([], [b"MSET", bytes(KEY), LARGER_BLOB, b"k", b"v"]),
+        ([WHOLE], [b"KVPAGESTAT", b"w", b"0", b"0", b"0", b"0"]),
+        ([WHOLE], [b"GETRANGE", b"kv:w:0:0:0:0", b"0", b"10"]),
+        (MANY, [b"MGET", *(b"kv:m:0:0:%d:0" % page for page in range(len(MANY)))]),
+    ],
+    ids=["SET", "MSET", "KVPAGESTAT", "GETRANGE", "MGET"],
+)
+def test_much_is_hashed_in_short_turns(turns: Turns, before: list[list[bytes]], words: list[bytes]) -> None:
+    with ExitStack() as stack:
+        turns.join(stack, encode_command([b"CONFIG", b"SET", b"maxmemory-clients", b"1gb"]))
+    first = b"".join(map(encode_command, [[b"FLUSHALL"], *before]))
+    assert min(turns.cost(first, encode_command(words)).longest for _ in range(TRIES)) < LONGEST
+
+
+@pytest.mark.parametrize("in_exec", [False, True], ids=["alone", "in EXEC"])
+def test_large_blobs_become_pages_and_wrong_ones_are_refused(client: redis.Redis, in_exec: bool) -> None:
+    def run(*words: bytes | str) -> object:
+        with client.pipeline(transaction=in_exec) as pipe:
+            pipe.execute_command(*words)
+            return pipe.execute(raise_on_error=False)[0]
+
+    assert run("SET", bytes(KEY), BLOB) is True
+    assert client.execute_command("KVPAGEGET", "r", 0, 0, 0, 0) == bytes(SIZE)
+    assert run("GETSET", bytes(KEY), BLOB) == BLOB
+    for words in (("SET", bytes(KEY), WRONG), ("MSET", "k", "v", bytes(KEY), WRONG), ("SETNX", "no page", "v")):
+        client.delete("no page")
+        reply = run(*words)
+        assert reply is True or "the body does not match the checksum" in str(reply)
+    assert client.get(bytes(KEY)) == BLOB
+    assert not client.exists("k")
+    assert client.info("memory")["arena_used"] < 2 * SIZE
+
+
+def test_a_large_blob_in_a_long_mset_becomes_a_page(client: redis.Redis) -> None:
+    client.mset({**{f"k{i}": "v" for i in range(1000)}, bytes(KEY): BLOB})
+    assert client.execute_command("KVPAGEGET", "r", 0, 0, 0, 0) == bytes(SIZE)
+    assert client.dbsize() == 1001
+
+
+@pytest.mark.parametrize("in_exec", [False, True], ids=["alone", "in EXEC"])
+def test_pages_of_many_whole_blocks_are_read(client: redis.Redis, in_exec: bool) -> None:
+    shape = block([(0, DType.UINT8, 1)], layers=100, heads=40, page_size=1)
+    for page in range(5):
+        set_block(client, "m", page, shape)
+    keys = [PageKey(b"m", 99, 39, page, 0) for page in range(5)]
+    with client.pipeline(transaction=in_exec) as pipe:
+        pipe.mget(map(bytes, keys))
+        pipe.execute_command("KVPAGESTAT", "m", 99, 39, 4, 0)
+        values, fields = pipe.execute()
+    bodies = [client.execute_command("KVPAGEGET", "m", 99, 39, page, 0) for page in range(5)]
+    expected = [
+        encode_page(key, body, dtype=DType.UINT8, page_size=1, head_dim=1)
+        for key, body in zip(keys, bodies, strict=True)
+    ]
+    assert [value[56:] for value in values] == [blob[56:] for blob in expected]
+    assert dict(fields)[b"checksum"] == b"%016x" % int.from_bytes(values[4][56:64], "little")
