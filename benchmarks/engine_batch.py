@@ -1,9 +1,10 @@
 """The batch engine compared with mlx-lm's own BatchGenerator: the same prompts, the same tokens, on the real small
 model.
 
-The engine's time includes its other work: text from tokens, and the contexts as blocks. Two more rows compare the
-engine with itself: eight answers that each have other parameters with eight of the likeliest tokens, and the first
-tokens of eight answers to one prompt with the first token of one.
+The engine's time includes its other work: text from tokens, and the contexts as blocks. Three more rows compare the
+engine with itself: eight answers that each have other parameters with eight of the likeliest tokens, the first tokens
+of eight answers to one prompt with the first token of one, and four prompts with quantised caches in a batch with the
+same in turns.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,6 +21,7 @@ import engine  # noqa: F401 - picks the BLAS before MLX is imported
 
 # isort: split
 from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import QuantizedKVCache
 
 from benchmarks.findings import Finding, show, write
 from engine import model
@@ -48,6 +51,8 @@ EIGHT = [
 ]
 PROMPT_TOKENS = 1024
 ALL_FIRST = 1.3  # at most, of the first token of one answer
+KV_BITS = 8
+OF_TURNS = 2.0  # at least, of the tokens a second of quantised caches in turns
 
 Answers = list[list[int]]  # token ids of the answer to each prompt
 
@@ -123,14 +128,20 @@ def main(arguments: list[str] | None = None) -> None:
     loaded, tokenizer = model.load(SMOLLM2)
     spec = ModelCacheSpec.probe(loaded, tokenizer)
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
-    pairs, mixed, forked = [], [], []
+    cache = [QuantizedKVCache(64, KV_BITS) for _ in loaded.layers]
+    quantised = ModelCacheSpec.probe(loaded, tokenizer, cache=cache)
+    turns = replace(quantised, batches=False, resumes=False)
+    pairs, mixed, forked, packed = [], [], [], []
     for turn in range(-1, 2 if quick else 9):  # round -1 is a warm-up
         (one, answers), (other, expected) = ours(loaded, tokenizer, spec, prompts), theirs(loaded, tokenizer, prompts)
         if answers != expected:
             raise AssertionError(f"the engine said {answers}, mlx-lm {expected}")
         plain, varied = (decoding(loaded, tokenizer, spec, prompts, some) for some in ([Sampling()] * 8, EIGHT))
         alone, together = (first_tokens(loaded, tokenizer, spec, count) for count in (1, 8))
+        greedy = [Sampling()] * len(prompts)
+        batched, in_turns = (decoding(loaded, tokenizer, some, prompts, greedy) for some in (quantised, turns))
         if turn >= 0:
+            packed.append((batched, in_turns))
             pairs.append((one, other))
             mixed.append((varied, plain))
             forked.append((together, alone))
@@ -160,7 +171,15 @@ def main(arguments: list[str] | None = None) -> None:
         median(together / alone for together, alone in forked),
         at_most=ALL_FIRST,
     )
-    findings = [finding, parameters, forks]
+    caches = Finding(
+        f"{len(prompts)} prompts with {KV_BITS}-bit caches in a batch",
+        "the same in turns",
+        "tokens/s",
+        "{:.1f} / {:.1f}".format(*map(median, zip(*packed, strict=True))),
+        median(batched / in_turns for batched, in_turns in packed),
+        at_least=OF_TURNS,
+    )
+    findings = [finding, parameters, forks, caches]
     show(findings, INTRO)
     if not quick:
         write(findings, "engine_batch", {"rounds": len(pairs), "load": os.getloadavg()}, intro=INTRO)

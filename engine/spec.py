@@ -95,7 +95,7 @@ class ModelCacheSpec:
             layers, nestings = (), ()
         vocabulary = logits.shape[-1]
         batches = resumes = False
-        if layers and all(hasattr(layer.KIND, "merge") for layer in layers):
+        if layers and not quantised_from and all(hasattr(layer.empty(), "merge") for layer in layers):
             trial = Trial(model, layers, nestings, probed, vocabulary)
             batches = trial.batches()
             resumes = batches and trial.resumes()

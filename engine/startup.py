@@ -48,6 +48,7 @@ class Options:
     kv_quantised_from: int = 0  # tokens of a prompt that are computed before its cache is quantised
     keep: Keep = "worth"  # which contexts without a name are written to the page server
     share: Share = "all"  # which first blocks of contexts the clients of a tenant share
+    in_turns: bool = False  # never compute several prompts in one batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,8 @@ class Engine:
         report("hashing the weights, and testing the model's cache")
         spec = _probe(model, tokenizer, model_name(options.model), options.kv_bits, options.kv_quantised_from)
         spec = replace(spec, sharing=sharing(options.share, tokenizer))
+        if options.in_turns:
+            spec = replace(spec, batches=False, resumes=False)
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         pool = BlockPool(total_bytes=options.memory or physical // 4)
         within = options.restore_within

@@ -44,13 +44,18 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "KVPAGE_PASSWORD",
     )
     add("--cold", type=Path, metavar="DIR", help="also store contexts as files in this directory")
-    add("--kv-bits", type=int, choices=[4, 8], help="quantise keys and values to N bits; prompts then run one by one")
+    add("--kv-bits", type=int, choices=[4, 8], help="quantise keys and values to N bits")
     add(
         "--kv-quantised-from",
         type=count,
         default=0,
         metavar="N",
         help="with --kv-bits: compute the first N tokens of a prompt before its cache is quantised (default: 0)",
+    )
+    add(
+        "--in-turns",
+        action="store_true",
+        help="compute one prompt at a time, in turns: an answer is then the same to the bit whatever else is computed",
     )
     add("--memory", type=size, metavar="SIZE", help="memory for contexts, such as 4gb (a quarter of the machine's)")
     add(
@@ -91,6 +96,7 @@ def options(args: argparse.Namespace) -> Options:
         args.kv_quantised_from,
         args.keep,
         args.share,
+        args.in_turns,
     )
 
 

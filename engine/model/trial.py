@@ -35,6 +35,7 @@ _LIMITS = {
     mx.float16: 1e-2,
     mx.float32: 1e-4,
 }  # of `_error`: above rounding, below the effect of padding
+_QUANTISED_LIMITS = {8: 2e-2, 4: 1e-1}  # by bits of a value; rounding may change a value by one quantisation step
 
 _NOT_MADE_FOR_IT = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -61,7 +62,7 @@ class Trial:
         self._nesting = nesting
         self._prompts = [_tokens(i, length, vocabulary) for i, length in enumerate(_LENGTHS)]
         self._answers = [_tokens(i + 10, 4 * max(_COMPARED), vocabulary) for i, _ in enumerate(_LENGTHS)]
-        self._limit = _limit(model)
+        self._limit = max([_limit(model), *(_QUANTISED_LIMITS[layer.packed[0]] for layer in layers if layer.packed)])
         together = [parts([cache]) for cache in assemble(nesting, iter(layers)) if type(cache) is CacheList]
         self._indexed = any(all(isinstance(layer, FullLayer) for layer in kept) for kept in together)
         self._computed = computed

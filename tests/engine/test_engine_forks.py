@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from engine_bench import EngineBench
-from engine_families import Family, family
+from engine_families import STOCK, Family, family
 from engine_models import letter_tokenizer
 
 # isort: split
@@ -24,7 +24,7 @@ TOKENIZER = letter_tokenizer()
 TOKENIZER.eos_token_ids = []
 CHOICES = [Sampling(), Sampling(1.0, seed=1), Sampling(1.0, seed=2), Sampling(presence_penalty=1.0)]
 _ALONE: dict[tuple[Family, tuple[int, ...]], list[tuple[int, ...]]] = {}
-FAMILIES = ["llama", "llama4", "gemma3_text", "mamba2", "qwen3_next", "llama q8/32"]
+FAMILIES = ["llama", "llama4", "gemma3_text", "mamba2", "qwen3_next", *(["llama q8/32"] if STOCK else [])]
 
 
 @pytest.fixture(params=FAMILIES)

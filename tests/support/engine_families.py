@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -20,6 +21,9 @@ from engine.spec import ModelCacheSpec
 
 TOKENS = np.random.default_rng(6).integers(0, 96, 300).tolist()
 TOKENIZER = letter_tokenizer()
+STOCK = (
+    os.environ.get("KVPAGE_BLAS") == "stock"
+)  # MLX's own BLAS, whose products in a batch have the bits of single ones
 QUANTIZED = [f"llama q{bits}/{group}" for bits in (4, 8) for group in (32, 64)]
 KINDS = [*FAMILIES, *QUANTIZED]
 WINDOWS = ["llama4", "gemma3_text", "gpt_oss", "cohere2"]
@@ -44,8 +48,7 @@ class Family:
         if not self._settings:
             return made
         bits, group_size = self._settings
-        assert {type(layer) for layer in made} == {KVCache}
-        return [QuantizedKVCache(group_size, bits) for _ in made]
+        return [QuantizedKVCache(group_size, bits) if type(layer) is KVCache else layer for layer in made]
 
     def run(self, tokens: Sequence[int], cache: list[Any]) -> Logits:
         """The logits of every one of `tokens`, ``[tokens, vocabulary]``."""

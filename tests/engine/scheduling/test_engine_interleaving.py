@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from engine_bench import EngineBench
-from engine_families import family
+from engine_families import STOCK, family
 from engine_models import letter_tokenizer
 
 # isort: split
@@ -182,7 +182,13 @@ def test_a_prompt_too_large_for_the_pool_is_refused_at_once(bench: Bench) -> Non
 
 
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 8))]
-KINDS = [IN_ONE_BATCH, IN_TURNS, *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("gemma3_text", "lfm2"))]
+QUANTISED = ["llama q4/64", "gemma3_text q8/32"] if STOCK else []
+KINDS = [
+    IN_ONE_BATCH,
+    IN_TURNS,
+    *QUANTISED,
+    *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("gemma3_text", "lfm2")),
+]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
