@@ -117,6 +117,7 @@ class Service:
         renderer = Renderer()  # started first, because its process is ready before the model
         engine = await self.worker.loaded()
         self._prompts = Prompts(engine.tokenizer, engine.spec, renderer, sanitize=self._sanitize)
+        await self._prompts.prepare()
         self.metrics.watch(engine)
         self.responses.pages = engine.pages
         self._engine = engine

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # Separators as of `json.dumps`. Without further whitespace, a small model cannot add spaces without end.
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
+MAX_PROPERTIES = 500  # of a JSON Schema, in all its parts
 # About a tenth of a second for a compilation, and some milliseconds for the mask of a token.
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 2_000_000,
@@ -41,9 +42,13 @@ class ConstraintError(ValueError):
 
 
 def of_json(schema: dict[str, Any] | bool) -> str:
-    """Return the grammar of JSON texts that match a JSON Schema."""
+    """Return the grammar of JSON texts that match a JSON Schema. Raises ConstraintError."""
     plain = schema if isinstance(schema, dict) else {} if schema else {"not": {}}
-    return LLMatcher.grammar_from_json_schema(json.dumps(plain), overrides=JSON_OPTIONS)
+    _check_size(plain)
+    try:
+        return LLMatcher.grammar_from_json_schema(json.dumps(plain), overrides=JSON_OPTIONS)
+    except ValueError as error:
+        raise ConstraintError(f"the schema is nested too deeply: {error!s:.100}") from error
 
 
 def of_regex(regex: str) -> str:
@@ -69,6 +74,27 @@ def of_lark(lark: str) -> str:
     return LLMatcher.grammar_from_lark(lark)
 
 
+def lark_of_json(schema: Mapping[str, Any]) -> str:
+    """Return Lark for JSON texts that match a JSON Schema, which is an object. Raises ConstraintError."""
+    _check_size(schema)
+    return f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
+
+
+def _check_size(schema: Any) -> None:
+    """Raise ConstraintError for a schema with many properties, whose compilation takes quadratic time."""
+    found, parts = 0, [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            properties = part.get("properties")
+            found += len(properties) if isinstance(properties, dict) else 0
+            parts += part.values()
+        elif isinstance(part, list):
+            parts += part
+    if found > MAX_PROPERTIES:
+        raise ConstraintError(f"properties: a schema has {MAX_PROPERTIES} at most, got {found}")
+
+
 def escaped(text: str) -> str:
     """Return a regular expression that matches only this text."""
     return re.sub(r"([\\.+*?()|\[\]{}^$#&\-~/])", r"\\\1", text)
@@ -84,7 +110,11 @@ class Constraints:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._ends = sorted(ends)
-        self._compiled: LLTokenizer | None = None  # made for the first constraint, in a second for a large vocabulary
+        self._compiled: LLTokenizer | None = None
+
+    def prepare(self) -> None:
+        """Read the vocabulary, in a second if it is large, before the first constraint. Raises ConstraintError."""
+        assert self._of_llguidance
 
     def compile(self, grammar: str, begin: int | None = None) -> Constraint:
         """Compile a grammar. With `begin`, a token id, the constraint begins with each such token, and ends with the
@@ -93,7 +123,9 @@ class Constraints:
         matcher = LLMatcher(self._of_llguidance, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
         if matcher.is_error():
             raise ConstraintError(" ".join(matcher.get_error().split())[:300])
-        if not any(matcher.compute_bitmask()):
+        possible = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        possible[self._ends] = 0
+        if not possible.any():  # an endless recursion of `$ref`, for example
             raise ConstraintError("no text matches it")
         return Constraint(matcher, self._ends, begin)
 

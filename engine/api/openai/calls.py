@@ -14,7 +14,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ...generation.structure import JSON_OPTIONS, Constraint, ConstraintError, Constraints, escaped, of_lark
+from ...generation.structure import Constraint, ConstraintError, Constraints, escaped, lark_of_json, of_lark
 
 # -- Formats -----------------------------------------------------------------------------------------------------------
 
@@ -248,7 +248,7 @@ class Calls:
         """
         lark = self._lark(constraints, self._tools, several=several)
         if answer is not None:
-            lark = lark.replace("start: ", "start: answer | ", 1) + f"answer: {_json(answer)}\n"
+            lark = lark.replace("start: ", "start: answer | ", 1) + f"answer: {lark_of_json(answer)}\n"
         return of_lark(lark)
 
     def _lark(self, constraints: Constraints, tools: Sequence[OfferedTool], *, several: bool) -> str:
@@ -270,7 +270,7 @@ class Calls:
         """Return the rules of a tool's arguments."""
         top, of, key = f"arguments_{tool.index}", self.format, self.format.key
         if key is None:
-            return {top: _json(tool.parameters)}
+            return {top: lark_of_json(tool.parameters)}
         required, values = tool.parameters.get("required", ()), self.values[tool.name]
         rules = {top: f"{_OPENED}_{tool.index}_0"}
         for j, (name, value) in enumerate(values.items()):
@@ -329,7 +329,7 @@ class Calls:
         if value.kind != TEXT:
             schema = value.json if isinstance(value.json, dict) else {}
             named: dict[str, Any] = {key: tool.parameters[key] for key in _DEFINITIONS if key in tool.parameters}
-            rules[f"{rule}_json"] = _json({**named, **schema})
+            rules[f"{rule}_json"] = lark_of_json({**named, **schema})
             written.append(f"{rule}_json {_literal(constraints, of.value_end)}")
         return rules | {rule: " | ".join(written)}
 
@@ -364,10 +364,6 @@ def _literal(constraints: Constraints, text: str) -> str:
     made = {_LINE: r'"\n"?', _NUMBER: "/[0-9]{1,3}/"}
     parts = re.split(f"([{_LINE}{_NUMBER}])", text.replace(_ID[0], "").replace(_ID[1], ""))
     return " ".join(made.get(part) or constraints.literal(part) for part in parts if part) or '""'
-
-
-def _json(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
 
 
 def _regex(regex: str) -> str:

@@ -12,6 +12,7 @@ import copy
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -84,6 +85,13 @@ class Prompts:
         self._constraints = Constraints(self._tokenizer, spec.vocab_size, tokenizer.eos_token_ids)
         self._compiling = ThreadPoolExecutor(1, "constraints")
         self._keeps_space: bool | None = None  # None before the first conversation
+
+    async def prepare(self) -> None:
+        """Prepare constraints, so that no request waits for it. Without this, the first constraint takes a second."""
+        with suppress(
+            ConstraintError
+        ):  # the tokenizer cannot constrain answers: a request with a constraint is refused
+            await asyncio.get_running_loop().run_in_executor(self._compiling, self._constraints.prepare)
 
     async def of_chat(self, body: ChatBody) -> list[int]:
         """Return the token ids of a conversation and the beginning of the answer, encoded as by mlx-lm.

@@ -247,25 +247,31 @@ class Reader:
 
     def _read_written(self, text: str, part: AnswerPart) -> str:
         """Add the text of calls by a grammar to `part`. Return the text after the calls."""
-        reader = self._calls_by_grammar
-        assert reader
         assert self._written
-        self._incomplete_text += text
-        for event in reader.read(text):
-            self._incomplete.append(event)
-            if self._streams or isinstance(event, Closed):
-                if not self.cut:
-                    part.calls += map(self._delta, (one for one in self._incomplete if not isinstance(one, Closed)))
-                self._incomplete = []
-            if isinstance(event, Closed):
-                self._incomplete_text = ""
-                self.cut = self.cut or not self._several
-        if reader.rest is None:
-            return ""
-        self._calls_by_grammar = CallReader(self._written.calls)
-        if self._written.when == MARKED:
-            self._state = NORMAL
-        return reader.rest
+        while True:
+            reader = self._calls_by_grammar
+            assert reader
+            self._incomplete_text += text
+            for event in reader.read(text):
+                self._add_event(event, part)
+            if reader.rest is None:
+                return ""
+            self._calls_by_grammar = CallReader(self._written.calls)
+            if self._written.when == MARKED:
+                self._state = NORMAL
+                return reader.rest
+            text = reader.rest  # it may be the beginning of the next call
+
+    def _add_event(self, event: Event, part: AnswerPart) -> None:
+        """Add an event of a call by a grammar to `part`. Without `streams`, hold it back until the call is complete."""
+        self._incomplete.append(event)
+        if self._streams or isinstance(event, Closed):
+            if not self.cut:
+                part.calls += [self._delta(one) for one in self._incomplete if not isinstance(one, Closed)]
+            self._incomplete = []
+        if isinstance(event, Closed):
+            self._incomplete_text = ""
+            self.cut = self.cut or not self._several
 
     def _delta(self, event: Opened | str) -> dict[str, Any]:
         """Return OpenAI's chunk of a call."""

@@ -41,6 +41,14 @@ def schema(of: dict[str, Any]) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": of, "strict": True}}}
 
 
+def nested(levels: int) -> dict[str, Any]:
+    return {"type": "array", "items": nested(levels - 1)} if levels else {"type": "null"}
+
+
+def wide(count: int, first: int = 0) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(first, first + count)}}
+
+
 def is_person(text: str) -> bool:
     person = json.loads(text)
     return (
@@ -121,6 +129,10 @@ async def test_an_answer_with_a_constraint_equals_the_answer_alone(engine: Runni
         (schema({"type": "array", "uniqueItems": True}), "response_format.json_schema.schema", "uniqueItems"),
         (schema({"type": "tree"}), "response_format.json_schema.schema", "tree"),
         (schema({"$ref": "#/definitions/x"}), "response_format.json_schema.schema", "does not exist"),
+        (schema(nested(150)), "response_format.json_schema.schema", "nested too deeply"),
+        (schema(wide(501)), "response_format.json_schema.schema", "properties: a schema has 500"),
+        (schema({"allOf": [wide(1, i) for i in range(500)]}), "response_format.json_schema.schema", "too large"),
+        (schema({"$ref": "#"}), "response_format.json_schema.schema", ""),
         (schema({"minimum": 5, "maximum": 1, "type": "integer"}), "response_format.json_schema.schema", "Unsatisf"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", ""),
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
