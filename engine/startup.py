@@ -22,7 +22,7 @@ from .agent_engine import AgentEngine
 from .batch_engine import BlockPoolBatchEngine
 from .caches import UnsupportedCacheError, parts, quantised
 from .chains import Share, Sharing, common_prefix
-from .model import UnknownModelError, load
+from .model import UnknownModelError, adapt, load
 from .pool import BlockPool
 from .spec import ModelCacheSpec
 from .tiers.cold import SafetensorsCacheAdapter
@@ -49,6 +49,7 @@ class Options:
     keep: Keep = "worth"  # which contexts without a name are written to the page server
     share: Share = "all"  # which first blocks of contexts the clients of a tenant share
     in_turns: bool = False  # never compute several prompts in one batch
+    adapter: Path | None = None  # a directory with an adapter of mlx-lm for the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +82,12 @@ class Engine:
         nbytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
         report(f"loading the weights of {options.model}, {nbytes / 1e6:.0f} MB")
         model, tokenizer = load(directory)
+        if options.adapter:
+            report(f"adding the adapter in {options.adapter}")
+            adapt(model, options.adapter)
         report("hashing the weights, and testing the model's cache")
-        spec = _probe(model, tokenizer, model_name(options.model), options.kv_bits, options.kv_quantised_from)
+        name = model_name(options.model, options.adapter)
+        spec = _probe(model, tokenizer, name, options.kv_bits, options.kv_quantised_from)
         spec = replace(spec, sharing=sharing(options.share, tokenizer))
         if options.in_turns:
             spec = replace(spec, batches=False, resumes=False)
@@ -156,10 +161,11 @@ def _probe(
         ) from error
 
 
-def model_name(model: str) -> str:
-    """Return the model's name for clients: the directory's name, or the Hugging Face id."""
+def model_name(model: str, adapter: Path | None = None) -> str:
+    """Return the model's name for clients: the directory's name or the Hugging Face id, and the adapter's name."""
     path = Path(model)
-    return path.resolve().name if path.is_dir() else model
+    name = path.resolve().name if path.is_dir() else model
+    return f"{name}+{adapter.resolve().name}" if adapter else name
 
 
 def _directory(model: str) -> Path:

@@ -214,7 +214,7 @@ def run(
     signals.begin()
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     worker = EngineThread(lambda: Engine.open(options, report))
-    model = name or model_name(options.model)
+    model = name or model_name(options.model, options.adapter)
     service = Service(worker, model, tokens, limits, sanitize=sanitize, hash_labels=hash_labels)
     limiter = ConnectionLimiter(
         limits.connections,

@@ -34,6 +34,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         metavar="DIR_OR_ID",
         help="directory of the model, or its id in the local Hugging Face cache (default: %(default)s)",
     )
+    add("--adapter", type=Path, metavar="DIR", help="adapter of mlx-lm (LoRA, DoRA, full) for the model")
     add(
         "--store",
         metavar="URL",
@@ -97,6 +98,7 @@ def options(args: argparse.Namespace) -> Options:
         args.keep,
         args.share,
         args.in_turns,
+        args.adapter,
     )
 
 

@@ -1,5 +1,5 @@
 """The model: its loading from a directory, its identity, and the trial of its results in a batch."""
 
-from .identity import UnknownModelError, load
+from .identity import UnknownModelError, adapt, load
 
-__all__ = ["UnknownModelError", "load"]
+__all__ = ["UnknownModelError", "adapt", "load"]

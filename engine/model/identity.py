@@ -27,12 +27,16 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import xxhash
+from mlx.utils import tree_flatten
 
 if TYPE_CHECKING:
     from mlx.nn.layers.base import Module
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 # -- Models on disk, loaded with mlx-lm --------------------------------------------------------------------------------
+
+
+ADAPTER_WEIGHTS = "adapters.safetensors"
 
 
 class UnknownModelError(ValueError):
@@ -56,6 +60,28 @@ def load(path: str | Path) -> tuple[Module, TokenizerWrapper]:
     except (ValueError, TypeError, RuntimeError) as error:  # of mlx-lm and MLX, for an unusable config or weights
         raise UnknownModelError(f"the model in {directory} cannot be loaded: {error}") from error
     return model, tokenizer
+
+
+def adapt(model: Module, directory: Path) -> None:
+    """Add the LoRA, DoRA or full fine-tuning that mlx-lm has saved in `directory` to the model.
+
+    Raises UnknownModelError if there is none, or it is of a model with other layers.
+    """
+    from mlx_lm.tuner.utils import load_adapters  # imports mlx.optimizers
+
+    for needed in ("adapter_config.json", ADAPTER_WEIGHTS):
+        if not (directory / needed).is_file():
+            raise UnknownModelError(f"{directory} has no adapter of mlx-lm: there is no {needed}")
+    try:
+        load_adapters(model, str(directory))
+        given = {*mx.load(str(directory / ADAPTER_WEIGHTS))}
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise UnknownModelError(f"the adapter in {directory} does not fit the model: {reason:.300}") from error
+    names = (name for name, _ in tree_flatten(model.parameters()))
+    if missing := [name for name in names if name.endswith((".lora_a", ".lora_b")) and name not in given]:
+        raise UnknownModelError(f"the adapter in {directory} does not fit the model: it has no {missing[0]}")
+    model.eval()
 
 
 def _check(directory: Path) -> None:
