@@ -5,8 +5,8 @@
 # in ~/.cache/kvpage/vllm or the folder named by KVPAGE_VLLM_ENV, takes 2 GB, and is made anew when vllm.txt or the version
 # of Python changes. Where PyTorch for the CPU cannot be installed, nothing is tested, and the last line says so.
 #
-# QUICK=1 saves and restores one context with the connector and the tier. Each of its two installations may take two
-# minutes; without an environment after that, nothing is tested.
+# QUICK=1 saves and restores one context with the connector and the tier. Each of its two installations may take 150
+# seconds; without an environment after that, nothing is tested.
 set -eu
 
 cd "$(dirname "$0")/../.."
@@ -14,14 +14,14 @@ python=${PYTHON:-.venv/bin/python}
 environment=${KVPAGE_VLLM_ENV:-${XDG_CACHE_HOME:-$HOME/.cache}/kvpage/vllm}
 pins=tests/connectors/vllm.txt
 limit=
-[ -z "${QUICK:-}" ] || limit="timeout 120"
+[ -z "${QUICK:-}" ] || limit="timeout 150"
 
 install() {
-    $limit "$environment/bin/python" -m pip install -qq --no-deps "$@"
+    $limit "$environment/bin/python" -m pip install -qq --no-deps --no-compile "$@"
 }
 
 skip() {
-    echo "SKIPPED: $1 cannot be installed here, so the connectors were not tested with vLLM" >&2
+    echo "SKIPPED: $1 cannot be installed here${limit:+ in time}, so the connectors were not tested with vLLM" >&2
     exit 0
 }
 
@@ -34,7 +34,7 @@ if [ "$wanted" != "$(cat "$environment/installed" 2>/dev/null)" ]; then
     torch=$(grep '^torch==' "$pins")
     install "$torch" 2>/dev/null || install --retries 1 --index-url https://download.pytorch.org/whl/cpu "$torch" ||
         skip "$torch"
-    install -r "$pins" || { [ -n "$limit" ] && skip "vLLM in two minutes"; exit 1; }
+    install -r "$pins" || { [ -n "$limit" ] && skip vLLM; exit 1; }
     echo "$wanted" >"$environment/installed"
 fi
 
