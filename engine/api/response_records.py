@@ -1,25 +1,29 @@
 """Stored responses: the conversation that `previous_response_id` continues, at any engine with the same page server.
 
-    response:{tenant}:{response id}   JSON of a Record, which ends after SECONDS
+    turn:{tenant}:{response id}       JSON of a Turn: the items of one turn, and the ids of the turns before it
+    response:{tenant}:{response id}   JSON of the reply
 
-A record has the items of one turn, and the ids of the turns before it, so that a conversation is read with two requests
-whatever its length. Without a page server, or while it does not answer, records are kept in memory, up to MAX_BYTES.
+Both end after SECONDS. A conversation is read with two requests, whatever its length, and its size is bounded by the
+model's context, because replies, which have fields of any size, are not a part of it. Without a page server, values are
+kept in memory, up to MAX_BYTES; and so are values that could not be sent to it, until they are found there.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pydantic_core import from_json, to_json
+
 from kvpage_server import bounded
 from kvpage_server.client.questions import Question, integer, ok, text
 
 from ..tiers.pages import PageTier
+from .openai.errors import ApiError
 
 SECONDS = 30 * 24 * 3600  # as OpenAI's API
 MAX_BYTES = 16 << 20  # of the records in memory
@@ -30,86 +34,118 @@ _CONTAINERS, _STRINGS, _VALUES = 65_536, 262_144, 524_288
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class Turn:
     """One turn of a conversation."""
 
-    response: dict[str, Any]  # the reply
     input: list[dict[str, Any]]  # the items of the request
+    output: list[dict[str, Any]]  # the items of the reply
     ancestors: list[str]  # ids of the turns before it, the first one first
 
 
 class ResponseRecords:
-    """The stored responses of all tenants. Its methods run on the event loop of the API."""
+    """The stored responses of all tenants. Its methods run on the event loop of the API.
+
+    They raise ApiError (503) if the page server does not answer, and its values are needed.
+    """
 
     def __init__(self) -> None:
         self.pages: PageTier | None = None  # set when the engine is loaded
-        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._kept: OrderedDict[str, bytes] = OrderedDict()  # by key: values that are not on the page server
         self._bytes = 0
 
-    async def put(self, tenant: str, record: Record) -> None:
-        """Store a record. It is also kept in memory, where this engine finds it if the page server does not answer."""
-        key, value = _key(tenant, record.response["id"]), json.dumps(asdict(record)).encode()
-        self._kept[key] = value
-        self._bytes += len(value)
-        while self._bytes > MAX_BYTES and len(self._kept) > 1:
+    async def put(self, tenant: str, response: dict[str, Any], turn: Turn) -> None:
+        """Store a reply and its turn. If the page server does not answer, they are kept in memory."""
+        keys = _keys(tenant, response["id"])
+        values = dict(zip(keys, (to_json(asdict(turn)), to_json(response)), strict=True))
+        commands = [Question(["SET", key, value, "EX", str(SECONDS)], ok) for key, value in values.items()]
+        if self.pages and await self._ask(self.pages, commands) is not None:
+            return
+        for key, value in values.items():
+            self._kept[key] = value
+            self._bytes += len(value)
+        while self._bytes > MAX_BYTES:
             self._bytes -= len(self._kept.popitem(last=False)[1])
-        await self._ask([Question(["SET", key, value, "EX", str(SECONDS)], ok)])
 
-    async def get(self, tenant: str, response_id: str) -> Record | None:
-        """Return the record of a response; None if there is none of this tenant."""
-        (found,) = await self._get(tenant, [response_id]) if _ID.fullmatch(response_id) else [None]
-        return found
+    async def response(self, tenant: str, response_id: str) -> dict[str, Any] | None:
+        """Return a stored reply; None if there is none of this tenant."""
+        if not _ID.fullmatch(response_id):
+            return None
+        _, key = _keys(tenant, response_id)
+        (raw,) = await self._get([key])
+        found = _parsed(raw)
+        return found if found and found.get("id") == response_id else None
 
-    async def conversation(self, tenant: str, response_id: str) -> list[Record] | None:
-        """Return the records of a conversation up to a response, in order; None if one of them is missing."""
-        last = await self.get(tenant, response_id)
+    async def turn(self, tenant: str, response_id: str) -> Turn | None:
+        """Return the turn of a stored response; None if there is none of this tenant."""
+        if not _ID.fullmatch(response_id):
+            return None
+        (raw,) = await self._get([_keys(tenant, response_id)[0]])
+        return _turn(raw)
+
+    async def conversation(self, tenant: str, response_id: str) -> list[Turn] | None:
+        """Return the turns of a conversation up to a response, in order; None if one of them is missing."""
+        last = await self.turn(tenant, response_id)
         if not last:
             return None
-        earlier = await self._get(tenant, last.ancestors)
-        found = [record for record in earlier if record]
+        values = await self._get([_keys(tenant, one)[0] for one in last.ancestors])
+        earlier = await asyncio.to_thread(lambda: [_turn(value) for value in values])
+        found = [turn for turn in earlier if turn]
         return [*found, last] if len(found) == len(earlier) else None
 
     async def delete(self, tenant: str, response_id: str) -> bool:
-        """Delete the record of a response. Return whether there was one."""
+        """Delete a stored response. Return whether there was one."""
         if not _ID.fullmatch(response_id):
             return False
-        key = _key(tenant, response_id)
-        kept = self._kept.pop(key, None)
-        self._bytes -= len(kept or b"")
-        deleted = await self._ask([Question(["DEL", key], integer)])
-        return kept is not None or deleted == [1]
+        keys = _keys(tenant, response_id)
+        deleted = await self._ask(self.pages, [Question(["DEL", key], integer) for key in keys]) if self.pages else [0]
+        if deleted is None:
+            raise _away()
+        kept = [self._kept.pop(key, b"") for key in keys]
+        self._bytes -= sum(map(len, kept))
+        return any(kept) or any(deleted)
 
-    async def _get(self, tenant: str, ids: Sequence[str]) -> list[Record | None]:
-        """Return the records of responses, in order, from memory or the page server."""
-        keys = [_key(tenant, one) for one in ids]
+    async def _get(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Return the values of keys: those of the page server, or else those in memory."""
         absent = [key for key in keys if key not in self._kept]
-        values = dict(
-            zip(absent, await self._ask([Question(["GET", key], text) for key in absent]) or (), strict=False)
-        )
-        return [_parsed(self._kept.get(key) or values.get(key)) for key in keys]
+        found: dict[str, bytes | None] = {}
+        if self.pages and absent:
+            values = await self._ask(self.pages, [Question(["GET", key], text) for key in absent])
+            if values is None:
+                raise _away()
+            found = dict(zip(absent, values, strict=True))
+        return [self._kept.get(key) or found.get(key) for key in keys]
 
-    async def _ask(self, questions: Sequence[Question]) -> list[Any] | None:
-        """Return the replies of the page server; None if there is none, or it does not answer."""
-        if not self.pages or not questions:
-            return None
-        return await asyncio.wrap_future(self.pages.ask(questions))
-
-
-def _key(tenant: str, response_id: str) -> str:
-    return f"response:{tenant}:{response_id}"
+    async def _ask(self, pages: PageTier, questions: Sequence[Question]) -> list[Any] | None:
+        """Return the replies of the page server; None if it does not answer."""
+        return await asyncio.wrap_future(pages.ask(questions))
 
 
-def _parsed(raw: bytes | str | None) -> Record | None:
-    """Return the record in a value; None if it is no record."""
+def _keys(tenant: str, response_id: str) -> tuple[str, str]:
+    """Return the keys of a response's turn and of its reply."""
+    return f"turn:{tenant}:{response_id}", f"response:{tenant}:{response_id}"
+
+
+def _away() -> ApiError:
+    message = "the page server, which has the stored responses, does not answer: ask again when it is back"
+    return ApiError(503, message, code="store_unavailable", retry_after=1)
+
+
+def _parsed(raw: bytes | None) -> dict[str, Any] | None:
+    """Return the JSON object in a value; None if it is none."""
     if raw is None:
         return None
-    encoded = raw if isinstance(raw, bytes) else raw.encode()
     try:
-        bounded.check(encoded, containers=_CONTAINERS, strings=_STRINGS, values=_VALUES)
-        fields = json.loads(encoded)
-        record = Record(fields["response"], fields["input"], fields["ancestors"])
-        shaped = isinstance(record.response["output"], list) and isinstance(record.input, list)
-        ids = all(isinstance(one, str) and _ID.fullmatch(one) for one in record.ancestors[: MAX_TURNS + 1])
-    except (bounded.TooMuchError, ValueError, TypeError, KeyError, RecursionError):
+        bounded.check(raw, containers=_CONTAINERS, strings=_STRINGS, values=_VALUES)
+        found = from_json(raw)
+    except (bounded.TooMuchError, ValueError):
         return None
-    return record if shaped and ids and len(record.ancestors) <= MAX_TURNS else None
+    return found if isinstance(found, dict) else None
+
+
+def _turn(raw: bytes | None) -> Turn | None:
+    """Return the turn in a value; None if it is none."""
+    match _parsed(raw):
+        case {"input": list(given), "output": list(made), "ancestors": list(ids)} if len(ids) <= MAX_TURNS:
+            if all(isinstance(one, str) and _ID.fullmatch(one) for one in ids):
+                return Turn(given, made, ids)
+    return None

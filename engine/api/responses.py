@@ -15,7 +15,7 @@ from .diagnosis import AskedPrompt, difference
 from .openai.errors import ApiError, invalid, renamed, shortened
 from .openai.response_schema import NAMES, ResponseBody
 from .openai.response_shapes import ResponseReply
-from .response_records import MAX_TURNS, Record
+from .response_records import MAX_TURNS, Turn
 from .service import Service
 
 MAX_ITEMS = 100  # in a list, as OpenAI's API
@@ -28,7 +28,7 @@ async def create_response(request: Request) -> Response:
     tenant = service.tokens.tenant(request)
     body = await service.parsed(ResponseBody, request)
     earlier = await _earlier(service, tenant.name, body.previous_response_id)
-    items = [item for record in earlier for item in (*record.input, *record.response["output"])]
+    items = [item for turn in earlier for item in (*turn.input, *turn.output)]
     try:
         chat = body.chat(items)
         (prompt,), given, (reader,) = await conversation(service, request, tenant, chat)
@@ -37,10 +37,9 @@ async def create_response(request: Request) -> Response:
     response_id = f"resp_{uuid4().hex}"
     asked = AskedPrompt.of(tenant.name, chat, prompt.tokens)
     diagnostics = _diagnostics(service, tenant.name, body, asked)
-    ancestors = [record.response["id"] for record in earlier]
-    reply = ResponseReply(
-        response_id, body, given, reader, diagnostics, partial(_store, service, tenant.name, body, ancestors)
-    )
+    ancestors = [*earlier[-1].ancestors, body.previous_response_id] if earlier and body.previous_response_id else []
+    store = partial(_store, service, tenant.name, body, ancestors)
+    reply = ResponseReply(response_id, body, given, reader, diagnostics, store)
     answers = service.ask([prompt])
     service.prompt_log.add(response_id, asked)
     return await answer(service, request, answers, [reply], reply, chat)
@@ -50,7 +49,11 @@ async def get_response(request: Request) -> Response:
     """Reply to GET /v1/responses/{id} with a stored response."""
     if request.query_params.get("stream", "false") != "false":
         raise invalid("stream: a stored response is not sent as a stream", "stream", "unsupported_value")
-    return JSONResponse((await _record(request)).response)
+    service: Service = request.app.state.service
+    tenant, response_id = service.tokens.tenant(request), request.path_params["response_id"]
+    if not (response := await service.responses.response(tenant.name, response_id)):
+        raise _not_found(response_id)
+    return JSONResponse(response)
 
 
 async def input_items(request: Request) -> Response:
@@ -63,16 +66,18 @@ async def input_items(request: Request) -> Response:
         raise invalid(f"order: is asc or desc, got {shortened(order)}", "order")
     if not (limit.isascii() and limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= MAX_ITEMS):
         raise invalid(f"limit: is 1 to {MAX_ITEMS}, got {shortened(limit)}", "limit")
-    items = (await _record(request)).input
-    if order == "desc":
-        items = items[::-1]
+    service: Service = request.app.state.service
+    tenant, response_id = service.tokens.tenant(request), request.path_params["response_id"]
+    if not (turn := await service.responses.turn(tenant.name, response_id)):
+        raise _not_found(response_id)
+    items = turn.input if order == "asc" else turn.input[::-1]
     if after is not None:
-        at = next((i for i, item in enumerate(items) if item["id"] == after), None)
+        at = next((i for i, item in enumerate(items) if item.get("id") == after), None)
         if at is None:
             raise invalid(f"after: the request has no item {shortened(after)}", "after")
         items = items[at + 1 :]
     page = items[: int(limit)]
-    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    first, last = (page[0].get("id"), page[-1].get("id")) if page else (None, None)
     more = len(page) < len(items)
     return JSONResponse({"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more})
 
@@ -94,20 +99,11 @@ RESPONSE_ROUTES = [
 ]
 
 
-async def _record(request: Request) -> Record:
-    """Return the record of the request's response. Raises ApiError (404) if there is none of this tenant."""
-    service: Service = request.app.state.service
-    tenant, response_id = service.tokens.tenant(request), request.path_params["response_id"]
-    if not (record := await service.responses.get(tenant.name, response_id)):
-        raise _not_found(response_id)
-    return record
-
-
 def _not_found(response_id: str) -> ApiError:
     return ApiError(404, f"there is no response {shortened(response_id)}", "response_id", "response_not_found")
 
 
-async def _earlier(service: Service, tenant: str, response_id: str | None) -> list[Record]:
+async def _earlier(service: Service, tenant: str, response_id: str | None) -> list[Turn]:
     """Return the turns of the conversation up to a response. Raises ApiError (400) if one of them is not stored, or if
     there are MAX_TURNS.
     """
@@ -130,7 +126,7 @@ async def _store(
     if not body.store:
         return
     items = [{"id": f"item_{uuid4().hex}", **_shown(item.model_dump())} for item in body.input]
-    await service.responses.put(tenant, Record(response, items, ancestors))
+    await service.responses.put(tenant, response, Turn(items, response["output"], ancestors))
 
 
 def _shown(item: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,11 @@ from ..openai.schema import MAX_STOP, MAX_STOPS, MAX_TOOLS, ChatBody, RequestBod
 
 MAX_BREAKPOINTS = 4  # as Anthropic's API
 BLOCKS = ("text", "thinking", "tool_use", "tool_result")
+_BLOCKS_OF = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "tool_use"),
+    "system": ("text",),
+}
 
 _UNSUPPORTED: dict[str, Values] = {
     "container": (),
@@ -35,7 +40,7 @@ NAMES = {
 
 
 class CacheControl(RequestBody):
-    """A breakpoint: the prompt up to here is kept at least for `ttl`."""
+    """A breakpoint: the prompt up to here is kept. The lifetime `ttl` is not enforced."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
@@ -101,6 +106,14 @@ class Message(RequestBody):
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[Block], Field(fail_fast=True), BeforeValidator(_blocks, str | list[Block])]
+
+    @model_validator(mode="after")
+    def _of_its_role(self) -> Message:
+        for i, block in enumerate(self.content):
+            if block.type not in _BLOCKS_OF[self.role]:
+                shown = {"i": i, "kind": block.type, "role": self.role, "field": "content"}
+                raise PydanticCustomError("invalid_value", "block {i} is {kind}, which the {role} cannot write", shown)
+        return self
 
 
 class Tool(RequestBody):

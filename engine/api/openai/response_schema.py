@@ -76,6 +76,10 @@ def _items(given: Any) -> Any:
 Text = Annotated[str, BeforeValidator(_text, str | list[dict[str, Any]])]
 
 
+ShortName = Annotated[str, Field(max_length=64)]
+ShortText = Annotated[str, Field(max_length=512)]
+
+
 class MessageItem(RequestBody):
     """A message of the conversation."""
 
@@ -171,10 +175,10 @@ class ResponseBody(RequestBody):
     parallel_tool_calls: bool = True
     text: TextConfig = TextConfig()
     reasoning: Reasoning = Reasoning()
-    metadata: Annotated[dict[str, str], Field(max_length=16)] = Field(default_factory=dict)
+    metadata: Annotated[dict[ShortName, ShortText], Field(max_length=16)] = Field(default_factory=dict)
     agent_id: str | None = None
-    user: str | None = None
-    prompt_cache_key: str | None = None
+    user: ShortText | None = None
+    prompt_cache_key: ShortText | None = None
     prompt_cache_options: PromptCacheOptions = PromptCacheOptions()
 
     def chat(self, earlier: Sequence[dict[str, Any]]) -> ChatBody:

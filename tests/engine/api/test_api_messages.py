@@ -247,6 +247,11 @@ def test_the_key_of_a_tenant_is_its_token(tenants: RunningEngine) -> None:
             400,
             "messages[0].role: Input should be 'user', 'assistant'",
         ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}]},
+            400,
+            "messages[0].content: block 0 is thinking, which the user cannot write",
+        ),
         ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, 400, "cache_control.ttl: Input should be '5m' or '1h'"),
         ({"system": [text("a", HOUR)] * 5}, 400, "cache_control: a request has at most 4 breakpoints, got 5"),
         ({"tools": [WEATHER]}, 400, "tools: this model has no tool calling"),

@@ -22,7 +22,8 @@ from openai.types.responses import (
 )
 from openai.types.responses.response_create_params import PromptCacheOptions, ResponseCreateParamsBase
 from openai.types.responses.response_input_param import FunctionCallOutput
-from servers import RunningServer
+from servers import RunningServer, free_port, start_server
+from waiting import until
 
 from engine.api.openai import response_schema as schema
 from engine.api.openai.response_schema import ResponseBody
@@ -246,6 +247,7 @@ def test_a_diagnosis_names_the_difference(responses: openai.OpenAI) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0]", "Input should be 'function'"),
         ({"tools": [WEATHER]}, "tools", "this model has no tool calling"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort", "this model's chat template does not use it"),
+        ({"metadata": {"a": 513 * "b"}}, "metadata.a", "String should have at most 512 characters"),
         ({"metadata": {"a": 1}}, "metadata.a", "Input should be a valid string"),
     ],
 )
@@ -279,3 +281,36 @@ def test_every_field_of_openais_types_is_documented(theirs: Any, ours: type[Requ
     assert [name for name in get_type_hints(theirs) if name not in handled and f"`{name}`" not in ignored] == []
     if ours is ResponseBody:
         assert [name for name in handled if f"`{name}" not in table] == []
+
+
+def test_a_stored_response_is_not_called_absent_during_an_outage(tmp_path: Path) -> None:
+    """While the page server is away, new responses stay in memory, and nothing is said of others."""
+    port = free_port()
+    with (
+        start_engine(write_tiny(tmp_path / "tiny"), "--store", f"redis://127.0.0.1:{port}") as engine,
+        engine.client() as client,
+    ):
+        kept = create(client)
+        assert create(client, previous_response_id=kept.id).output
+        for ask in (client.responses.retrieve, client.responses.delete):
+            with pytest.raises(openai.InternalServerError, match="does not answer"):
+                ask(UNKNOWN)
+        with pytest.raises(openai.InternalServerError, match="does not answer"):
+            client.responses.delete(kept.id)
+        with start_server(port=port):
+            until(lambda: httpx.get(f"{engine.url}/v1/responses/{UNKNOWN}").status_code == 404, "the server's reply")
+            assert client.responses.retrieve(kept.id).output_text == kept.output_text
+            client.responses.delete(kept.id)
+            with pytest.raises(openai.NotFoundError):
+                client.responses.retrieve(kept.id)
+
+
+def test_a_response_that_another_engine_has_deleted_is_absent(server: RunningServer, tmp_path: Path) -> None:
+    model = write_tiny(tmp_path / "tiny")
+    with start_engine(model, "--store", server.url) as first, start_engine(model, "--store", server.url) as second:
+        stored = create(first.client())
+        second.client().responses.delete(stored.id)
+        with pytest.raises(openai.NotFoundError):
+            first.client().responses.retrieve(stored.id)
+        with pytest.raises(openai.BadRequestError, match="is not stored"):
+            create(first.client(), previous_response_id=stored.id)
