@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import io
 import json
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 from api_engines import write_tiny
 from servers import RunningServer
+from surroundings import OPEN_FILES
 
 from engine import cli
 from kvpage_server import __version__
@@ -173,6 +176,11 @@ def test_an_invalid_argument_is_refused_before_loading_a_model(
     except SystemExit as refused:
         assert refused.code == 2  # noqa: PT017 - argparse has printed the error
     assert complaint in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_imports_of_mlx_lm_keep_the_limit_of_the_tests() -> None:
+    importlib.import_module("mlx_lm.utils")
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == OPEN_FILES
 
 
 def test_the_limit_of_open_files_is_kept() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 
 UMASK = 0o022
+OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
+_OF_MLX_LM = resource.RLIMIT_NOFILE, (2048, 4096)  # which `mlx_lm.utils` sets when it is imported
 
 
 def make_usual() -> None:
@@ -27,3 +30,16 @@ def make_usual() -> None:
     for number in (signal.SIGHUP, signal.SIGINT):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
+
+
+def keep_limit_of_open_files() -> None:
+    """Let imports of mlx_lm leave the limit of open files as it is. Otherwise the hard limit of the tests' process
+    would be lower for all later tests and their servers.
+    """
+    set_limit = resource.setrlimit
+
+    def set_other_limit(which: int, limits: tuple[int, int]) -> None:
+        if (which, limits) != _OF_MLX_LM:
+            set_limit(which, limits)
+
+    resource.setrlimit = set_other_limit

@@ -286,7 +286,7 @@ class Judge:
         if asked.audit is not None:
             asked.audit(asked, reply)
             return
-        self._note_protocol(peer, asked.words, reply)
+        self._note_protocol(peer, asked, reply)
         if breaks_off:
             self._broke_off(peer, asked)
             return
@@ -304,14 +304,16 @@ class Judge:
         if asked.heard is not None:
             asked.heard(asked, reply)
 
-    def _note_protocol(self, peer: Peer, words: Words, reply: Any) -> None:
-        """Note the protocol of the next reply. A transaction may have had a HELLO."""
-        name = words[0].lower()
+    def _note_protocol(self, peer: Peer, asked: Asked, reply: Any) -> None:
+        """Note the protocol of the next reply. It is unknown after a transaction with a HELLO, whose own reply is not
+        read. The model may have run later commands of the peer already.
+        """
+        name = asked.words[0].lower()
         if name == b"hello" and isinstance(reply, dict | list):
-            peer.speaks = int(words[1])
+            peer.speaks = int(asked.words[1])
         elif name == b"reset" and reply == b"RESET":
             peer.speaks = 2
-        elif name == b"exec" and peer.talk.protocol != peer.speaks:
+        elif name == b"exec" and any(words[0].lower() == b"hello" for words in asked.queued or ()):
             peer.speaks = 0
 
     def _broke_off(self, peer: Peer, asked: Asked) -> None:
