@@ -281,7 +281,11 @@ async def complete(request: Request) -> Response:
     body = await service.parsed(CompletionBody, request)
     service.check_model(body.model)
     prompts = service.prompts
-    texts = [(await unless_disconnected(request, prompts.of_text(prompt)), prompt) for prompt in body.prompt]
+    texts = [
+        (await unless_disconnected(request, prompts.of_text(prompt, body.suffix)), prompt) for prompt in body.prompt
+    ]
+    if body.suffix and prompts.infill:
+        body = body.model_copy(update={"stop_token_ids": [*body.stop_token_ids, *prompts.infill.ends]})
     constraint, _ = await unless_disconnected(request, prompts.constraint(body))
     logprobs = body.logprobs if body.choices == body.n else max(1, body.logprobs or 0)  # best_of compares them
     labelled = [(tokens, prompt if isinstance(prompt, str) else None) for tokens, prompt in texts]

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
-from api_engines import SMOLLM2, RunningEngine, link_smollm2, start_engine
+from api_engines import SMOLLM2, RunningEngine, link_smollm2, start_engine, write_coder
 from documents import check, commands, entry_point, run
 from servers import RunningServer
 
@@ -32,9 +32,18 @@ def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
         yield engine
 
 
+@pytest.fixture(scope="module")
+def coder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
+    with start_engine(write_coder(tmp_path_factory.mktemp("models") / "coder")) as engine:
+        yield engine
+
+
 @pytest.mark.skipif(not CURL, reason="curl is not installed")
 @pytest.mark.parametrize("document", ["docs/api.md", "docs/engine.md", "docs/messages.md", "docs/responses.md"])
-def test_every_curl_line_answers_as_shown(engine: RunningEngine, hermes: RunningEngine, document: str) -> None:
+def test_every_curl_line_answers_as_shown(
+    engine: RunningEngine, hermes: RunningEngine, coder: RunningEngine, document: str
+) -> None:
+    engines = {'"model": "hermes"': hermes, '"model": "coder"': coder}
     lines = 0
     for typed, shown in commands(document):
         program, *words = shlex.split(typed)
@@ -44,7 +53,7 @@ def test_every_curl_line_answers_as_shown(engine: RunningEngine, hermes: Running
             continue
         if program != "curl":
             continue
-        asked_engine = hermes if '"model": "hermes"' in typed else engine
+        asked_engine = next((other for model, other in engines.items() if model in typed), engine)
         asked = [word.replace("localhost:8000", asked_engine.url.removeprefix("http://")) for word in words]
         check(run([program, *asked]), shown)
         lines += 1

@@ -63,6 +63,14 @@ def write_offered(directory: Path) -> Path:
     return _write(directory, tiny_llama(vocab_size=len(tokenizer)), tokenizer, TOOL_TEMPLATE)
 
 
+def write_coder(directory: Path) -> Path:
+    """The random Llama of `write_tiny` with Qwen2.5-Coder's tokens for a text between two others."""
+    tokenizer = letter_tokenizer()
+    marks = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>")
+    tokenizer.add_tokens([AddedToken(mark, normalized=False, special=True) for mark in marks])
+    return _write(directory, tiny_llama(vocab_size=len(tokenizer)), tokenizer, TEMPLATE)
+
+
 def link_smollm2(directory: Path) -> Path:
     """SmolLM2 with a chat template that writes tools as Qwen's and Hermes' do, because its own has none."""
     directory.mkdir(parents=True)

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
+from ...generation.infill import infill_of
 from ...generation.structure import Constraint, ConstraintError, Constraints
 from ...generation.text import TokenText, template_writes_space
 from ...generation.tokens import PromptError, encode
@@ -80,6 +81,7 @@ class Prompts:
         self._long: set[Future[Any]] = set()
         self.token_text = TokenText(self._tokenizer)
         self.markup = Markup(self._tokenizer)
+        self.infill = infill_of(self._tokenizer)
         # Ends of lines and of the answer, as in mlx-lm's server.
         self.kept_by_xtc = frozenset([*tokenizer.eos_token_ids, *tokenizer.encode("\n", add_special_tokens=False)])
         self._constraints = Constraints(self._tokenizer, spec.vocab_size, tokenizer.eos_token_ids)
@@ -169,12 +171,17 @@ class Prompts:
             return []
         return list(self._tokenizer.encode(self._tokenizer.think_end, add_special_tokens=False))
 
-    async def of_text(self, prompt: str | Sequence[int]) -> list[int]:
-        """Return the token ids of a text, encoded as by mlx_lm.generate; return ids as they are, after a check.
+    async def of_text(self, prompt: str | Sequence[int], suffix: str = "") -> list[int]:
+        """Return the token ids of a text, encoded as by mlx_lm.generate; return ids as they are, after a check. With
+        `suffix`, the answer is the text between both.
 
-        Raises ApiError (400) for an empty or too long prompt, and for an id that is not in the vocabulary.
+        Raises ApiError (400) for an empty or too long prompt, for an id that is not in the vocabulary, and for a
+        `suffix` if the model has no tokens for it.
         """
-        return await self._made("prompt", len(prompt) <= SHORT, lambda: self._of_text(prompt))
+        if suffix and not self.infill:
+            raise invalid("suffix: this model has no fill-in-the-middle tokens", "suffix", "unsupported_value")
+        short = len(prompt) + len(suffix) <= SHORT
+        return await self._made("prompt", short, lambda: self._of_text(prompt, suffix))
 
     async def _made(self, param: str, short: bool, make: Callable[[], _Made]) -> _Made:
         """Return the result of `make`, called on the event loop if it is `short` and the thread has no work,
@@ -285,9 +292,11 @@ class Prompts:
             )
         return self._text_arguments[template]
 
-    def _of_text(self, prompt: str | Sequence[int]) -> list[int]:
+    def _of_text(self, prompt: str | Sequence[int], suffix: str) -> list[int]:
         if isinstance(prompt, str):
-            self._check_length([prompt], "prompt")
+            self._check_length([prompt, suffix], "prompt")
+            if suffix and self.infill:
+                return self._fitting(self.infill.prompt(self._tokenizer, prompt, suffix), "prompt")
             return self._fitting(encode(self._tokenizer, prompt), "prompt")
         self.check_ids(prompt, "prompt")
         return self._fitting(list(prompt), "prompt")

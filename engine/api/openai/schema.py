@@ -87,7 +87,7 @@ IN_CHATS: dict[str, Values] = {
     "thinking": (),
     "thinking_budget": (),
 }
-IN_TEXTS: dict[str, Values] = {**_IN_BOTH, "suffix": ("",)}
+IN_TEXTS: dict[str, Values] = _IN_BOTH
 IN_MESSAGES: dict[str, Values] = {
     "audio": (),
     "function_call": (),
@@ -577,6 +577,7 @@ class CompletionBody(CompletionFields):
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
     echo: bool = False
+    suffix: str = ""
 
     @property
     def choices(self) -> int:
@@ -589,6 +590,8 @@ class CompletionBody(CompletionFields):
             raise PydanticCustomError("invalid_value", "it must be at least n", {"field": "best_of"})
         if self.choices > self.n and self.stream:
             raise PydanticCustomError("invalid_value", "a stream has no best_of above n", {"field": "best_of"})
+        if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompt):
+            raise PydanticCustomError("invalid_value", "the prompt before it must be a text", {"field": "suffix"})
         if self.echo and self.logprobs is not None:
             unsupported = "this engine has no logprobs of a prompt, so echo takes none"
             raise PydanticCustomError("unsupported_value", unsupported, {"field": "echo"})

@@ -341,8 +341,8 @@ def test_an_error_names_the_wrong_text(engine: RunningEngine, body: dict[str, An
 
 
 def test_the_allowed_values_of_a_field_are_shown_as_json(engine: RunningEngine) -> None:
-    reply = post(engine, "/v1/completions", {"model": "tiny", "prompt": "a", "suffix": "b"})
-    assert reply.json()["error"]["message"] == 'suffix: this engine supports only ""'
+    reply = post(engine, "/v1/completions", {"model": "tiny", "prompt": "a", "grammar": "b"})
+    assert reply.json()["error"]["message"] == 'grammar: this engine supports only ""'
 
 
 def test_openais_client_raises_its_usual_exceptions(engine: RunningEngine, client: openai.OpenAI) -> None:
