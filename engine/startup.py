@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Self
 
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import hf_repo_to_path
@@ -22,6 +22,7 @@ from .agent_engine import AgentEngine
 from .batch_engine import BlockPoolBatchEngine
 from .caches import UnsupportedCacheError, parts, quantised
 from .chains import Share, Sharing, common_prefix
+from .memory.limits import set_limits
 from .model import UnknownModelError, adapt, load
 from .pool import BlockPool
 from .spec import ModelCacheSpec
@@ -79,6 +80,7 @@ class Engine:
         if options.cold:
             _make_cold(options.cold.expanduser())
         begun = time.monotonic()
+        limits = set_limits()
         nbytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
         report(f"loading the weights of {options.model}, {nbytes / 1e6:.0f} MB")
         model, tokenizer = load(directory)
@@ -91,8 +93,9 @@ class Engine:
         spec = replace(spec, sharing=sharing(options.share, tokenizer))
         if options.in_turns:
             spec = replace(spec, batches=False, resumes=False)
-        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        pool = BlockPool(total_bytes=options.memory or physical // 4)
+        weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+        pool = BlockPool(total_bytes=limits.contexts(weights, options.memory))
+        report(limits.described(weights, pool.total_bytes))
         within = options.restore_within
         pages = PageTier(options.store, spec, pool, restore_within=within) if options.store else None
         cold = SafetensorsCacheAdapter(spec, pool, options.cold) if options.cold else None

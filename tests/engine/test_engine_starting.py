@@ -68,6 +68,7 @@ def test_long_steps_of_loading_are_printed(tmp_path: Path) -> None:
             "importing MLX",
             "loading the weights of ",
             "hashing the weights",
+            "memory: weights ",
             "tiny was loaded in ",
             "is served on",
         ]
