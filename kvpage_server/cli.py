@@ -184,6 +184,8 @@ def _report_failure(args: argparse.Namespace, url: str, failure: Exception) -> i
         silent, why = True, f"cannot reach {shown(url)}: {failure}"
     elif isinstance(failure, OSError):
         why = reason_of(failure)
+    elif "DB index is out of range" in why:
+        return say("kvpage", f"{shown(url)}: the server has no such database; allowed: 0 of a kvpage-server", 2)
     elif why.startswith("a gateway does not support"):
         why += _GATEWAY_HINT
     if getattr(args, "json", False) is True and silent:  # for `bench` and `replay`, `json` is a file

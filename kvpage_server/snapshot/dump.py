@@ -177,6 +177,7 @@ class _Dump:
         self._file_bytes = file_bytes
         self._done = done
         self._dumped = Dumped()
+        self._run_id = store.run_id()
         self._began_ms = store.now_ms()  # by the server's clock; TTLs count from then
         self._kept: dict[str, tuple[int, int]] = {}  # layers and heads, by tensor of files that stay
 
@@ -189,7 +190,8 @@ class _Dump:
             self._check_selection(summary.selection)
             if not update:
                 raise DumpError(f"{self._path} holds a finished dump; --update brings it up to date")
-            if summary.server and self._server and summary.server != self._server:
+            same_process = bool(self._run_id) and summary.run_id == self._run_id  # under another name
+            if summary.server and self._server and summary.server != self._server and not same_process:
                 raise DumpError(
                     f"{self._path} holds a dump of {summary.server:.200}, not of {self._server}: name another directory"
                 )
@@ -208,7 +210,8 @@ class _Dump:
             contents = write_file(file, tensors, DumpOf(self._began_ms, str(self._selection)))
             self._dumped.count(contents)
             files[file.name] = contents.digest
-        format.write_summary(self._path, format.Summary(self._began_ms, str(self._selection), files, self._server))
+        summary = format.Summary(self._began_ms, str(self._selection), files, self._server, self._run_id)
+        format.write_summary(self._path, summary)
         format.remove(file for file in stale if file.name in finished)
         return self._dumped
 

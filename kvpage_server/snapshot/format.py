@@ -682,6 +682,7 @@ class Summary:
     selection: str
     files: dict[str, str]  # digests by name
     server: str = ""  # URL without a password; empty if unknown
+    run_id: str = ""  # of the server's process, from INFO; empty if unknown
 
 
 @contextmanager
@@ -726,8 +727,14 @@ def read_summary(path: Path) -> Summary | None:
         raise BadFile(f"{SUMMARY} is corrupt: selection must be a string and files an object")
     if not all(_FILE.match(name) and isinstance(digest, str) for name, digest in files.items()):
         raise BadFile(f"{SUMMARY} is corrupt: files must be names of files of a dump with their digests")
-    server = fields.get("server", "")
-    return Summary(dumped_ms, selection, files, server if isinstance(server, str) else "")
+    server, run_id = (fields.get(name) for name in ("server", "run_id"))
+    return Summary(
+        dumped_ms,
+        selection,
+        files,
+        server if isinstance(server, str) else "",
+        run_id if isinstance(run_id, str) else "",
+    )
 
 
 def write_summary(path: Path, summary: Summary) -> None:

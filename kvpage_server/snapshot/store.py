@@ -159,6 +159,12 @@ class RunningStore:
         found = re.search(rb"^largest_command_bytes:(\d+)", bytes(text), re.MULTILINE)
         return int(found[1]) if found else _USUAL_LARGEST
 
+    def run_id(self) -> str:
+        """Return the id of the server's process, another one after each start; empty if the user may not read it."""
+        (text,) = self._query([command(b"INFO", b"server")])
+        found = None if isinstance(text, Refused) else re.search(rb"^run_id:(\w+)", bytes(text), re.MULTILINE)
+        return found[1].decode() if found else ""
+
     def now_ms(self) -> int:
         """Return the server's time in unix milliseconds."""
         ((seconds, microseconds),) = self.ask([command(b"TIME")])

@@ -419,6 +419,17 @@ def test_the_dump_of_another_server_is_not_updated(server: RunningServer, client
         assert f"holds a dump of {server.url}, not of {other.url}: name another directory" in errors
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     assert kvpage("dump", str(tmp_path), "--update", "--url", server.url)[0] == 0
+    other_name = server.url.replace("127.0.0.1", "localhost")
+    assert kvpage("dump", str(tmp_path), "--update", "--url", other_name)[0] == 0
+
+
+def test_a_database_that_does_not_exist_is_a_wrong_argument(server: RunningServer, tmp_path: Path) -> None:
+    for command in (["ls"], ["why", "r"], ["dump", str(tmp_path)]):
+        code, _, errors = kvpage(*command, "--url", f"{server.url}/3")
+        assert (code, errors) == (
+            2,
+            f"kvpage: {server.url}/3: the server has no such database; allowed: 0 of a kvpage-server\n",
+        )
 
 
 @pytest.mark.parametrize("command", ["dump", "restore", "inspect"])
