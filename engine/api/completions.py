@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ..agent_engine import Answer
-from ..generation.structure import Constraint
+from ..generation.structure import Constraint, ConstraintError
 from ..generation.tokens import PromptError
 from ..pool import PoolExhaustedError
 from ..scheduling.request import EngineClosedError, Token
@@ -138,6 +138,8 @@ def refusal(error: Exception, service: Service) -> ApiError:
         return ApiError(504, f"no answer within {service.limits.seconds:g} seconds", code="timeout")
     if isinstance(error, PromptError):
         return invalid(str(error), "prompt")
+    if isinstance(error, ConstraintError):
+        return invalid(f"the answer's constraint is too large: {error}", code="constraint_too_large")
     if isinstance(error, PoolExhaustedError):
         return invalid(f"prompt and answer need more memory than there is: {error}", "max_tokens", "context_too_large")
     if isinstance(error, EngineClosedError):

@@ -33,6 +33,7 @@ _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 2_000_000,
     "step_lexer_fuel": 200_000,
     "max_grammar_size": 100_000,
+    "max_items_in_row": 20_000,  # for MAX_PROPERTIES that are optional
     "verbose_errors": False,
 }
 
@@ -221,4 +222,6 @@ class Constraint:
         else:
             bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
             allowed[: len(bits)] = bits[: len(allowed)]
+        if matcher.is_error():
+            raise ConstraintError(f"no token can be chosen: {matcher.get_error():.300}")
         return mx.where(mx.array(allowed), logits, -mx.inf)

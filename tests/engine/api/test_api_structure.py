@@ -77,6 +77,30 @@ def test_a_cut_answer_is_the_beginning_of_the_whole_one(api: openai.OpenAI) -> N
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole
 
 
+LIST = {"type": "array", "items": {"anyOf": [{"type": "boolean"}, {"type": "null"}]}, "maxItems": 6}
+WHEN = {"type": "object", "properties": {"at": {"type": "string", "format": "date"}}, "required": ["at"]}
+
+
+@pytest.mark.parametrize("temperature", [0, 0.3, 1, 2])
+@pytest.mark.parametrize("of", [PERSON, LIST, {**WHEN, "additionalProperties": False}])
+def test_text_is_valid_or_cut_at_every_temperature(api: openai.OpenAI, of: dict[str, Any], temperature: float) -> None:
+    """A text that ended by itself is valid. A text that `max_tokens` cut is the beginning of a valid one."""
+    tokenizer = letter_tokenizer()
+    constraint = Constraints(tokenizer, 97, [96]).compile(of_json(of))
+    ended = 0
+    for limit in (1, 5, 11, 100):
+        for choice in chat(api, temperature=temperature, max_tokens=limit, n=4, **schema(of)).choices:
+            matcher = constraint._matcher.deep_copy()
+            tokens = tokenizer.encode(choice.message.content, add_special_tokens=False)
+            assert matcher.try_consume_tokens(tokens) == len(tokens)
+            assert choice.finish_reason == "stop" or len(tokens) == limit
+            if choice.finish_reason == "stop":
+                json.loads(choice.message.content)
+                assert matcher.is_accepting()
+                ended += 1
+    assert ended or temperature == 0
+
+
 @pytest.mark.parametrize(
     ("fields", "pattern"),
     [
@@ -157,6 +181,26 @@ def test_a_wrong_constraint_is_refused_by_name(
     assert (reply.status_code, error["param"]) == (400, param)
     assert message in error["message"]
     assert len(error["message"]) < 500
+
+
+async def test_large_schemas_delay_no_other_answer(engine: RunningEngine) -> None:
+    """Tokens of a stream arrive while schemas are refused and compiled."""
+    async with openai.AsyncOpenAI(base_url=f"{engine.url}/v1", api_key="none", max_retries=0, timeout=60) as crowd:
+        options: Any = {"model": "tiny", "messages": HELLO, "temperature": 0}
+
+        async def refuse() -> None:
+            with pytest.raises(openai.BadRequestError, match="properties: a schema has 500"):
+                await crowd.chat.completions.create(**options, **schema(wide(1500)))
+
+        async def tokens() -> int:
+            stream = await crowd.chat.completions.create(**options, max_tokens=100, stream=True)
+            return len([chunk async for chunk in stream])
+
+        refusals = [asyncio.create_task(refuse()) for _ in range(20)]
+        assert await tokens() > 90
+        await asyncio.gather(*refusals)
+        answer = await crowd.chat.completions.create(**options, max_tokens=5, **schema(wide(500)))
+        assert answer.choices[0].message.content.startswith("{")
 
 
 def test_a_constraint_begins_after_the_reasoning() -> None:
