@@ -5,7 +5,7 @@
 # in ~/.cache/kvpage/vllm or the folder named by KVPAGE_VLLM_ENV, takes 2 GB, and is made anew when vllm.txt or the version
 # of Python changes. Where PyTorch for the CPU cannot be installed, nothing is tested, and the last line says so.
 #
-# QUICK=1 saves and restores one context with the connector and the tier. Each of its two installations may take 150
+# QUICK=1 saves and restores one context with the connector and the tier. Each of its two installations may take 200
 # seconds; without an environment after that, nothing is tested.
 set -eu
 
@@ -14,7 +14,7 @@ python=${PYTHON:-.venv/bin/python}
 environment=${KVPAGE_VLLM_ENV:-${XDG_CACHE_HOME:-$HOME/.cache}/kvpage/vllm}
 pins=tests/connectors/vllm.txt
 limit=
-[ -z "${QUICK:-}" ] || limit="timeout 150"
+[ -z "${QUICK:-}" ] || limit="timeout 200"
 
 install() {
     $limit "$environment/bin/python" -m pip install -qq --no-deps --no-compile "$@"
