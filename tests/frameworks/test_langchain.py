@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from recorder import WITHIN, Recorder
-from weather import INSTRUCTIONS, QUESTION, SKIES, Weather
+from weather import INSTRUCTIONS, QUESTION, SKY, Weather
 
 langchain = pytest.importorskip("langchain_openai", reason="`make test-frameworks` runs it")
 pytestmark = pytest.mark.model
@@ -21,7 +21,7 @@ def model(url: str) -> Any:
 
 def weather(city: str) -> str:
     """The weather in a city."""
-    return SKIES if city == "Paris" else "unknown"
+    return SKY if city == "Paris" else "unknown"
 
 
 def test_a_chat_and_its_second_turn(model: Any, recorder: Recorder) -> None:
@@ -55,12 +55,11 @@ def run_loop(model: Any, **options: Any) -> list[Any]:
 def test_a_tool_in_a_loop(model: Any, recorder: Recorder) -> None:
     *_, call, result, answer = run_loop(model)
     assert call.tool_calls[0]["args"] == {"city": "Paris"}
-    assert result.content == SKIES
+    assert result.content == SKY
     assert answer.content
     recorder.check_reuse()
 
 
-@pytest.mark.xfail(reason="tools cannot be forced yet", strict=True)
 @pytest.mark.parametrize("choice", ["any", "required", "weather", True])
 def test_a_forced_tool_in_a_loop(model: Any, choice: Any) -> None:
     *_, call, result, answer = run_loop(model, tool_choice=choice)
@@ -80,7 +79,6 @@ def test_structured_output_by_a_dictionary(model: Any) -> None:
     assert Weather.model_validate(structured.invoke("Hello"))
 
 
-@pytest.mark.xfail(reason="tools cannot be forced yet", strict=True)
 @pytest.mark.parametrize("strict", [None, True, False])
 def test_structured_output_by_a_tool(model: Any, strict: bool | None) -> None:
     structured = model.with_structured_output(Weather, method="function_calling", strict=strict)

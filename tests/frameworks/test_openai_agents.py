@@ -10,7 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 from recorder import WITHIN, Recorder
-from weather import INSTRUCTIONS, QUESTION, SKIES, Weather
+from weather import INSTRUCTIONS, QUESTION, SKY, STRUCTURED, Weather
 
 agents = pytest.importorskip("agents", reason="`make test-frameworks` runs it")
 pytestmark = pytest.mark.model
@@ -32,7 +32,7 @@ def weather_tool() -> Any:
     @agents.function_tool
     def weather(city: str) -> str:
         """The weather in a city."""
-        return SKIES if city == "Paris" else "unknown"
+        return SKY if city == "Paris" else "unknown"
 
     return weather
 
@@ -62,7 +62,7 @@ def test_a_streamed_run(model: Any) -> None:
 
 def test_a_tool_in_a_loop(model: Any, recorder: Recorder) -> None:
     result = agents.Runner.run_sync(agent(model, instructions=INSTRUCTIONS, tools=[weather_tool()]), QUESTION)
-    assert [item.output for item in result.new_items if item.type == "tool_call_output_item"] == [SKIES]
+    assert [item.output for item in result.new_items if item.type == "tool_call_output_item"] == [SKY]
     assert result.final_output
     recorder.check_reuse()
 
@@ -74,7 +74,7 @@ def test_a_tool_in_a_streamed_loop(model: Any) -> None:
         return result
 
     result = asyncio.run(run())
-    assert [item.output for item in result.new_items if item.type == "tool_call_output_item"] == [SKIES]
+    assert [item.output for item in result.new_items if item.type == "tool_call_output_item"] == [SKY]
 
 
 @dataclass
@@ -104,10 +104,17 @@ def test_an_output_type_that_is_not_strict(model: Any) -> None:
     assert agents.Runner.run_sync(agent(model, output_type=output), "Hello").final_output.degrees in (0, 10)
 
 
-@pytest.mark.xfail(reason="tools cannot be forced yet", strict=True)
 def test_a_structured_answer_after_a_tool(model: Any, recorder: Recorder) -> None:
-    """The schema holds for all turns, so the first one has to be forced to call the tool."""
-    required = {"tool_choice": "required"}
-    asked = agent(model, instructions=INSTRUCTIONS, tools=[weather_tool()], output_type=Weather, settings=required)
+    asked = agent(model, instructions=STRUCTURED, tools=[weather_tool()], output_type=Weather)
     assert isinstance(agents.Runner.run_sync(asked, QUESTION).final_output, Weather)
+    recorder.check_reuse()
+    assert len(recorder.requests) == 2
+
+
+@pytest.mark.parametrize("choice", ["required", "weather"])
+def test_a_forced_tool_in_a_loop(model: Any, recorder: Recorder, choice: str) -> None:
+    asked = agent(model, instructions=INSTRUCTIONS, tools=[weather_tool()], settings={"tool_choice": choice})
+    result = agents.Runner.run_sync(asked, QUESTION)
+    assert [item.output for item in result.new_items if item.type == "tool_call_output_item"] == [SKY]
+    assert recorder.requests[0]["tool_choice"] != "auto"
     recorder.check_reuse()

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 from recorder import WITHIN, Recorder
-from weather import INSTRUCTIONS, QUESTION, SKIES, Weather
+from weather import INSTRUCTIONS, QUESTION, SKY, Weather
 
 pytestmark = pytest.mark.model
 TOOL: Any = {
@@ -60,7 +60,7 @@ def test_an_agent_loop_with_a_tool(client: openai.OpenAI, recorder: Recorder) ->
     (call,) = answer.message.tool_calls or ()
     assert call.type == "function"
     assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Paris"})
-    messages += [answer.message, {"role": "tool", "tool_call_id": call.id, "content": SKIES}]
+    messages += [answer.message, {"role": "tool", "tool_call_id": call.id, "content": SKY}]
     answer = client.chat.completions.create(messages=messages, tools=[TOOL], **OPTIONS).choices[0]
     assert answer.finish_reason == "stop"
     assert answer.message.content
@@ -72,6 +72,29 @@ def test_a_tool_call_in_a_stream(client: openai.OpenAI) -> None:
         final = stream.get_final_completion().choices[0]
     (call,) = final.message.tool_calls or ()
     assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Paris"})
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "required",
+        {"type": "function", "function": {"name": "weather"}},
+        {
+            "type": "allowed_tools",
+            "allowed_tools": {
+                "mode": "required",
+                "tools": [{"type": "function", "function": {"name": "weather"}}],
+            },
+        },
+    ],
+    ids=["required", "name", "allowed_tools"],
+)
+def test_a_forced_tool(client: openai.OpenAI, choice: Any) -> None:
+    answer = client.chat.completions.create(messages=HELLO, tools=[TOOL], tool_choice=choice, **OPTIONS).choices[0]
+    (call, *_) = answer.message.tool_calls or ()
+    assert call.type == "function"
+    assert (call.function.name, {*json.loads(call.function.arguments)}) == ("weather", {"city"})
+    assert not answer.message.content
 
 
 def test_parse_returns_a_structure(client: openai.OpenAI) -> None:

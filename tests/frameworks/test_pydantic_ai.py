@@ -9,7 +9,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 from recorder import WITHIN, Recorder
-from weather import INSTRUCTIONS, QUESTION, SKIES, Weather
+from weather import INSTRUCTIONS, QUESTION, SKY, STRUCTURED, Weather
 
 pydantic_ai = pytest.importorskip("pydantic_ai", reason="`make test-frameworks` runs it")
 pytestmark = pytest.mark.model
@@ -31,7 +31,7 @@ def agent(model: Any, **options: Any) -> Any:
 
 def weather(city: str) -> str:
     """The weather in a city."""
-    return SKIES if city == "Paris" else "unknown"
+    return SKY if city == "Paris" else "unknown"
 
 
 class Place(BaseModel):
@@ -63,7 +63,7 @@ def test_a_stream(model: Any) -> None:
 def test_a_tool_in_a_loop(model: Any, recorder: Recorder) -> None:
     result = agent(model, instructions=INSTRUCTIONS, tools=[weather]).run_sync(QUESTION)
     parts = [part for message in result.all_messages() for part in message.parts]
-    assert [part.content for part in parts if part.part_kind == "tool-return"] == [SKIES]
+    assert [part.content for part in parts if part.part_kind == "tool-return"] == [SKY]
     assert result.output
     recorder.check_reuse()
 
@@ -90,7 +90,6 @@ def test_prompted_output(model: Any) -> None:
     assert asked.run_sync("Hello", model_settings={"max_tokens": 256}).output == Anything()
 
 
-@pytest.mark.xfail(reason="tools cannot be forced yet", strict=True)
 @pytest.mark.parametrize(
     "output",
     [
@@ -107,5 +106,7 @@ def test_output_by_a_tool(model: Any, output: Any) -> None:
 
 
 def test_a_structured_answer_after_a_tool(model: Any, recorder: Recorder) -> None:
-    asked = agent(model, instructions=INSTRUCTIONS, tools=[weather], output_type=pydantic_ai.NativeOutput(Weather))
+    asked = agent(model, instructions=STRUCTURED, tools=[weather], output_type=pydantic_ai.NativeOutput(Weather))
     assert isinstance(asked.run_sync(QUESTION).output, Weather)
+    assert len(recorder.requests) == 2
+    recorder.check_reuse()

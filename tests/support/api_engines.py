@@ -56,10 +56,10 @@ def write_tiny(directory: Path, **changes: object) -> Path:
     return _write(directory, model, letter_tokenizer(), TEMPLATE)
 
 
-def write_offered(directory: Path) -> Path:
-    """The random Llama of `write_tiny` with tools in its chat template, and a token for each mark of their calls."""
+def write_offered(directory: Path, marks: Sequence[str] = ("<tool_call>", "</tool_call>")) -> Path:
+    """The random Llama of `write_tiny` with tools in its chat template, and a token for each of `marks`."""
     tokenizer = letter_tokenizer()
-    tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in ("<tool_call>", "</tool_call>")])
+    tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in marks])
     return _write(directory, tiny_llama(vocab_size=len(tokenizer)), tokenizer, TOOL_TEMPLATE)
 
 

@@ -217,7 +217,10 @@ class Reader:
         """Split a text at its marks, and add it to `part`. Hold back the end if it may be the beginning of a mark."""
         text, self._held = self._held + text, ""
         if self._state == UNDECIDED:
-            text = self._decide(text)
+            self._decide(text)
+        if self._state == UNDECIDED:
+            self._held = text
+            return
         if self._state == WRITTEN:
             text = self._read_written(text, part)
         at = 0
@@ -235,15 +238,14 @@ class Reader:
         self._add(text[at : len(text) - partial_length], part)
         self._held = text[len(text) - partial_length :]
 
-    def _decide(self, text: str) -> str:
-        """Set the state of an answer of calls or JSON by its beginning. Return the text that is not held back."""
+    def _decide(self, text: str) -> None:
+        """Set the state of an answer of calls or JSON by its beginning, unless that is too short."""
         assert self._written
         start = self._written.calls.start
-        if start.startswith(text) and text != start:
-            self._held = text
-            return ""
-        self._state = WRITTEN if text.startswith(start) else ANSWER
-        return text
+        if text.startswith(start):
+            self._state = WRITTEN
+        elif not start.startswith(text):
+            self._state = ANSWER
 
     def _read_written(self, text: str, part: AnswerPart) -> str:
         """Add the text of calls by a grammar to `part`. Return the text after the calls."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -157,6 +158,11 @@ def test_a_call_that_a_stop_string_cuts_is_content(api: openai.OpenAI) -> None:
     assert (cut.finish_reason, cut.message.tool_calls) == ("stop", None)
     assert cut.message.content.startswith("<tool_call>")
     assert streamed(api, **by_name) == (cut.message.content, [], "stop")
+
+
+def test_a_format_or_a_call_with_marks_of_several_tokens(tmp_path: Path) -> None:
+    with start_engine(write_offered(tmp_path / "tiny", marks=())) as engine, engine.client() as api:
+        test_a_format_or_a_call(api)
 
 
 def test_a_format_or_a_call(api: openai.OpenAI) -> None:
