@@ -208,7 +208,7 @@ class Reader:
             self._close("", part, whole=reason == "stop", ended=False)
         if not self.cut:
             part.text += self._header
-            if self._incomplete:
+            if not self._streams and (self._incomplete or not self._calls_begun):
                 part.text += self._incomplete_text
         self.parsed += part
         return part

@@ -158,6 +158,11 @@ def test_a_call_that_a_stop_string_cuts_is_content(api: openai.OpenAI) -> None:
     assert (cut.finish_reason, cut.message.tool_calls) == ("stop", None)
     assert cut.message.content.startswith("<tool_call>")
     assert streamed(api, **by_name) == (cut.message.content, [], "stop")
+    early = chat(api, **{**by_name, "stop": ['"name"']}).choices[0]
+    assert early.message.content.replace("\n", "") == "<tool_call>{"
+    whole = chat(api, **{**by_name, "stop": ["never"]}).choices[0]
+    assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
+    assert is_call(whole.message.tool_calls[0])
 
 
 def test_a_format_or_a_call_with_marks_of_several_tokens(tmp_path: Path) -> None:
