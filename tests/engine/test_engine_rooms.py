@@ -34,6 +34,7 @@ ROOMS = [
     "engine.agent_engine",
     "engine.startup",
     "engine.api.openai",
+    "engine.api.anthropic",
     "engine.api",
     "engine.demo",
     "engine.persistent.errors",
