@@ -56,7 +56,7 @@ from kvpage_server.system.text import monotonic_ms
 
 # -- protection --------------------------------------------------------------------------------------------------------
 #
-# Limits of leases and pins: half of memory, and half of the disk's space for values.
+# Limits of leases and pins: half of memory, half of the disk's space for values, and half of the index.
 #
 # Protected values cannot be evicted, so a part of memory and a part of the disk must stay unprotected. A limit on
 # memory alone is not enough: right after a start all values are on disk only, so all of them could be protected, and
@@ -96,12 +96,17 @@ class Protection:
         """Return the size of a unit. On disk it is at least the size in memory, since it may not be written yet."""
         entries = self._contents.catalogue.entries
         memory = unit.footprint if isinstance(unit, Block) else cast(Page, entries[unit]).footprint
-        return Bytes(memory, max(memory, self._disk.size_of(unit)))
+        costs = self._contents.catalogue.costs
+        return Bytes(memory, max(memory, self._disk.size_of(unit)), costs.of_unit(unit))
 
     def most(self, unit: Unit) -> Bytes:
         """Return the bytes that leases and pins may protect in a unit's quota, or outside all quotas."""
         disk = self._disk.limit
-        return Bytes(self._share(unit, self._memory.limit), self._share(unit, disk) if disk else sys.maxsize)
+        return Bytes(
+            self._share(unit, self._memory.limit),
+            self._share(unit, disk) if disk else sys.maxsize,
+            self._share(unit, self._memory.index.limit),
+        )
 
     def _share(self, unit: Unit, room: int) -> int:
         """Return the part of a limit `room` that may be protected in a unit's quota, or outside all quotas.

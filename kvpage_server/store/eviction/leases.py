@@ -21,10 +21,11 @@ LONGEST_LEASE = 3_600_000  # milliseconds; to protect a unit for longer, a clien
 
 
 class Bytes(NamedTuple):
-    """A size in bytes of memory and bytes on disk, or a limit of both."""
+    """A size in bytes of memory, on disk, and of memory in the index, or a limit of each."""
 
     memory: int
     disk: int
+    in_index: int = 0
 
 
 @dataclass(slots=True)
@@ -33,6 +34,7 @@ class Lease:
 
     size: int  # bytes of the unit in memory now
     on_disk: int  # bytes of the unit on disk when it was first protected
+    in_index: int = 0  # bytes of the unit in the index when it was first protected
     until: int = 0  # the lease's end in monotonic milliseconds; 0 without a lease
     pinned: bool = False
     account: object = None  # the account whose limit the unit's bytes count against
@@ -78,12 +80,12 @@ class Leases:
         self._bytes.clear()
         for unit, lease in self._leases.items():
             lease.account = self._account_of(unit)
-            self._count(lease, lease.size, lease.on_disk)
+            self._count(lease, lease.size, lease.on_disk, lease.in_index)
 
-    def _count(self, lease: Lease, size: int, on_disk: int = 0) -> None:
-        """Add bytes of memory and disk, which may be negative, to a lease's account."""
+    def _count(self, lease: Lease, size: int, on_disk: int = 0, in_index: int = 0) -> None:
+        """Add bytes of memory, disk and index, which may be negative, to a lease's account."""
         had = self._bytes.get(lease.account, _NOTHING)
-        left = Bytes(had.memory + size, had.disk + on_disk)
+        left = Bytes(had.memory + size, had.disk + on_disk, had.in_index + in_index)
         if any(left):
             self._bytes[lease.account] = left
         else:
@@ -131,7 +133,7 @@ class Leases:
     def have_room(self, unit: Unit, size: Bytes, most: Bytes) -> bool:
         """Return whether a unit's account may protect `size` more bytes within the limit `most`."""
         beside = self.protected_bytes(unit)
-        return beside.memory + size.memory <= most.memory and beside.disk + size.disk <= most.disk
+        return all(had + more <= limit for had, more, limit in zip(beside, size, most, strict=True))
 
     def unpin(self, unit: Unit) -> bool:
         """Remove a pin. Return whether the unit was pinned. A lease of the unit stays."""
@@ -154,7 +156,7 @@ class Leases:
         """Remove the protection of a unit, if it has one."""
         lease = self._leases.pop(unit, None)
         if lease is not None:
-            self._count(lease, -lease.size, -lease.on_disk)
+            self._count(lease, -lease.size, -lease.on_disk, -lease.in_index)
 
     def settle(self, now: int) -> None:
         """Remove leases that have ended at `now`, in monotonic milliseconds; at most about _LEASES_PER_STEP in one

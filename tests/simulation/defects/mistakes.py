@@ -503,8 +503,8 @@ MISTAKES = [
         "lease-on-disk-leaks",
         _STORE + "eviction.leases",
         "Leases.removed",
-        "self._count(lease, -lease.size, -lease.on_disk)",
-        "self._count(lease, -lease.size)",
+        "self._count(lease, -lease.size, -lease.on_disk, -lease.in_index)",
+        "self._count(lease, -lease.size, 0, -lease.in_index)",
         "what was protected counts for ever as protected on disk",
     ),
     Mistake(

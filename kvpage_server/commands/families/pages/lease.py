@@ -31,15 +31,17 @@ from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.memory.index import Block
 from kvpage_server.system.text import monotonic_ms
 
+_ROOMS = "maxmemory", "what maxdisk has for values", "what the index may take"  # in the order of `Bytes`
+
 
 def _too_many(keyspace: Keyspace, block: Block, wanted: Bytes) -> ReplyError:
     """Return the error for a block that cannot be protected, because leases and pins would exceed their limit by
-    `wanted`, the bytes to add. It names the limit of memory if that is exceeded, otherwise the limit of the disk.
+    `wanted`, the bytes to add. It names the first exceeded limit: of memory, the disk or the index.
     """
-    most, memory_alone = keyspace.protection.most(block), Bytes(wanted.memory, 0)
-    more, may, room = wanted.disk, most.disk, "what maxdisk has for values"
-    if not keyspace.leases.have_room(block, memory_alone, most):
-        more, may, room = wanted.memory, most.memory, "maxmemory"
+    most, beside = keyspace.protection.most(block), keyspace.leases.protected_bytes(block)
+    limits = zip(_ROOMS, wanted, most, beside, strict=True)
+    exceeded = ((room, more, may) for room, more, may, had in limits if had + more > may)
+    room, more, may = next(exceeded, (_ROOMS[0], wanted.memory, most.memory))
     of_what = f"the quota, or of what quotas leave of {room}" if keyspace.evictor.quotas.all else room
     return ReplyError(
         f"ERR leases and pins may take {may} bytes together, half of {of_what}: {more} more would be too many"
@@ -154,7 +156,7 @@ def kvpagepin(client: Client, args: list[Argument]) -> Reply:
         blocks = yield from named_blocks(client, args[0], args[1:])
         leases.settle(monotonic_ms())
         sizes = yield from each(blocks, lambda some: [protection.size_of(one) for one in some if one not in leases])
-        wanted = Bytes(sum(size.memory for size in sizes), sum(size.disk for size in sizes))
+        wanted = Bytes(*map(sum, zip(Bytes(0, 0), *sizes, strict=True)))
         if blocks and not leases.have_room(blocks[0], wanted, protection.most(blocks[0])):
             raise _too_many(keyspace, blocks[0], wanted)
         new, gone = list[Block](), 0

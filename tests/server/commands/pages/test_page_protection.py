@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import redis
+from servers import start_server, with_constants
 from stored_pages import ask, fill, held, prefix, set_block, set_page, small_store
 
 from kvpage_server.core.arguments import PageName
@@ -224,6 +225,19 @@ def check(keyspace: Keyspace) -> None:
         full = layers * heads * len(planes) == block.pages
         assert block.is_full == full
     assert keyspace.leases.bytes == sum(keyspace.leases.of(block).size for block in blocks)
+
+
+def test_protected_units_leave_room_in_the_index() -> None:
+    program = with_constants("kvpage_server.store.evict", LEAST_INDEX=0)
+    with start_server("--maxmemory", "1mb", program=program) as server, server.client() as client:
+        for page in range(1500):
+            set_page(client, "r", page, body=b"x")
+        refused = r"ERR leases and pins may take 524288 bytes together, half of what the index may take: \d+ more"
+        with pytest.raises(redis.ResponseError, match=refused[4:]):
+            client.execute_command("KVPAGEPIN", "r")
+        assert client.execute_command("KVPAGEPIN", "r", *range(1000, 1500)) == 500
+        leased = client.execute_command("KVPAGELEASE", "r", 60_000, *range(900, 1000))
+        assert leased == 100
 
 
 def test_a_lease_of_a_missing_block_protects_nothing() -> None:

@@ -368,10 +368,9 @@ def test_with_a_disk_a_full_index_evicts_the_oldest_units(tmp_path: Path) -> Non
                 name = f"{number}".zfill(200)
                 pipeline.execute_command("KVPAGESET", name, 0, 0, 0, 0, 1, 1, 1, 0, b"ab")
             pipeline.execute()
-        info = client.info()
-        assert info["used_memory_index"] <= 17 << 20
+        until(lambda: client.info("memory")["used_memory_index"] <= 16 << 20)  # after this, nothing more is evicted
         assert 5_000 < client.dbsize() < 20_000
-        assert info["evicted_keys"] == 40_000 - client.dbsize()
+        assert client.info("stats")["evicted_keys"] == 40_000 - client.dbsize()
         assert client.execute_command("KVPAGEGET", "39999".zfill(200), 0, 0, 0, 0) == b"ab"
         assert client.execute_command("KVPAGEGET", "0".zfill(200), 0, 0, 0, 0) is None
 
