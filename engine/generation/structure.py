@@ -157,7 +157,12 @@ class Constraints:
             fast = self._tokenizer._tokenizer
             if not isinstance(fast, PreTrainedTokenizerFast):
                 raise ConstraintError("this model's tokenizer cannot constrain answers: it is not of `tokenizers`")
-            self._compiled = from_tokenizer(fast, n_vocab=self._vocabulary, eos_token=self._ends)
+            try:
+                self._compiled = from_tokenizer(fast, n_vocab=self._vocabulary, eos_token=self._ends)
+            except BaseException as error:
+                if type(error).__name__ != "PanicException":  # of llguidance, at a token of a thousand bytes
+                    raise
+                raise ConstraintError(f"this model's tokenizer cannot constrain answers: {error}") from error
         return self._compiled
 
 
