@@ -22,4 +22,4 @@ if [ "$wanted" != "$(cat "$environment/installed" 2>/dev/null)" ]; then
 fi
 
 cd tests/frameworks
-KVPAGE_PYTHON=$python exec "$environment/bin/python" -m pytest -rs "$@"
+KVPAGE_PYTHON=$python exec "$environment/bin/python" -m pytest -c environment.ini -rs "$@"
