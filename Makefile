@@ -70,11 +70,12 @@ sanitize: $(VENV)/dev.stamp  ## the core's tests, in a build that sees misuse of
 	tests/sanitized.sh -m pytest -s -m "not soak and not alone" -k "not scanned_once" tests/server/core/test_core_alike.py tests/server/core/test_core_memory.py tests/server/resp/test_parser.py tests/server/core/test_outbox.py \
 		tests/server/commands/pages/test_page_properties.py
 
-lint: $(VENV)/dev.stamp  ## ruff, vulture, mypy, and unclear phrases in comments
+lint: $(VENV)/dev.stamp  ## ruff, vulture, mypy, undeclared names in JavaScript, and unclear phrases in comments
 	"$(BIN)/ruff" check .
 	"$(BIN)/ruff" check --preview --select PLW1514 --quiet .
 	"$(BIN)/ruff" format --check .
 	"$(BIN)/vulture"
+	[ ! -x "$(BIN)/biome" ] || "$(BIN)/biome" lint --only=correctness/noUndeclaredVariables kvpage_server engine
 	"$(BIN)/mypy"
 	"$(BIN)/python" tests/plain_words.py
 
