@@ -234,6 +234,14 @@ def test_an_origin_that_is_none_is_refused(origin: str, capsys: pytest.CaptureFi
     assert "an origin is http:// or https:// and a name" in capsys.readouterr().err
 
 
+@in_chromium
+def test_the_list_of_routes_can_be_read_by_anyone(engine: RunningEngine, browser: Any) -> None:
+    with shown(browser, f"{engine.url}/docs", status="") as page:
+        says(page, "#Routes", "/v1/chat/completions")
+        assert faults(page) == []
+        fits_a_phone(page)
+
+
 def test_no_script_but_our_own_runs(engine: RunningEngine) -> None:
     policy = httpx.get(engine.url).headers["content-security-policy"]
     assert "script-src 'self'" in policy
