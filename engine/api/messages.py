@@ -51,7 +51,7 @@ async def count_tokens(request: Request) -> Response:
     body = await service.parsed(CountBody, request)
     service.check_model(body.model)
     try:
-        tokens = await unless_disconnected(request, service.prompts.of_chat(body.chat()))
+        tokens = await unless_disconnected(request, service.prompts.of_chat(body.chat(), answered=False))
     except ApiError as error:
         raise renamed(error, NAMES) from error
     return JSONResponse({"input_tokens": len(tokens)})

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -50,7 +50,7 @@ class ResponseRecords:
 
     def __init__(self) -> None:
         self.pages: PageTier | None = None  # set when the engine is loaded
-        self._kept: OrderedDict[str, bytes] = OrderedDict()  # by key: values that are not on the page server
+        self._kept: dict[str, bytes] = {}  # by key, the oldest first: values that are not on the page server
         self._bytes = 0
 
     async def put(self, tenant: str, response: dict[str, Any], turn: Turn) -> None:
@@ -64,7 +64,7 @@ class ResponseRecords:
             self._kept[key] = value
             self._bytes += len(value)
         while self._bytes > MAX_BYTES:
-            self._bytes -= len(self._kept.popitem(last=False)[1])
+            self._bytes -= len(self._kept.pop(self._oldest_of_the_largest()))
 
     async def response(self, tenant: str, response_id: str) -> dict[str, Any] | None:
         """Return a stored reply; None if there is none of this tenant."""
@@ -104,12 +104,21 @@ class ResponseRecords:
         self._bytes -= sum(map(len, kept))
         return any(kept) or any(deleted)
 
+    def _oldest_of_the_largest(self) -> str:
+        """Return the oldest key of the tenant whose values take most of the memory."""
+        sizes: Counter[str] = Counter()
+        for key, value in self._kept.items():
+            sizes[_tenant(key)] += len(value)
+        ((largest, _),) = sizes.most_common(1)
+        return next(key for key in self._kept if _tenant(key) == largest)
+
     async def _get(self, keys: Sequence[str]) -> list[bytes | None]:
         """Return the values of keys: those of the page server, or else those in memory."""
         absent = [key for key in keys if key not in self._kept]
         found: dict[str, bytes | None] = {}
         if self.pages and absent:
-            values = await self._ask(self.pages, [Question(["GET", key], text) for key in absent])
+            # A conversation that continues is kept for SECONDS again.
+            values = await self._ask(self.pages, [Question(["GETEX", key, "EX", str(SECONDS)], text) for key in absent])
             if values is None:
                 raise _away()
             found = dict(zip(absent, values, strict=True))
@@ -123,6 +132,10 @@ class ResponseRecords:
 def _keys(tenant: str, response_id: str) -> tuple[str, str]:
     """Return the keys of a response's turn and of its reply."""
     return f"turn:{tenant}:{response_id}", f"response:{tenant}:{response_id}"
+
+
+def _tenant(key: str) -> str:
+    return key.split(":")[1]
 
 
 def _away() -> ApiError:

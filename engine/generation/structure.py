@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,6 @@ import mlx.core as mx
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
-from llguidance.hf import from_tokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerFast
 
@@ -157,13 +157,34 @@ class Constraints:
             fast = self._tokenizer._tokenizer
             if not isinstance(fast, PreTrainedTokenizerFast):
                 raise ConstraintError("this model's tokenizer cannot constrain answers: it is not of `tokenizers`")
+            definition = json.dumps(_without_spelling(json.loads(fast.backend_tokenizer.to_str())))
             try:
-                self._compiled = from_tokenizer(fast, n_vocab=self._vocabulary, eos_token=self._ends)
+                self._compiled = LLTokenizer(definition, n_vocab=self._vocabulary, eos_token=self._ends)
             except BaseException as error:
                 if type(error).__name__ != "PanicException":  # of llguidance, at a token of a thousand bytes
                     raise
                 raise ConstraintError(f"this model's tokenizer cannot constrain answers: {error}") from error
         return self._compiled
+
+
+def _without_spelling(definition: dict[str, Any]) -> dict[str, Any]:
+    """Return the definition of a tokenizer (tokenizer.json) with other names of its added tokens.
+
+    llguidance encodes text that a grammar requires with the tokenizer. With their own names, the text of an added
+    token, such as ``<|im_end|>`` in a schema's enum, would become the token, which may end the answer.
+    """
+    unique = secrets.token_hex(8)
+    names = {token["content"]: f"<{unique}-{token['id']}>" for token in definition["added_tokens"]}
+    added = [{**token, "content": names[token["content"]]} for token in definition["added_tokens"]]
+    model = {**definition["model"]}
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {names.get(piece, piece): i for piece, i in vocabulary.items()}
+    else:  # pieces with their scores
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocabulary]
+    if unknown := model.get("unk_token"):
+        model["unk_token"] = names.get(unknown, unknown)
+    return {**definition, "added_tokens": added, "model": model, "truncation": None, "padding": None}
 
 
 class Constraint:

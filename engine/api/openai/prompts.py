@@ -95,18 +95,18 @@ class Prompts:
         ):  # the tokenizer cannot constrain answers: a request with a constraint is refused
             await asyncio.get_running_loop().run_in_executor(self._compiling, self._constraints.prepare)
 
-    async def of_chat(self, body: ChatBody) -> list[int]:
+    async def of_chat(self, body: ChatBody, *, answered: bool = True) -> list[int]:
         """Return the token ids of a conversation and the beginning of the answer, encoded as by mlx-lm.
 
         Raises ApiError (400) if the model has no chat template or no tool calls, the template refuses the conversation,
-        or it is longer than the model's context.
+        or it is longer than the model's context. Without `answered`, it may be longer.
         """
         tools = body.tools  # also with `tool_choice: none`, so that the prompt has the same prefix as earlier ones
         if tools and not self._tokenizer.has_tool_calling:
             raise invalid("tools: this model has no tool calling", "tools", "unsupported_value")
         if not self._tokenizer.has_chat_template:
             raise invalid("messages: this model has no chat template; use /v1/completions", "messages")
-        return await self._made("messages", False, lambda: self._of_messages(body, tools))
+        return await self._made("messages", False, lambda: self._of_messages(body, tools, answered=answered))
 
     @property
     def keeps_space(self) -> bool:
@@ -200,10 +200,11 @@ class Prompts:
         except PromptError as error:
             raise invalid(f"{param}: {error}", param) from error
 
-    def _of_messages(self, body: ChatBody, tools: Sequence[Tool]) -> list[int]:
+    def _of_messages(self, body: ChatBody, tools: Sequence[Tool], *, answered: bool) -> list[int]:
         """Return the token ids of a conversation: render it with the template, and encode the text."""
         messages = body.messages
-        self._check_length([message.content or "" for message in messages], "messages")
+        if answered:
+            self._check_length([message.content or "" for message in messages], "messages")
         offered = [tool.model_dump(exclude_none=True) for tool in tools] or None
         template = self._template(offered)
         variables = _variables(body, template)
@@ -217,13 +218,14 @@ class Prompts:
             variables["continue_final_message"] = True
         text = self._rendered(plain, template, offered, asks=asks, variables=variables)
         _check_utf8(text)
-        self._check_length([text], "messages")
+        if answered:
+            self._check_length([text], "messages")
         tokens = controls.encode(text) if controls else self._tokenizer.encode(text, add_special_tokens=False)
         if self._keeps_space is None:
             self._keeps_space = not template_writes_space(
                 lambda messages, asks: self._rendered(messages, template, offered, asks=asks)
             )
-        return self._fitting(list(tokens), "messages")
+        return self._fitting(list(tokens), "messages") if answered else list(tokens)
 
     def _template(self, tools: Offered) -> str | None:
         """Return the chat template for a conversation with these tools; None if it is a Python function of the

@@ -99,6 +99,8 @@ MAX_CONTAINERS = 8_192  # lists and objects
 MAX_STRINGS = 16_384  # including names of fields; a conversation of 4,096 messages has this number
 MAX_VALUES = 131_072  # enough for a long prompt of token ids
 MAX_STOPS = 16
+# Types of blocks and items in the other APIs.
+TAGS = ("text", "thinking", "tool_use", "tool_result", "message", "function_call", "function_call_output", "reasoning")
 MAX_STOP = 256  # characters of a stop text, which is compared with the answer at every token
 MAX_TOOLS = 128  # as OpenAI's API
 MAX_TOP_LOGPROBS = 20  # as OpenAI's API
@@ -626,12 +628,14 @@ def _refusal(errors: Sequence[ErrorDetails]) -> ApiError:
 def _param(loc: Sequence[int | str]) -> str:
     """Return the name of a field: ``messages[0].content`` for pydantic's ("messages", 0, "content").
 
-    pydantic's names for the alternatives of a union are omitted.
+    pydantic's names for the alternatives of a union are omitted, and so are TAGS of the items of a list.
     """
     shown = ""
-    for part in loc:
+    for i, part in enumerate(loc):
         if isinstance(part, int):
             shown += f"[{part}]"
+        elif i and isinstance(loc[i - 1], int) and part in TAGS and i + 1 < len(loc):
+            continue
         elif part.isidentifier() and part not in ("str", "int", "list"):
             shown += f".{part}" if shown else part
     return shown

@@ -341,6 +341,12 @@ def test_every_field_of_anthropics_types_is_documented(theirs: Any, ours: type[R
         assert [name for name in handled if f"`{name}" not in table] == []
 
 
+def test_a_prompt_that_is_too_long_is_counted(messages: anthropic.Anthropic) -> None:
+    long: Any = [{"role": "user", "content": 100_000 * "a"}]
+    count = messages.messages.count_tokens(model="tiny", messages=long).input_tokens
+    assert count == len("user:\nassistant:") + 100_000
+
+
 def test_a_body_of_a_count_has_no_limit_of_tokens() -> None:
     CountBody.of({"model": "tiny", "messages": HELLO})
     with pytest.raises(ApiError, match="max_tokens: Field required"):

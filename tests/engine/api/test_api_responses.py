@@ -247,6 +247,7 @@ def test_a_diagnosis_names_the_difference(responses: openai.OpenAI) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0]", "Input should be 'function'"),
         ({"tools": [WEATHER]}, "tools", "this model has no tool calling"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort", "this model's chat template does not use it"),
+        ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role", "Input should be 'user', 'assistant'"),
         ({"metadata": {"a": 513 * "b"}}, "metadata.a", "String should have at most 512 characters"),
         ({"metadata": {"a": 1}}, "metadata.a", "Input should be a valid string"),
     ],

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from pathlib import Path
 from typing import Any, Literal
 
 import httpx
 import openai
 import pytest
-from api_engines import SMOLLM2, RunningEngine, start_engine
+from api_engines import SMOLLM2, RunningEngine, start_engine, write_caller
 from engine_models import letter_tokenizer
 
 # isort: split
@@ -239,3 +240,11 @@ def test_openais_client_parses_an_answer_of_the_real_model() -> None:
         options: Any = {"model": "smollm2", "messages": messages, "temperature": 0, "max_tokens": 60}
         parsed = client.chat.completions.parse(response_format=Weather, **options).choices[0].message.parsed
         assert isinstance(parsed, Weather)
+        (choice,) = client.chat.completions.create(**options, **schema({"const": "<|im_end|>"})).choices
+        assert (choice.message.content, choice.finish_reason) == ('"<|im_end|>"', "stop")
+
+
+def test_the_text_of_an_added_token_is_no_token(tmp_path: Path) -> None:
+    with start_engine(write_caller(tmp_path / "caller")) as engine, engine.client() as client:
+        (choice,) = chat(client, model="caller", max_tokens=30, extra_body={"guided_choice": ["a<tool_call>b"]}).choices
+        assert (choice.message.content, choice.finish_reason) == ("a<tool_call>b", "stop")
