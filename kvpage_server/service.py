@@ -15,11 +15,11 @@ from kvpage_server import __version__, core
 from kvpage_server.commands.context import Server
 from kvpage_server.commands.families.server.info import human
 from kvpage_server.configuration import certificates, log
-from kvpage_server.configuration.config import default_memory
 from kvpage_server.configuration.kinds import AUTO
 from kvpage_server.net.connection_memory import Watch
 from kvpage_server.page import unix_ms
 from kvpage_server.store.accounts import OverLimit
+from kvpage_server.system.memory import usable_memory
 from kvpage_server.system.text import how_many
 
 # -- Start message -----------------------------------------------------------------------------------------------------
@@ -36,7 +36,7 @@ def log_start(server: Server, addresses: list[str], http: list[str], token: str)
     config, users = server.config, server.users
     limit = f"limit {human(config.maxmemory)}" if config.maxmemory else "no limit"
     if "maxmemory" in config.chosen:
-        limit += f" of the {human(default_memory())} there are (maxmemory)"
+        limit += f" of the {human(usable_memory())} there are (maxmemory)"
     facts: dict[str, object] = {
         "version": __version__,
         "pid": os.getpid(),

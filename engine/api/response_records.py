@@ -1,6 +1,6 @@
 """Stored responses: the conversation that `previous_response_id` continues, at any engine with the same page server.
 
-    turn:{tenant}:{response id}       JSON of a Turn: the items of one turn, and the ids of the turns before it
+    turn:{tenant}:{response id}       JSON of a StoredTurn: the items of one turn, and the ids of the turns before it
     response:{tenant}:{response id}   JSON of the reply
 
 Both end after SECONDS. A conversation is read with two requests, whatever its length, and its size is bounded by the
@@ -34,7 +34,7 @@ _CONTAINERS, _STRINGS, _VALUES = 65_536, 262_144, 524_288
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class StoredTurn:
     """One turn of a conversation."""
 
     input: list[dict[str, Any]]  # the items of the request
@@ -53,7 +53,7 @@ class ResponseRecords:
         self._kept: dict[str, bytes] = {}  # by key, the oldest first: values that are not on the page server
         self._bytes = 0
 
-    async def put(self, tenant: str, response: dict[str, Any], turn: Turn) -> None:
+    async def put(self, tenant: str, response: dict[str, Any], turn: StoredTurn) -> None:
         """Store a reply and its turn. If the page server does not answer, they are kept in memory."""
         keys = _keys(tenant, response["id"])
         values = dict(zip(keys, (to_json(asdict(turn)), to_json(response)), strict=True))
@@ -75,14 +75,14 @@ class ResponseRecords:
         found = _parsed(raw)
         return found if found and found.get("id") == response_id else None
 
-    async def turn(self, tenant: str, response_id: str) -> Turn | None:
+    async def turn(self, tenant: str, response_id: str) -> StoredTurn | None:
         """Return the turn of a stored response; None if there is none of this tenant."""
         if not _ID.fullmatch(response_id):
             return None
         (raw,) = await self._get([_keys(tenant, response_id)[0]])
         return _turn(raw)
 
-    async def conversation(self, tenant: str, response_id: str) -> list[Turn] | None:
+    async def conversation(self, tenant: str, response_id: str) -> list[StoredTurn] | None:
         """Return the turns of a conversation up to a response, in order; None if one of them is missing."""
         last = await self.turn(tenant, response_id)
         if not last:
@@ -155,10 +155,10 @@ def _parsed(raw: bytes | None) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _turn(raw: bytes | None) -> Turn | None:
+def _turn(raw: bytes | None) -> StoredTurn | None:
     """Return the turn in a value; None if it is none."""
     match _parsed(raw):
         case {"input": list(given), "output": list(made), "ancestors": list(ids)} if len(ids) <= MAX_TURNS:
             if all(isinstance(one, str) and _ID.fullmatch(one) for one in ids):
-                return Turn(given, made, ids)
+                return StoredTurn(given, made, ids)
     return None

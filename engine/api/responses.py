@@ -15,7 +15,7 @@ from .diagnosis import AskedPrompt, difference
 from .openai.errors import ApiError, invalid, renamed, shortened
 from .openai.response_schema import NAMES, ResponseBody
 from .openai.response_shapes import ResponseReply
-from .response_records import MAX_TURNS, Turn
+from .response_records import MAX_TURNS, StoredTurn
 from .service import Service
 
 MAX_ITEMS = 100  # in a list, as OpenAI's API
@@ -103,7 +103,7 @@ def _not_found(response_id: str) -> ApiError:
     return ApiError(404, f"there is no response {shortened(response_id)}", "response_id", "response_not_found")
 
 
-async def _earlier(service: Service, tenant: str, response_id: str | None) -> list[Turn]:
+async def _earlier(service: Service, tenant: str, response_id: str | None) -> list[StoredTurn]:
     """Return the turns of the conversation up to a response. Raises ApiError (400) if one of them is not stored, or if
     there are MAX_TURNS.
     """
@@ -126,7 +126,7 @@ async def _store(
     if not body.store:
         return
     items = [{"id": f"item_{uuid4().hex}", **_shown(item.model_dump())} for item in body.input]
-    await service.responses.put(tenant, response, Turn(items, response["output"], ancestors))
+    await service.responses.put(tenant, response, StoredTurn(items, response["output"], ancestors))
 
 
 def _shown(item: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import mlx.core as mx
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from kvpage_server.configuration.config import default_memory
+from kvpage_server.system.memory import usable_memory
 
 MOST = 3 / 4  # of the machine's memory: MLX's limit, where the device recommends none
 CACHE_SHARE = 16  # MLX keeps up to this part of the memory in freed buffers
@@ -45,7 +45,7 @@ class MemoryLimits(NamedTuple):
 
 def set_limits() -> MemoryLimits:
     """Set MLX's limits for this machine, and return them."""
-    machine = default_memory()
+    machine = usable_memory()
     recommended = int(mx.device_info().get("max_recommended_working_set_size", 0))
     limits = MemoryLimits(machine, recommended or int(machine * MOST), machine // CACHE_SHARE, recommended)
     mx.set_memory_limit(limits.mlx)

@@ -49,6 +49,7 @@ from kvpage_server.core.protocol import split_words
 from kvpage_server.store.disk.database import FILE, STORE_FILES
 from kvpage_server.store.eviction.policies import POLICIES
 from kvpage_server.system.durable import private_directory
+from kvpage_server.system.memory import usable_memory
 
 # -- Paths -------------------------------------------------------------------------------------------------------------
 #
@@ -438,9 +439,6 @@ log = logging.getLogger("kvpage")
 
 SHARE = 4  # without a file, maxmemory is 1/4 of the memory
 SMALLEST_DISK = 16 << 20  # least bytes of a store with `maxdisk auto`
-_CGROUPS = Path("/sys/fs/cgroup")
-_OWN_CGROUPS = Path("/proc/self/cgroup")
-_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")  # files of cgroups: two of version 2, one of version 1
 _MIB = 1 << 20
 
 
@@ -453,7 +451,7 @@ def choose_defaults(config: Config) -> None:
     if config.file is not None:
         return
     if "maxmemory" not in config.given:
-        config.maxmemory = max(default_memory() // SHARE // _MIB, 1) * _MIB
+        config.maxmemory = max(usable_memory() // SHARE // _MIB, 1) * _MIB
         config.chosen.add("maxmemory")
     if "dir" not in config.given and config.store == "tiered":
         for name in config.paths():
@@ -498,39 +496,3 @@ def default_maxdisk(directory: Path) -> int:
     file = directory / FILE
     holds = file.stat().st_size if file.exists() else 0
     return max((shutil.disk_usage(directory).free + holds) // 2, holds, SMALLEST_DISK)
-
-
-def default_memory(own: Path = _OWN_CGROUPS, groups: Path = _CGROUPS) -> int:
-    """Return the bytes of memory that this process may use: the machine's, or a smaller limit of a control group.
-
-    `own` is the file that lists the control groups of the process, `groups` the directory of all control groups.
-    """
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([machine, *_limits(own, groups)])
-
-
-def _limits(own: Path, groups: Path) -> Iterator[int]:
-    """Yield the limits of the process's control groups and of their parents, in bytes."""
-    try:
-        lines = own.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:  # macOS has no control groups
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        roots = (groups / "memory",) if controllers else (groups, groups / "unified")
-        if controllers in ("", "memory"):
-            for root in roots:
-                inner = root / path.lstrip("/")
-                for group in (inner, *inner.parents):
-                    if group.is_relative_to(root):
-                        yield from _limits_of(group)
-
-
-def _limits_of(group: Path) -> Iterator[int]:
-    for name in _LIMITS:
-        try:
-            content = (group / name).read_text(encoding="utf-8").strip()
-        except OSError:  # a file of another version, or a group outside of the container
-            continue
-        if content.isdecimal():  # "max" means no limit
-            yield int(content)

@@ -16,8 +16,8 @@ import redis
 from servers import CLIENT_OPTIONS
 from test_app import CONF
 
-from kvpage_server.configuration import config
 from kvpage_server.configuration.config import choose_defaults, from_arguments
+from kvpage_server.system.memory import usable_memory
 
 MIB = 1 << 20
 READY = re.compile(r"ready on 127\.0\.0\.1:(\d+)")
@@ -152,7 +152,7 @@ class TestDirectory:
 
 class TestMemory:
     def test_a_quarter_of_the_machines_memory_is_used_and_printed(self, home: Home) -> None:
-        expected = config.default_memory() // 4 // MIB * MIB
+        expected = usable_memory() // 4 // MIB * MIB
         with home.server("--store", "memory") as (client, received):
             assert client.config_get("maxmemory") == {"maxmemory": str(expected)}
             assert client.info("memory")["maxmemory"] == expected
@@ -190,7 +190,7 @@ class TestMemory:
             (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / "groups" / name).write_text(value, encoding="utf-8")
         machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        found = config.default_memory(tmp_path / "cgroup", tmp_path / "groups")
+        found = usable_memory(tmp_path / "cgroup", tmp_path / "groups")
         assert found == (machine if expected is None else expected * MIB)
 
     def test_a_cgroup_file_without_a_value_sets_no_limit(self, tmp_path: Path) -> None:

@@ -101,14 +101,14 @@ class ToolResultBlock(RequestBody):
 Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
 
 
-class Message(RequestBody):
+class AnthropicMessage(RequestBody):
     """A message of the conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[Block], Field(fail_fast=True), BeforeValidator(_blocks, str | list[Block])]
 
     @model_validator(mode="after")
-    def _of_its_role(self) -> Message:
+    def _of_its_role(self) -> AnthropicMessage:
         for i, block in enumerate(self.content):
             if block.type not in _BLOCKS_OF[self.role]:
                 shown = {"i": i, "kind": block.type, "role": self.role, "field": "content"}
@@ -116,7 +116,7 @@ class Message(RequestBody):
         return self
 
 
-class Tool(RequestBody):
+class AnthropicTool(RequestBody):
     """A tool that the model may call. Tools that Anthropic's servers run have another type."""
 
     type: Literal["custom"] = "custom"
@@ -190,9 +190,9 @@ class CountBody(RequestBody):
     unsupported: ClassVar = _UNSUPPORTED
 
     model: str
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+    messages: Annotated[list[AnthropicMessage], Field(fail_fast=True, min_length=1)]
     system: Texts = Field(default_factory=list)
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
+    tools: Annotated[list[AnthropicTool], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: ToolChoice = ToolChoice(type="auto")
     thinking: Thinking = Thinking(type="adaptive")
     output_config: OutputConfig = OutputConfig()
@@ -214,7 +214,7 @@ class CountBody(RequestBody):
         """Return the places up to which the client wants the prompt to be kept, in the prompt's order."""
         return [Breakpoint(ttl, altered and self._chat(*altered)) for ttl, altered in self._marked()]
 
-    def _marked(self) -> Iterator[tuple[str, tuple[list[TextBlock], list[Message]] | None]]:
+    def _marked(self) -> Iterator[tuple[str, tuple[list[TextBlock], list[AnthropicMessage]] | None]]:
         """Yield the lifetime of each breakpoint, with the system's text and the messages, altered after it; None if
         nothing is after it.
 
@@ -222,7 +222,7 @@ class CountBody(RequestBody):
         have in common ends at the breakpoint, whatever the template writes between two texts.
         """
         first = self.messages[0].content[0] if self.messages[0].content else None
-        other = Message.model_construct(role="user", content=[_other(first)])
+        other = AnthropicMessage.model_construct(role="user", content=[_other(first)])
         for tool in self.tools:
             if tool.cache_control:
                 system = [_other(self.system[0])] if self.system else []
@@ -238,7 +238,7 @@ class CountBody(RequestBody):
         if self.cache_control:
             yield self.cache_control.ttl, None
 
-    def _altered_after(self, i: int, j: int) -> tuple[list[TextBlock], list[Message]] | None:
+    def _altered_after(self, i: int, j: int) -> tuple[list[TextBlock], list[AnthropicMessage]] | None:
         """Return the system's text and the messages, with other text after block `j` of message `i`."""
         message = self.messages[i]
         more = message.content[j + 1 : j + 2]
@@ -246,14 +246,18 @@ class CountBody(RequestBody):
             return None
         messages = [
             *self.messages[:i],
-            Message.model_construct(role=message.role, content=[*message.content[: j + 1], *map(_other, more)]),
+            AnthropicMessage.model_construct(
+                role=message.role, content=[*message.content[: j + 1], *map(_other, more)]
+            ),
         ]
         if not more:
             following = self.messages[i + 1]
-            messages.append(Message.model_construct(role=following.role, content=[*map(_other, following.content[:1])]))
+            messages.append(
+                AnthropicMessage.model_construct(role=following.role, content=[*map(_other, following.content[:1])])
+            )
         return self.system, messages
 
-    def _chat(self, system: Sequence[TextBlock], messages: Sequence[Message]) -> ChatBody:
+    def _chat(self, system: Sequence[TextBlock], messages: Sequence[AnthropicMessage]) -> ChatBody:
         fields: dict[str, Any] = {
             "model": self.model,
             "messages": _conversation(system, messages),
@@ -263,14 +267,14 @@ class CountBody(RequestBody):
             "enable_thinking": {"enabled": True, "disabled": False}.get(self.thinking.type),
             "reasoning_effort": self.output_config.effort,
             "continue_final_message": messages[-1].role == "assistant",
-            **self._more(),
+            **self.more_fields(),
         }
         if wanted := self.output_config.format:
             schema = {"name": "answer", "schema": wanted.definition}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return ChatBody.of(fields)
 
-    def _more(self) -> dict[str, Any]:
+    def more_fields(self) -> dict[str, Any]:
         return {}
 
 
@@ -289,7 +293,7 @@ class MessagesBody(CountBody):
     top_k: Annotated[int, Field(ge=0)] = 0
     diagnostics: Diagnostics | None = None
 
-    def _more(self) -> dict[str, Any]:
+    def more_fields(self) -> dict[str, Any]:
         return {
             "max_tokens": max(1, self.max_tokens),
             "agent_id": self.agent_id,
@@ -314,7 +318,7 @@ def _choice(choice: ToolChoice) -> Any:
     return {"auto": "auto", "any": "required", "none": "none"}[choice.type]
 
 
-def _conversation(system: Sequence[TextBlock], messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _conversation(system: Sequence[TextBlock], messages: Sequence[AnthropicMessage]) -> list[dict[str, Any]]:
     """Return the messages of a chat.
 
     Results of tools become messages of their own. Consecutive messages of the same role become one, as in Anthropic's
@@ -361,7 +365,7 @@ def _answer(blocks: Sequence[Block], names: dict[str, str]) -> dict[str, Any]:
     return message
 
 
-def _asked(message: Message, names: dict[str, str]) -> Iterator[dict[str, Any]]:
+def _asked(message: AnthropicMessage, names: dict[str, str]) -> Iterator[dict[str, Any]]:
     """Yield a message of a user or the system as messages of a chat: results of tools, and texts between them."""
     texts: list[TextBlock] = []
     for block in message.content:

@@ -116,7 +116,7 @@ Item = Annotated[MessageItem | FunctionCallItem | FunctionResultItem | Reasoning
 Items = Annotated[list[Item], Field(fail_fast=True), BeforeValidator(_items, str | list[dict[str, Any]])]
 
 
-class Tool(RequestBody):
+class ResponseTool(RequestBody):
     """A tool that the model may call. Tools that OpenAI's servers run have another type."""
 
     type: Literal["function"]
@@ -170,7 +170,7 @@ class ResponseBody(RequestBody):
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
+    tools: Annotated[list[ResponseTool], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig = TextConfig()

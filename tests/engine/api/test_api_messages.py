@@ -325,7 +325,7 @@ def test_consecutive_messages_of_a_role_become_one() -> None:
         (ThinkingBlockParam, schema.ThinkingBlock),
         (ToolUseBlockParam, schema.ToolUseBlock),
         (ToolResultBlockParam, schema.ToolResultBlock),
-        (ToolParam, schema.Tool),
+        (ToolParam, schema.AnthropicTool),
         (ToolChoiceToolParam, schema.ToolChoice),
         (ThinkingConfigEnabledParam, schema.Thinking),
         (OutputConfigParam, schema.OutputConfig),
