@@ -222,7 +222,7 @@ class CountBody(RequestBody):
         have in common ends at the breakpoint, whatever the template writes between two texts.
         """
         first = self.messages[0].content[0] if self.messages[0].content else None
-        other = AnthropicMessage.model_construct(role="user", content=[_other(first)])
+        other = _message("user", [_other(first)])
         for tool in self.tools:
             if tool.cache_control:
                 system = [_other(self.system[0])] if self.system else []
@@ -252,9 +252,7 @@ class CountBody(RequestBody):
         ]
         if not more:
             following = self.messages[i + 1]
-            messages.append(
-                AnthropicMessage.model_construct(role=following.role, content=[*map(_other, following.content[:1])])
-            )
+            messages.append(_message(following.role, [*map(_other, following.content[:1])]))
         return self.system, messages
 
     def _chat(self, system: Sequence[TextBlock], messages: Sequence[AnthropicMessage]) -> ChatBody:
@@ -304,6 +302,11 @@ class MessagesBody(CountBody):
             "top_p": self.top_p,
             "top_k": self.top_k,
         }
+
+
+def _message(role: str, content: list[Block]) -> AnthropicMessage:
+    """Return a message of blocks that were checked already."""
+    return AnthropicMessage.model_construct(role=role, content=content)
 
 
 def _other(block: Block | None) -> TextBlock:
