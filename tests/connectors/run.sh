@@ -39,5 +39,6 @@ if [ "$wanted" != "$(cat "$environment/installed" 2>/dev/null)" ]; then
 fi
 
 export KVPAGE_VLLM="$environment/bin/python"
+[ -z "${QUICK:-}" ] || timeout 120 "$KVPAGE_VLLM" -c "import vllm._C" 2>/dev/null || skip "vLLM's kernels for this processor"
 [ -z "${QUICK:-}" ] || set -- -k "restored_and_failures or interfaces" "$@"
 exec "$python" -m pytest -m vllm -s -rs tests/connectors "$@"
