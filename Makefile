@@ -27,7 +27,7 @@ demo: $(VENV)/engine.stamp $(MODEL)  ## a conversation that moves between two en
 	"$(BIN)/kvpage-engine" demo
 
 # More than there are cores: tests wait for more than half of their time.
-WORKERS ?= 8
+WORKERS ?= 5
 ALONE = $(shell grep -rl 'pytest.mark.alone' tests --include='test_*.py')
 ON_BOTH_CORES := tests/server/commands/test_keyspace.py tests/server/commands/pages/test_blocks.py \
 	tests/server/store/test_extent.py tests/server/commands/test_strings.py tests/server/net/test_sessions.py \

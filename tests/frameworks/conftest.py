@@ -29,7 +29,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         (model / file).symlink_to(SMOLLM2 / file)
     (model / "chat_template.jinja").symlink_to(Path(__file__).with_name("tools.jinja"))
     command = [PYTHON, "-m", "engine.cli", "serve", "--model", str(model), "--port", "0", "--max-tokens", "48"]
-    process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, encoding="utf-8")
     assert process.stdout
     try:
         served = process.stdout.readline()

@@ -12,7 +12,9 @@ from typing import Any
 import httpx
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response, ResponseStreamEvent
 from openai.types.shared import ErrorObject
+from pydantic import TypeAdapter
 
 WITHIN = 300.0  # seconds for an answer, on a busy machine
 _TYPES: dict[tuple[str, bool], Any] = {  # by path, and whether it is a stream
@@ -21,6 +23,8 @@ _TYPES: dict[tuple[str, bool], Any] = {  # by path, and whether it is a stream
     ("/v1/completions", False): Completion,
     ("/v1/completions", True): Completion,
 }
+
+_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
 class Recorder(ThreadingHTTPServer):
@@ -39,6 +43,9 @@ class Recorder(ThreadingHTTPServer):
             if status != 200:
                 ErrorObject.model_validate(json.loads(reply)["error"])
                 return
+            if path == "/v1/responses":
+                self._validate_response(reply)
+                return
             if not reply.startswith("data: "):
                 whole = json.loads(reply)
                 _TYPES[path, False].model_validate(whole)
@@ -55,6 +62,20 @@ class Recorder(ThreadingHTTPServer):
                     self.usages.append(chunk["usage"])
         except Exception as error:  # noqa: BLE001 - the test fails, and not the proxy
             self.wrong.append(f"{error!r} in {reply}")
+
+    def _validate_response(self, reply: str) -> None:
+        whole = reply
+        if reply.startswith("event: "):
+            *events, rest = reply.split("\n\n")
+            assert rest == ""
+            parsed = [json.loads(event.partition("\ndata: ")[2]) for event in events]
+            for event in parsed:
+                _EVENT.validate_python(event)
+            whole = json.dumps(parsed[-1]["response"])
+        usage = Response.model_validate_json(whole).usage
+        assert usage
+        cached = {"cached_tokens": usage.input_tokens_details.cached_tokens}
+        self.usages.append({"prompt_tokens": usage.input_tokens, "prompt_tokens_details": cached})
 
     def check_reuse(self) -> None:
         """Check that each answer reused the prompt of the one before it from the cache."""

@@ -1,4 +1,4 @@
-"""OpenAI's Agents SDK: runs, streamed runs, tools, output types, and sessions."""
+"""OpenAI's Agents SDK, over chat completions and Responses: runs, streamed runs, tools and output types."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ agents = pytest.importorskip("agents", reason="`make test-frameworks` runs it")
 pytestmark = pytest.mark.model
 
 
-@pytest.fixture
-def model(url: str) -> Any:
+@pytest.fixture(params=["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
+def model(url: str, request: pytest.FixtureRequest) -> Any:
     agents.set_tracing_disabled(True)
     client = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=WITHIN)
-    return agents.OpenAIChatCompletionsModel("smollm2", client)
+    return getattr(agents, request.param)("smollm2", openai_client=client)
 
 
 def agent(model: Any, **options: Any) -> Any:
