@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -288,6 +289,7 @@ def test_a_stored_response_is_not_called_absent_during_an_outage(tmp_path: Path)
     """While the page server is away, new responses stay in memory, and nothing is said of others."""
     port = free_port()
     with (
+        ExitStack() as servers,  # they end after the engine, which saves its contexts
         start_engine(write_tiny(tmp_path / "tiny"), "--store", f"redis://127.0.0.1:{port}") as engine,
         engine.client() as client,
     ):
@@ -298,12 +300,12 @@ def test_a_stored_response_is_not_called_absent_during_an_outage(tmp_path: Path)
                 ask(UNKNOWN)
         with pytest.raises(openai.InternalServerError, match="does not answer"):
             client.responses.delete(kept.id)
-        with start_server(port=port):
-            until(lambda: httpx.get(f"{engine.url}/v1/responses/{UNKNOWN}").status_code == 404, "the server's reply")
-            assert client.responses.retrieve(kept.id).output_text == kept.output_text
-            client.responses.delete(kept.id)
-            with pytest.raises(openai.NotFoundError):
-                client.responses.retrieve(kept.id)
+        servers.enter_context(start_server(port=port))
+        until(lambda: httpx.get(f"{engine.url}/v1/responses/{UNKNOWN}").status_code == 404, "the server's reply")
+        assert client.responses.retrieve(kept.id).output_text == kept.output_text
+        client.responses.delete(kept.id)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(kept.id)
 
 
 def test_a_response_that_another_engine_has_deleted_is_absent(server: RunningServer, tmp_path: Path) -> None:
