@@ -20,3 +20,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
 def api(engine: RunningEngine) -> Iterator[openai.OpenAI]:
     with engine.client() as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
+    """An engine of two tenants with the tokens "one" and "two"."""
+    tokens = tmp_path_factory.mktemp("tokens") / "tokens"
+    tokens.write_text("a one\nb two\n", encoding="utf-8")
+    model = write_tiny(tmp_path_factory.mktemp("models") / "tiny")
+    with start_engine(model, "--token-file", str(tokens)) as engine:
+        yield engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import anthropic
 import httpx
@@ -22,7 +22,8 @@ from anthropic.types import (
     ToolUseBlockParam,
 )
 from anthropic.types.message_create_params import MessageCreateParamsBase
-from api_engines import SMOLLM2, RunningEngine, start_engine, write_caller, write_tiny
+from api_engines import SMOLLM2, RunningEngine, start_engine, write_caller
+from documented_fields import undocumented
 
 from engine.api.anthropic import schema
 from engine.api.anthropic.schema import CountBody, MessagesBody
@@ -48,16 +49,6 @@ def create(client: anthropic.Anthropic, model: str = "tiny", **fields: Any) -> M
 
 def text(text: str, cache_control: dict[str, str] | None = None) -> dict[str, Any]:
     return {"type": "text", "text": text, **({"cache_control": cache_control} if cache_control else {})}
-
-
-@pytest.fixture(scope="module")
-def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
-    """An engine of two tenants with the tokens "one" and "two"."""
-    tokens = tmp_path_factory.mktemp("tokens") / "tokens"
-    tokens.write_text("a one\nb two\n", encoding="utf-8")
-    model = write_tiny(tmp_path_factory.mktemp("models") / "tiny")
-    with start_engine(model, "--token-file", str(tokens)) as engine:
-        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -333,12 +324,7 @@ def test_consecutive_messages_of_a_role_become_one() -> None:
     ids=lambda kind: kind.__name__,
 )
 def test_every_field_of_anthropics_types_is_documented(theirs: Any, ours: type[RequestBody]) -> None:
-    handled = {*ours.model_fields, *ours.unsupported}
-    _, _, ignored = DOCS.partition("| ignored |")
-    assert [name for name in get_type_hints(theirs) if name not in handled and f"`{name}`" not in ignored] == []
-    if ours is MessagesBody:
-        table = DOCS.split("## Fields")[1]
-        assert [name for name in handled if f"`{name}" not in table] == []
+    assert undocumented(DOCS, theirs, ours, whole=ours is MessagesBody) == []
 
 
 def test_a_prompt_that_is_too_long_is_counted(messages: anthropic.Anthropic) -> None:

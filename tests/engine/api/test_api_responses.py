@@ -6,13 +6,14 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import httpx
 import openai
 import pydantic
 import pytest
 from api_engines import SMOLLM2, RunningEngine, start_engine, write_caller, write_tiny
+from documented_fields import undocumented
 from openai.types.responses import (
     EasyInputMessageParam,
     FunctionToolParam,
@@ -52,16 +53,6 @@ def read(response: Response) -> int:
     details = response.usage.input_tokens_details
     assert details.cached_tokens + details.cache_write_tokens == response.usage.input_tokens
     return details.cached_tokens
-
-
-@pytest.fixture(scope="module")
-def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
-    """An engine of two tenants with the tokens "one" and "two"."""
-    tokens = tmp_path_factory.mktemp("tokens") / "tokens"
-    tokens.write_text("a one\nb two\n", encoding="utf-8")
-    model = write_tiny(tmp_path_factory.mktemp("models") / "tiny")
-    with start_engine(model, "--token-file", str(tokens)) as engine:
-        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -277,12 +268,7 @@ def test_a_wrong_field_is_named(tenants: RunningEngine, fields: dict[str, Any], 
     ids=lambda kind: kind.__name__,
 )
 def test_every_field_of_openais_types_is_documented(theirs: Any, ours: type[RequestBody]) -> None:
-    handled = {*ours.model_fields, *ours.unsupported}
-    table = DOCS.split("## Fields")[1]
-    _, _, ignored = table.partition("| ignored |")
-    assert [name for name in get_type_hints(theirs) if name not in handled and f"`{name}`" not in ignored] == []
-    if ours is ResponseBody:
-        assert [name for name in handled if f"`{name}" not in table] == []
+    assert undocumented(DOCS, theirs, ours, whole=ours is ResponseBody) == []
 
 
 def test_a_stored_response_is_not_called_absent_during_an_outage(tmp_path: Path) -> None:
