@@ -1,10 +1,10 @@
 """The batch engine compared with mlx-lm's own BatchGenerator: the same prompts, the same tokens, on the real small
 model.
 
-The engine's time includes its other work: text from tokens, and the contexts as blocks. Three more rows compare the
-engine with itself: eight answers that each have other parameters with eight of the likeliest tokens, the first tokens
-of eight answers to one prompt with the first token of one, and four prompts with quantised caches in a batch with the
-same in turns.
+The engine's time includes its other work: text from tokens, and the contexts as blocks. Four more rows compare the
+engine with itself: eight answers that each have other parameters with eight of the likeliest tokens, eight answers in
+JSON of a schema with eight free ones, the first tokens of eight answers to one prompt with the first token of one, and
+four prompts with quantised caches in a batch with the same in turns.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from benchmarks.findings import Finding, show, write
 from engine import model
 from engine.batch_engine import BlockPoolBatchEngine
 from engine.generation.sampling import Sampling
+from engine.generation.structure import Constraint, Constraints, of_json
 from engine.pool import BlockPool
 from engine.scheduling.request import SchedulerConfig, Token
 from engine.spec import ModelCacheSpec
@@ -49,6 +50,15 @@ EIGHT = [
     Sampling(0.7, presence_penalty=0.5, frequency_penalty=0.5, seed=5),
     Sampling(logit_bias={0: -100.0}, min_tokens=8),
 ]
+SCHEMA = {  # an answer has more than TOKENS tokens
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["poem", "tale"]},
+        "lines": {"type": "array", "items": {"type": "string", "minLength": 20}, "minItems": 20},
+    },
+    "required": ["kind", "lines"],
+    "additionalProperties": False,
+}
 PROMPT_TOKENS = 1024
 ALL_FIRST = 1.3  # at most, of the first token of one answer
 KV_BITS = 8
@@ -70,12 +80,21 @@ def ours(loaded: Any, tokenizer: Any, spec: ModelCacheSpec, prompts: Answers) ->
     return seconds, [list(done[uid].tokens) for uid in uids]
 
 
-def decoding(loaded: Any, tokenizer: Any, spec: ModelCacheSpec, prompts: Answers, choices: list[Sampling]) -> float:
-    """Return the tokens a second of one answer for each of `choices`."""
+def decoding(
+    loaded: Any,
+    tokenizer: Any,
+    spec: ModelCacheSpec,
+    prompts: Answers,
+    choices: list[Sampling],
+    constraint: Constraint | None = None,
+) -> float:
+    """Return the tokens a second of one answer for each of `choices`. Each answer matches the constraint."""
     pool = BlockPool()
     batch = BlockPoolBatchEngine(loaded, tokenizer, spec, pool)
     for i, choice in enumerate(choices):
-        batch.submit(f"agent-{i}", prompts[i % len(prompts)], max_tokens=TOKENS, sampler=choice)
+        prompt = prompts[i % len(prompts)]
+        processors = [constraint.processor(len(prompt))] if constraint else []
+        batch.submit(f"agent-{i}", prompt, max_tokens=TOKENS, sampler=choice, logits_processors=processors)
     started, tokens = time.perf_counter(), 0
     for done in batch.step():
         tokens += len(done.tokens)
@@ -131,12 +150,17 @@ def main(arguments: list[str] | None = None) -> None:
     cache = [QuantizedKVCache(64, KV_BITS) for _ in loaded.layers]
     quantised = ModelCacheSpec.probe(loaded, tokenizer, cache=cache)
     turns = replace(quantised, batches=False, resumes=False)
-    pairs, mixed, forked, packed = [], [], [], []
+    constraints = Constraints(tokenizer, spec.vocab_size, tokenizer.eos_token_ids)
+    json_text = constraints.compile(of_json(SCHEMA))
+    pairs, mixed, constrained, forked, packed = [], [], [], [], []
     for turn in range(-1, 2 if quick else 9):  # round -1 is a warm-up
         (one, answers), (other, expected) = ours(loaded, tokenizer, spec, prompts), theirs(loaded, tokenizer, prompts)
         if answers != expected:
             raise AssertionError(f"the engine said {answers}, mlx-lm {expected}")
         plain, varied = (decoding(loaded, tokenizer, spec, prompts, some) for some in ([Sampling()] * 8, EIGHT))
+        free, in_json = (
+            decoding(loaded, tokenizer, spec, prompts, [Sampling()] * 8, some) for some in (None, json_text)
+        )
         alone, together = (first_tokens(loaded, tokenizer, spec, count) for count in (1, 8))
         greedy = [Sampling()] * len(prompts)
         batched, in_turns = (decoding(loaded, tokenizer, some, prompts, greedy) for some in (quantised, turns))
@@ -144,6 +168,7 @@ def main(arguments: list[str] | None = None) -> None:
             packed.append((batched, in_turns))
             pairs.append((one, other))
             mixed.append((varied, plain))
+            constrained.append((in_json, free))
             forked.append((together, alone))
     tokens = sum(map(len, answers))
     speeds = [tokens / median(seconds) for seconds in zip(*pairs, strict=True)]
@@ -163,6 +188,14 @@ def main(arguments: list[str] | None = None) -> None:
         median(varied / plain for varied, plain in mixed),
         at_least=AT_LEAST,
     )
+    structure = Finding(
+        "8 answers in JSON of a schema",
+        "8 free answers",
+        "tokens/s",
+        "{:.1f} / {:.1f}".format(*map(median, zip(*constrained, strict=True))),
+        median(in_json / free for in_json, free in constrained),
+        at_least=AT_LEAST,
+    )
     forks = Finding(
         f"first tokens of 8 answers to {PROMPT_TOKENS} tokens",
         "one answer",
@@ -179,7 +212,7 @@ def main(arguments: list[str] | None = None) -> None:
         median(batched / in_turns for batched, in_turns in packed),
         at_least=OF_TURNS,
     )
-    findings = [finding, parameters, forks, caches]
+    findings = [finding, parameters, structure, forks, caches]
     show(findings, INTRO)
     if not quick:
         write(findings, "engine_batch", {"rounds": len(pairs), "load": os.getloadavg()}, intro=INTRO)

@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import mlx.core as mx
 import numpy as np
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 # Separators as of `json.dumps`. Without further whitespace, a small model cannot add spaces without end.
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 MAX_PROPERTIES = 500  # of a JSON Schema, in all its parts
+_ROUNDS = (
+    16  # over all references, to find a recursion without an end; after a longer chain of references it is not found
+)
 # About a tenth of a second for a compilation, and some milliseconds for the mask of a token.
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 2_000_000,
@@ -45,7 +49,7 @@ class ConstraintError(ValueError):
 def of_json(schema: dict[str, Any] | bool) -> str:
     """Return the grammar of JSON texts that match a JSON Schema. Raises ConstraintError."""
     plain = schema if isinstance(schema, dict) else {} if schema else {"not": {}}
-    _check_size(plain)
+    _check(plain)
     try:
         return LLMatcher.grammar_from_json_schema(json.dumps(plain), overrides=JSON_OPTIONS)
     except ValueError as error:
@@ -77,23 +81,80 @@ def of_lark(lark: str) -> str:
 
 def lark_of_json(schema: Mapping[str, Any]) -> str:
     """Return Lark for JSON texts that match a JSON Schema, which is an object. Raises ConstraintError."""
-    _check_size(schema)
+    _check(schema)
     return f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
 
 
-def _check_size(schema: Any) -> None:
-    """Raise ConstraintError for a schema with many properties, whose compilation takes quadratic time."""
-    found, parts = 0, [schema]
+def _check(schema: Any) -> None:
+    """Raise ConstraintError for a schema with many properties, whose compilation takes quadratic time, and for a
+    recursion that no text can end.
+    """
+    found, parts, references = 0, [schema], set()
     while parts:
         part = parts.pop()
         if isinstance(part, dict):
             properties = part.get("properties")
             found += len(properties) if isinstance(properties, dict) else 0
+            if isinstance(part.get("$ref"), str):
+                references.add(part["$ref"])
             parts += part.values()
         elif isinstance(part, list):
             parts += part
     if found > MAX_PROPERTIES:
         raise ConstraintError(f"properties: a schema has {MAX_PROPERTIES} at most, got {found}")
+    targets = {reference: _target(schema, reference) for reference in references}
+    finite: set[str] = set()  # references to schemas that a text of finite length matches
+    try:
+        for _ in range(_ROUNDS):
+            if not (more := {name for name in targets.keys() - finite if _is_finite(targets[name], finite)}):
+                if not _is_finite(schema, finite):
+                    raise ConstraintError("$ref: a text that matches this recursion has no end")
+                return
+            finite |= more
+    except RecursionError as error:
+        raise ConstraintError("the schema is nested too deeply") from error
+
+
+def _target(schema: Any, reference: str) -> Any:
+    """Return the part of a schema that a reference means by its path (RFC 6901); True for other references."""
+    if reference != "#" and not reference.startswith("#/"):
+        return True
+    part = schema
+    for name in reference.split("/")[1:]:
+        name = unquote(name).replace("~1", "/").replace("~0", "~")
+        if isinstance(part, dict) and name in part:
+            part = part[name]
+        elif isinstance(part, list) and name.isdecimal() and int(name) < len(part):
+            part = part[int(name)]
+        else:
+            return True
+    return part
+
+
+def _is_finite(schema: Any, references: Collection[str]) -> bool:
+    """Return whether a text of finite length can match a schema, if that is so for these `references`.
+
+    Only a value that must be in the text can be without an end: required properties, and the first items of a list.
+    """
+    if not isinstance(schema, dict):
+        return True
+    if isinstance(schema.get("$ref"), str) and schema["$ref"] not in references:
+        return False
+    for word, enough in (("allOf", all), ("anyOf", any), ("oneOf", any)):
+        members = schema.get(word)
+        if isinstance(members, list) and not enough(_is_finite(member, references) for member in members):
+            return False
+    kind = schema.get("type")
+    if kind in ("object", ["object"]):
+        properties, required = schema.get("properties"), schema.get("required")
+        if isinstance(properties, dict) and isinstance(required, list):
+            return all(_is_finite(properties.get(name), references) for name in required if isinstance(name, str))
+    if kind in ("array", ["array"]) and isinstance(least := schema.get("minItems", 0), int):
+        first = schema.get("prefixItems")
+        first = first[:least] if isinstance(first, list) else []
+        others = [schema.get("items")] if least > len(first) else []
+        return all(_is_finite(item, references) for item in [*first, *others])
+    return True
 
 
 def escaped(text: str) -> str:

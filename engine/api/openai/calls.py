@@ -260,28 +260,35 @@ class Calls:
             call += f" ({_literal(constraints, of.next_call)} {call})*"
         opening, closing = self.start + of.section[0], of.section[1] + self.end
         rules["section"] = f"{_literal(constraints, opening)} {call} {_literal(constraints, closing)}"
+        items: dict[str, str] = {}  # rules of the values of arguments, by their schemas: many tools share them
         for tool in tools:
             before, after, end = (_literal(constraints, text) for text in (*of.head, of.end))
             rules[f"call_{tool.index}"] = f'{before} "{tool.name}" {after} arguments_{tool.index} {end}'
-            rules |= self._arguments(constraints, tool)
+            rules |= self._arguments(constraints, tool, items)
         return "".join(f"{name}: {rule}\n" for name, rule in rules.items())
 
-    def _arguments(self, constraints: Constraints, tool: OfferedTool) -> dict[str, str]:
-        """Return the rules of a tool's arguments."""
+    def _arguments(self, constraints: Constraints, tool: OfferedTool, items: dict[str, str]) -> dict[str, str]:
+        """Return the rules of a tool's arguments, and add those of their values to `items`."""
         top, of, key = f"arguments_{tool.index}", self.format, self.format.key
         if key is None:
             return {top: lark_of_json(tool.parameters)}
         required, values = tool.parameters.get("required", ()), self.values[tool.name]
         rules = {top: f"{_OPENED}_{tool.index}_0"}
+        more = _MORE if of.between else _OPENED  # without a text between arguments, one state is enough
         for j, (name, value) in enumerate(values.items()):
-            item = f"item_{tool.index}_{j}"
-            rules |= self._item(constraints, tool, item, value)
-            for state, between in ((_OPENED, ""), (_MORE, of.between)):
+            text = {word: part for word, part in value.text.items() if word not in _NOTES}
+            definitions = [tool.parameters.get(key) for key in _DEFINITIONS]
+            depends = json.dumps([value.kind, text, value.json, value.others, definitions])
+            if depends not in items:
+                items[depends] = f"item_{tool.index}_{j}"
+                rules |= self._item(constraints, tool, items[depends], value)
+            item = items[depends]
+            for state, between in {_OPENED: "", more: of.between}.items():
                 before, after = (_literal(constraints, text) for text in (between + key[0], key[1]))
-                written = f'{before} "{name}" {after} {item} {_MORE}_{tool.index}_{j + 1}'
+                written = f'{before} "{name}" {after} {item} {more}_{tool.index}_{j + 1}'
                 skipped = "" if name in required else f" | {state}_{tool.index}_{j + 1}"
                 rules[f"{state}_{tool.index}_{j}"] = written + skipped
-        for state in (_OPENED, _MORE):
+        for state in {_OPENED, more}:
             rules[f"{state}_{tool.index}_{len(values)}"] = '""'
         return rules
 

@@ -231,6 +231,40 @@ def test_a_constraint_without_a_text_is_refused() -> None:
         process(mx.array([5]), mx.zeros((1, 97)))
 
 
+NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [
+        {"$defs": {"node": {**NODE, "required": ["next"]}}, "$ref": "#/$defs/node"},
+        {
+            "$defs": {"node": {"type": "array", "items": {"$ref": "#/$defs/node"}, "minItems": 1}},
+            "$ref": "#/$defs/node",
+        },
+        {"type": "object", "properties": {"a": {"anyOf": [{"$ref": "#"}, {"$ref": "#"}]}}, "required": ["a"]},
+    ],
+)
+def test_a_recursion_without_an_end_is_refused(endless: dict[str, Any]) -> None:
+    with pytest.raises(ConstraintError, match=r"\$ref: a text that matches this recursion has no end"):
+        of_json(endless)
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        {"$defs": {"node": NODE}, "$ref": "#/$defs/node"},
+        {"$defs": {"node": {"type": "array", "items": {"$ref": "#/$defs/node"}}}, "$ref": "#/$defs/node"},
+        {
+            "$defs": {"node": {**NODE, "required": ["next"]}, "end": {"type": "null"}},
+            "anyOf": [{"$ref": "#/$defs/node"}, {"$ref": "#/$defs/end"}],
+        },
+    ],
+)
+def test_a_recursion_that_can_end_is_compiled(ending: dict[str, Any]) -> None:
+    assert Constraints(letter_tokenizer(), 97, [96]).compile(of_json(ending))
+
+
 Weather = create_model("Weather", city=(Literal["Oslo", "Rome"], ...), celsius=(int, ...), sunny=(bool, ...))
 
 
