@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import partial
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvpage_server.tracing import TraceSpan, span
 
@@ -36,6 +36,13 @@ from .tiers.prefill_claims import Claim
 from .tiers.store import AgentCacheStore
 
 # -- A prompt of an agent, from submission to answer, and the arguments of its callbacks -------------------------------
+
+
+class Boundary(NamedTuple):
+    """A breakpoint of the prompt cache."""
+
+    tokens: int  # of the prompt, before it
+    ttl: str  # its lifetime, as the client named it
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +121,7 @@ class Job:
     on_done: Callable[[Answer], None]
     on_error: Callable[[Exception], None]
     leader: Job | None = None  # a prompt with the same tokens, which is computed for both
+    boundaries: Collection[int] = ()  # positions in the prompt after which later prompts may differ
     submitted: float = field(default_factory=time.perf_counter)
     stage: Stage = Stage.SUBMITTED
     error: Exception | None = None  # raised by the checks in `submit`; the next step passes it to `on_error`
@@ -129,6 +137,11 @@ class Job:
     joined: float = 0.0  # time.perf_counter() when it joined the batch
     running: int | None = None  # its uid in the batch
     span: TraceSpan = field(default_factory=partial(span, "kvpage.request"))
+
+    @property
+    def publishes(self) -> bool:
+        """Whether its blocks are written before the answer is complete, so that other prompts can wait for them."""
+        return self.options["kept_tokens"] is None
 
     @property
     def waits(self) -> bool:
@@ -224,6 +237,8 @@ class AgentEngine:
         keep: bool = True,
         label: str = "",
         leader: int | None = None,
+        boundaries: Collection[int] = (),
+        kept_tokens: int | None = None,
         on_token: TokenReceiver | None = None,
         on_done: Callable[[Answer], None],
         on_error: Callable[[Exception], None],
@@ -233,7 +248,8 @@ class AgentEngine:
         Tokens found in the agent's last context, or in any other context of its tenant, are loaded and not computed.
         With `keep`, the new context replaces the agent's last one. Without it, the agent's id stands for this prompt
         only, and its context is shared without a name; then `label` is the text that `kvpage ls` shows for it. With
-        `leader`, the uid of a prompt of the same tokens, the prompt is computed once for both.
+        `leader`, the uid of a prompt of the same tokens, the prompt is computed once for both. With `kept_tokens`, only
+        these first tokens of the context are kept; with 0, nothing is loaded or kept.
 
         `on_done` is called with the answer, or `on_error` with an exception, in a later `step`. All other arguments,
         and the exceptions, are those of `BlockPoolBatchEngine.submit`; this method itself raises none. A prompt waits
@@ -247,15 +263,18 @@ class AgentEngine:
             "stop_tokens": stop_tokens,
             "continues": continues,
             "logprobs": logprobs,
+            "kept_tokens": kept_tokens,
         }
         of = None if leader is None else self._jobs.get(leader)
-        job = Job(next(self._uids), agent_id, (), options, keep, label, on_token, on_done, on_error, of)
+        job = Job(next(self._uids), agent_id, (), options, keep, label, on_token, on_done, on_error, of, boundaries)
         job.span.set(agent=agent_id, model=self._batch.spec.model_id)
         try:
             job.tokens = tuple(token_ids(tokens, self._batch.spec.vocab_size))
             if self._closed:
                 raise EngineClosedError("the engine was drained or shut down and takes no more prompts")
-            self._batch.check(agent_id, job.tokens, max_tokens=max_tokens, stop=stop, logprobs=logprobs)
+            self._batch.check(
+                agent_id, job.tokens, max_tokens=max_tokens, stop=stop, logprobs=logprobs, boundaries=boundaries
+            )
         except (ValueError, RuntimeError) as error:
             job.error = error
         self._jobs[job.uid] = job
@@ -342,7 +361,7 @@ class AgentEngine:
                 self._fail(job, job.error)
             elif job.leader:
                 continue
-            elif not self._store:
+            elif not self._store or job.options["kept_tokens"] == 0:
                 job.stage = Stage.READY
             elif ahead < MAX_PROMPTS_AHEAD and (self._ended >= job.not_before or not self._batch.running):
                 job.stage = Stage.LOADING
@@ -385,7 +404,8 @@ class AgentEngine:
         After a second load that found more than the first, claim the next missing block. If the page server did not
         answer the load, the claim does not wait for its answer either, because that would take the same timeout again.
         """
-        if self._store and (job.claim is None or (job.claim.state == "proceed" and reach > job.reach)):
+        begins = job.claim is None or (job.claim.state == "proceed" and reach > job.reach)
+        if self._store and job.publishes and begins:
             self._release(job)
             job.reach = reach
             answers = not (job.loaded and job.loaded.unanswered)
@@ -429,8 +449,9 @@ class AgentEngine:
                         job.tokens,
                         job.loaded.blocks if job.loaded else None,
                         on_token=self._renamed(job) if job.on_token else None,
-                        on_prompt=self._publisher(job, self._store) if self._store else None,
+                        on_prompt=self._publisher(job, self._store) if self._store and job.publishes else None,
                         forked=bool(followers),
+                        boundaries=job.boundaries,
                         **job.options,
                     )
             except (ValueError, RuntimeError) as error:

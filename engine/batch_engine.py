@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 
 THOUGHT_TOKENS = 16  # last tokens of a prompt that are searched for the mark that opens the model's thinking
 CHANGED = "the model is not the one that was probed"
+NOT_WANTED = "the request keeps nothing"
 
 
 class BlockPoolBatchEngine:
@@ -56,10 +57,10 @@ class BlockPoolBatchEngine:
     prefill, so a long prompt delays the next tokens of the others by no more than a chunk.
 
     If layers carry a state (a sliding window, or the state of a recurrence), a context can be continued only at
-    positions with a kept state. States are kept at the end of an answer, before the last token of its prompt, and
-    before an opening mark of thinking at the end of the prompt. As far as `state_budget` bytes allow, they are also
-    kept at checkpoints (ends of blocks, spread evenly over the prompt), at the end of the prompt, and at the positions
-    of states in the reused cache.
+    positions with a kept state. States are kept at the end of an answer, before the last token of its prompt, before an
+    opening mark of thinking at the end of the prompt, and at the boundaries that `submit` gets. As far as
+    `state_budget` bytes allow, they are also kept at checkpoints (ends of blocks, spread evenly over the prompt), at
+    the end of the prompt, and at the positions of states in the reused cache.
 
     If mlx-lm cannot batch a model, or its batches have other results than single prompts, prompts run separately, in
     turns. So do prompts of a model with an unknown kind of cache. Contexts of such a cache are not kept, nor are
@@ -128,6 +129,8 @@ class BlockPoolBatchEngine:
         logprobs: int = 0,
         on_prompt: PromptReceiver | None = None,
         forked: bool = False,
+        boundaries: Collection[int] = (),
+        kept_tokens: int | None = None,
     ) -> int:
         """Queue `prompt`, the whole context as text or token ids, and return its uid.
 
@@ -145,6 +148,9 @@ class BlockPoolBatchEngine:
         callbacks may call `submit` and `cancel`. An exception from a callback, a processor or the sampler, or a sampled
         value that is no token, ends only this answer, with the reason "error" and without a context.
 
+        If layers carry a state, it is also kept at `boundaries`, positions in the prompt after which later prompts may
+        differ. With `kept_tokens`, the context is these first tokens of prompt and answer; with 0, there is none.
+
         Raises EmptyPromptError, PromptTooLongError, UnknownTokenError, BlockError for the agent's id,
         IncompatibleBlocksError for another model's cache, ValueError for a freed cache, max_tokens below 1, an empty
         stop string or too many logprobs, PoolExhaustedError when the pool lacks the blocks that the answer may need
@@ -156,16 +162,17 @@ class BlockPoolBatchEngine:
         submitted = time.perf_counter()
         tokens = self.encode(prompt) if isinstance(prompt, str) else token_ids(prompt, self.spec.vocab_size)
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        self.check(agent_id, tokens, max_tokens=max_tokens, stop=stop, logprobs=logprobs)
+        self.check(agent_id, tokens, max_tokens=max_tokens, stop=stop, logprobs=logprobs, boundaries=boundaries)
         max_tokens = self.spec.answer_tokens(len(tokens), max_tokens)
         if cache is not None:
             cache.validate(self.spec)
         reused = cache.reusable_for(self.spec, tokens) if cache else 0
         shared = cache.blocks[: reused // self.spec.block_tokens] if cache else ()
-        thought = None if self._runner.takes_one_pass(reused, len(tokens)) else self._thought(tokens)
-        checkpoints = self._block_manager.checkpoints(reused, len(tokens), thought)
+        thought = () if self._runner.takes_one_pass(reused, len(tokens)) else self._thought(tokens)
+        checkpoints = self._block_manager.checkpoints(reused, len(tokens), {*boundaries, *thought})
         behind = len(shared) * self.spec.block_tokens
         carried = {at: state for at, state in cache.states.items() if behind < at <= reused} if cache else {}
+        checkpoints = [*(at for at in carried if at in boundaries), *checkpoints]
         choice, guard, least = self._choice(len(tokens), sampler, logits_processors, stop_tokens)
         request = Request(
             uid=next(self._uids),
@@ -185,7 +192,8 @@ class BlockPoolBatchEngine:
             on_token=on_token,
             on_prompt=on_prompt,
             logprobs=logprobs,
-            not_kept=self.spec.refusal,
+            not_kept=self.spec.refusal or (NOT_WANTED if kept_tokens == 0 else None),
+            kept_tokens=kept_tokens,
             forked=forked,
         )
         self.pool.share((block.block_id for block in request.shared), agent_id)
@@ -214,6 +222,7 @@ class BlockPoolBatchEngine:
         continues: bool = False,
         on_token: TokenReceiver | None = None,
         logprobs: int = 0,
+        kept_tokens: int | None = None,
     ) -> int:
         """Queue another answer to the prompt of the pending request `uid`, and return its uid.
 
@@ -246,6 +255,7 @@ class BlockPoolBatchEngine:
             on_prompt=None,
             logprobs=logprobs,
             not_kept=parent.not_kept,
+            kept_tokens=kept_tokens,
         )
         try:
             self._block_manager.reserve(child, forked=True)
@@ -282,14 +292,21 @@ class BlockPoolBatchEngine:
         return AnswerText(text, stop, least)
 
     def check(
-        self, agent_id: str, tokens: Sequence[int], *, max_tokens: int, stop: Sequence[str] = (), logprobs: int = 0
+        self,
+        agent_id: str,
+        tokens: Sequence[int],
+        *,
+        max_tokens: int,
+        stop: Sequence[str] = (),
+        logprobs: int = 0,
+        boundaries: Collection[int] = (),
     ) -> None:
         """Raise the exceptions that `submit` would raise for these arguments without a cache and with an empty pool."""
         check_agent_id(agent_id)
         check_prompt(tokens, self.spec.vocab_size, self.spec.context)
         check_answer(max_tokens, stop, logprobs, self.spec.vocab_size)
         capacity = len(tokens) + self.spec.answer_tokens(len(tokens), max_tokens)
-        self._block_manager.check_fits(len(tokens), capacity, self._thought(tokens))
+        self._block_manager.check_fits(len(tokens), capacity, {*boundaries, *self._thought(tokens)})
 
     def cancel(self, uid: int) -> None:
         """Drop a prompt or an unfinished answer, and free its blocks.
@@ -481,17 +498,17 @@ class BlockPoolBatchEngine:
         on_prompt(request.full_blocks(self.spec))
         return None
 
-    def _thought(self, tokens: Sequence[int]) -> int | None:
-        """Return the position of the mark that opens the model's thinking at the end of a prompt; None if there is no
+    def _thought(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Return the position of the mark that opens the model's thinking at the end of a prompt; empty if there is no
         mark.
 
         A state is kept there, because the prompt of the next turn omits the thinking, and so equals this prompt up to
         the mark only.
         """
         if not self._tokenizer.has_thinking:
-            return None
+            return ()
         found: int = self._tokenizer.rfind_think_start(tokens, start=len(tokens) - THOUGHT_TOKENS)
-        return found if found > 0 else None
+        return (found,) if found > 0 else ()
 
     def _keep_state(self, request: Request, cache: Cache, tokens: Sequence[int]) -> None:
         """Copy the state of `cache`, which has computed `tokens`, for the request's context. If memory is short, no

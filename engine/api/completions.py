@@ -14,15 +14,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from ..agent_engine import Answer
+from ..agent_engine import Answer, Boundary
 from ..generation.structure import Constraint, ConstraintError
 from ..generation.tokens import PromptError
 from ..pool import PoolExhaustedError
 from ..scheduling.request import EngineClosedError, Token
 from .auth import Tenant
+from .diagnosis import common_prefix
 from .openai.errors import ApiError, invalid
 from .openai.reading import Reader
-from .openai.schema import MAX_ANSWERS, ChatBody, CompletionBody, CompletionFields
+from .openai.schema import MAX_ANSWERS, Breakpoint, ChatBody, CompletionBody, CompletionFields
 from .openai.shapes import CHAT, TEXT, ChatLikelihoods, ChatShape, Envelope, Kind, Reply, TextLikelihoods, TextShape
 from .service import Service
 from .worker import Answers, Prompt
@@ -242,7 +243,7 @@ async def chat(request: Request) -> Response:
     tenant = service.tokens.tenant(request)
     body = await service.parsed(ChatBody, request)
     asked, given, readers = await conversation(service, request, tenant, body)
-    envelope = _envelope(service, CHAT, body, given)
+    envelope = _envelope(service, CHAT, body, given, asked[0].boundaries)
     shapes = []
     for i, reader in enumerate(readers):
         likelihoods = ChatLikelihoods(service.prompts.token_text, body.top_logprobs) if body.logprobs else None
@@ -251,10 +252,14 @@ async def chat(request: Request) -> Response:
 
 
 async def conversation(
-    service: Service, request: Request, tenant: Tenant, body: ChatBody
+    service: Service,
+    request: Request,
+    tenant: Tenant,
+    body: ChatBody,
+    breakpoints: Sequence[Breakpoint] | None = None,
 ) -> tuple[list[Prompt], str | None, list[Reader]]:
     """Return the prompts of a conversation for the engine, one for each choice, the client's name for the agent, and a
-    reader of each answer.
+    reader of each answer. `breakpoints` are by default those of the body.
 
     Raises ApiError: 404 for another model, 400 for a conversation that the model or its template refuses. Raises
     ClientDisconnect.
@@ -269,11 +274,27 @@ async def conversation(
     asked, given = _prompts(
         service, request, tenant, body, [(tokens, first)], body.limit, logprobs, constraint, continues=continues
     )
+    marks = body.breakpoints if breakpoints is None else breakpoints
+    boundaries = sorted([Boundary(await _boundary(service, request, mark, tokens), mark.ttl) for mark in marks])
+    kept = (boundaries[-1].tokens if boundaries else 0) if body.prompt_cache_options.mode == "explicit" else None
+    asked = [replace(prompt, boundaries=boundaries, kept_tokens=kept) for prompt in asked]
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
     streams = not (body.stop or body.stop_token_ids)
     several = body.parallel_tool_calls
     readers = [Reader(prompts.markup, tokens, tools, several=several, written=written, streams=streams) for _ in asked]
     return asked, given, readers
+
+
+async def _boundary(service: Service, request: Request, mark: Breakpoint, tokens: Sequence[int]) -> int:
+    """Return the number of tokens before a breakpoint in the prompt `tokens`; 0 if the model's template refuses a
+    conversation that ends there.
+    """
+    if not mark.altered:
+        return len(tokens)
+    try:
+        return common_prefix(tokens, await unless_disconnected(request, service.prompts.of_chat(mark.altered)))
+    except ApiError:
+        return 0
 
 
 async def complete(request: Request) -> Response:
@@ -357,6 +378,12 @@ def _prompts(
     return asked, given
 
 
-def _envelope(service: Service, kind: Kind, body: CompletionFields, given: str | None) -> Envelope:
+def _envelope(
+    service: Service,
+    kind: Kind,
+    body: CompletionFields,
+    given: str | None,
+    boundaries: Sequence[Boundary] | None = None,
+) -> Envelope:
     counts = body.stream_options.include_usage
-    return Envelope(kind, body.model, service.engine.spec.fingerprint, given, counts=counts)
+    return Envelope(kind, body.model, service.engine.spec.fingerprint, given, boundaries, counts=counts)

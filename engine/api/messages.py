@@ -4,18 +4,17 @@ answer in a chat.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from .anthropic.schema import NAMES, Breakpoint, CountBody, MessagesBody
+from .anthropic.schema import NAMES, CountBody, MessagesBody
 from .anthropic.shapes import MessageEnvelope, MessageShape, message_id
 from .auth import Tenant
 from .completions import answer, conversation, unless_disconnected
-from .diagnosis import AskedPrompt, common_prefix, difference
+from .diagnosis import AskedPrompt, difference
 from .openai.errors import ApiError, renamed
 from .service import Service
 
@@ -27,17 +26,13 @@ async def create_message(request: Request) -> Response:
     body = await service.parsed(MessagesBody, request)
     try:
         chat = body.chat()
-        (prompt,), given, (reader,) = await conversation(service, request, tenant, chat)
+        (prompt,), given, (reader,) = await conversation(service, request, tenant, chat, body.breakpoints())
     except ApiError as error:
         raise renamed(error, NAMES) from error
-    boundaries = [
-        (await unless_disconnected(request, _boundary(service, mark, prompt.tokens)), mark.ttl)
-        for mark in body.breakpoints()
-    ]
     reply_id = message_id()
     asked = AskedPrompt.of(tenant.name, chat, prompt.tokens)
     diagnostics = _diagnostics(service, tenant, body, asked)
-    envelope = MessageEnvelope(reply_id, body.model, given, len(prompt.tokens), sorted(boundaries), diagnostics)
+    envelope = MessageEnvelope(reply_id, body.model, given, len(prompt.tokens), prompt.boundaries, diagnostics)
     shape = MessageShape(envelope, reader, silent=not body.max_tokens)
     answers = service.ask([prompt])
     service.prompt_log.add(reply_id, asked)
@@ -61,18 +56,6 @@ MESSAGE_ROUTES = [
     Route("/v1/messages", create_message, methods=["POST"]),
     Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
 ]
-
-
-async def _boundary(service: Service, mark: Breakpoint, tokens: Sequence[int]) -> int:
-    """Return the number of tokens before a breakpoint in the prompt `tokens`; 0 if the model's template refuses a
-    conversation that ends there.
-    """
-    if not mark.altered:
-        return len(tokens)
-    try:
-        return common_prefix(tokens, await service.prompts.of_chat(mark.altered))
-    except ApiError:
-        return 0
 
 
 def _diagnostics(service: Service, tenant: Tenant, body: MessagesBody, prompt: AskedPrompt) -> dict[str, Any] | None:

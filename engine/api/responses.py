@@ -39,7 +39,8 @@ async def create_response(request: Request) -> Response:
     diagnostics = _diagnostics(service, tenant.name, body, asked)
     ancestors = [*earlier[-1].ancestors, body.previous_response_id] if earlier and body.previous_response_id else []
     store = partial(_store, service, tenant.name, body, ancestors)
-    reply = ResponseReply(response_id, body, given, reader, diagnostics, store)
+    fields = {"id": response_id, "prompt_cache_diagnostics": diagnostics}
+    reply = ResponseReply(fields, body, given, reader, prompt.boundaries, store)
     answers = service.ask([prompt])
     service.prompt_log.add(response_id, asked)
     return await answer(service, request, answers, [reply], reply, chat)

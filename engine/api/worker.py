@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Self, TypeVar
 
-from ..agent_engine import AgentEngine, Answer
+from ..agent_engine import AgentEngine, Answer, Boundary
 from ..generation.sampling import Sampling
 from ..generation.structure import Constraint
 from ..scheduling.request import EngineClosedError, Token
@@ -50,6 +50,8 @@ class Prompt:
     logprobs: int = 0
     leader: int | None = None  # the index of a prompt of the same tokens, before it in the request
     label: str = ""  # the text that `kvpage` and the web pages show for a context without a name
+    boundaries: Sequence[Boundary] = ()  # the breakpoints, in ascending order
+    kept_tokens: int | None = None  # tokens of the context to keep, from its beginning; None for all
 
 
 @dataclass(slots=True, eq=False)
@@ -327,6 +329,8 @@ def _submit_to(engine: AgentEngine, generation: Generation) -> None:
             keep=prompt.keep,
             label=prompt.label,
             leader=generation.leader.uid if generation.leader else None,
+            boundaries=[boundary.tokens for boundary in prompt.boundaries],
+            kept_tokens=prompt.kept_tokens,
             on_token=generation.receive,
             on_done=generation.receive,
             on_error=generation.receive,

@@ -78,27 +78,27 @@ def extract(
     start: int = 0,
     states: Mapping[int, Arrays] | None = None,
     *,
-    full: bool = False,
+    end: int | None = None,
 ) -> tuple[KVBlock, ...]:
-    """Return blocks with evaluated copies of the tokens from `start` to `tokens`. The last block may be partial.
+    """Return blocks with evaluated copies of the tokens from `start` to `end`, by default all. The last block may be
+    partial.
 
     `cache` has one sequence of `tokens` tokens, ``[1, heads, >= tokens, dim]`` per plane; further rows are ignored.
     `block_ids`, one for each block, are their ids in the pool. If layers have a state, each block gets the captured
-    `states`, by position, that are within it, and the last block the current state. With `full`, only full blocks are
-    made, and the current state is left out.
+    `states`, by position, that are within it, and a block that ends at `tokens` the current state.
 
     Raises BlockError for a wrong number of ids, for a layer that is missing, of another kind or geometry, or of another
     number of tokens, and for a `start` within a block; CacheStateError for a cache that was trimmed too far.
     """
     _check(spec, cache, tokens)
-    end = tokens // spec.block_tokens * spec.block_tokens if full else tokens
-    if start % spec.block_tokens or start > end:
+    end = tokens if end is None else end
+    if start % spec.block_tokens or not start <= end <= tokens:
         raise BlockError(f"blocks start at a multiple of {spec.block_tokens} up to {end}, got {start}")
     edges = [*range(start, end, spec.block_tokens), end]
     if len(block_ids) != len(edges) - 1:
         raise BlockError(f"{end - start} tokens take {len(edges) - 1} blocks, got {len(block_ids)} ids")
     taken = dict(states or {})
-    if spec.has_state and not full:
+    if spec.has_state and end == tokens and end not in taken:
         taken[end] = capture(spec, cache)
     blocks = tuple(
         KVBlock(block_id, stop - at, layers, taken.get(stop), {p - at: taken[p] for p in taken if at < p < stop})

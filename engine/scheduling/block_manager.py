@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ..memory import kvcache
 from ..memory.blocks import AgentBlocks, KVBlock
@@ -23,18 +23,15 @@ class BlockManager:
         self.pool = pool
         self._state_budget = state_budget
 
-    def checkpoints(self, start: int, tokens: int, thought: int | None) -> list[int]:
+    def checkpoints(self, start: int, tokens: int, boundaries: Collection[int]) -> list[int]:
         """Return the positions from `start` in a prompt of `tokens` tokens at which to capture the states of the
-        layers.
-
-        They are ends of blocks, and `thought`: the position of the mark, such as <think>, with which the prompt begins
-        the reasoning of the answer, None without one. Empty if no layer has a state.
+        layers: ends of blocks, and `boundaries`, positions at which later prompts may differ. Empty if no layer has a
+        state.
         """
         if not self.spec.has_state:
             return []
-        ends = self._checkpoints(start, tokens)
-        opened = thought is not None and start < thought < tokens - 1 and thought not in ends
-        return sorted([*ends, thought]) if thought is not None and opened else ends
+        within = {boundary for boundary in boundaries if start < boundary < tokens - 1}
+        return sorted({*self._checkpoints(start, tokens), *within})
 
     def _checkpoints(self, start: int, tokens: int) -> list[int]:
         """Return ends of blocks after `start`, spread evenly over the prompt, as many as the state budget allows."""
@@ -60,12 +57,12 @@ class BlockManager:
         """
         return self._needed(request.capacity, len(request.shared), len(request.checkpoints) + request.spare_states)
 
-    def check_fits(self, tokens: int, capacity: int, thought: int | None) -> None:
+    def check_fits(self, tokens: int, capacity: int, boundaries: Collection[int]) -> None:
         """Raise PoolExhaustedError if a prompt of `tokens` tokens and its answer may need more than the whole pool.
 
-        `capacity` is the number of tokens of prompt and answer. `thought` is as for `checkpoints`.
+        `capacity` is the number of tokens of prompt and answer. `boundaries` are as for `checkpoints`.
         """
-        checkpoints = len(self.checkpoints(0, tokens, thought))
+        checkpoints = len(self.checkpoints(0, tokens, boundaries))
         states = checkpoints + self.spare_states(checkpoints, (), 0, tokens)
         blocks, nbytes = self._needed(capacity, 0, states)
         for needed, total, what in (
@@ -96,8 +93,8 @@ class BlockManager:
         kept = len(request.shared)
         needed = tokens // self.spec.block_tokens - kept
         ids, others = request.reserved[:needed], request.reserved[needed:]
-        start = kept * self.spec.block_tokens
-        made = kvcache.extract(self.spec, cache, ids, tokens, start, request.kept_states(), full=True)
+        start, end = kept * self.spec.block_tokens, (kept + needed) * self.spec.block_tokens
+        made = kvcache.extract(self.spec, cache, ids, tokens, start, request.kept_states(), end=end)
         sizes = {block.block_id: block.nbytes for block in made}
         request.promised -= sum(sizes.values())
         self.pool.settle(sizes | dict.fromkeys(others, 0) | {others[0]: request.promised})
@@ -105,16 +102,17 @@ class BlockManager:
 
     def make_context(self, request: Request, cache: Cache, tokens: Sequence[int]) -> AgentBlocks:
         """Return the context after an answer: its shared blocks, and new blocks from `cache`, under ids that were
-        reserved at submit.
+        reserved at submit. It ends after the tokens that the request wants to be kept.
         """
         kept = len(request.shared)
-        needed = self.spec.blocks_for(len(tokens)) - kept
-        ids, surplus = request.reserved[:needed], request.reserved[needed:]
         start = kept * self.spec.block_tokens
-        made = kvcache.extract(self.spec, cache, ids, len(tokens), start, request.kept_states())
+        end = len(tokens) if request.kept_tokens is None else min(len(tokens), max(start, request.kept_tokens))
+        needed = self.spec.blocks_for(end) - kept
+        ids, surplus = request.reserved[:needed], request.reserved[needed:]
+        made = kvcache.extract(self.spec, cache, ids, len(tokens), start, request.kept_states(), end=end)
         self.pool.settle(dict.fromkeys(surplus, 0) | {block.block_id: block.nbytes for block in made})
         self.pool.free(surplus, request.agent_id)
-        return AgentBlocks(request.agent_id, tuple(tokens), (*request.shared, *made), self.spec.fingerprint)
+        return AgentBlocks(request.agent_id, tuple(tokens[:end]), (*request.shared, *made), self.spec.fingerprint)
 
     def release(self, request: Request) -> None:
         self.pool.free(request.held, request.agent_id)

@@ -75,6 +75,7 @@ class ModelRunner:
         """Add a request, and return its uid. Its prompt is divided into segments that end at its checkpoints."""
         last = [len(request.prompt) - 1] if request.forked else []  # a segment of its own ends at a common cache
         ends = sorted({request.tokens_reused, *request.checkpoints, *last, len(request.prompt)})
+        ends = ends[ends.index(request.tokens_reused) :]
         (uid,) = self._generator.insert_segments(
             [[list(request.prompt[start:end]) for start, end in pairwise(ends)]],
             max_tokens=[request.max_tokens],

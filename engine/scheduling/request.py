@@ -91,6 +91,7 @@ class Request:
     on_token: TokenReceiver | None
     on_prompt: PromptReceiver | None  # None once it was called
     logprobs: int  # number of likeliest tokens to report
+    kept_tokens: int | None = None  # tokens of the context to keep, from its beginning; None for all
     forked: bool = False  # whether the prompt is computed up to its last token, and then shared with `forks`
     forks: list[Request] = field(default_factory=list)  # further answers that wait for the prompt
     computed: bool = False  # whether all of the prompt but its last token is computed

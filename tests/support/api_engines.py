@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 import openai
-from engine_models import END, letter_tokenizer, tiny_llama
+from engine_models import END, letter_tokenizer, tiny, tiny_llama
 from forked import begin
 from servers import RunningServer
 
@@ -54,6 +54,11 @@ def write_tiny(directory: Path, **changes: object) -> Path:
     model = tiny_llama(**changes)
     model.lm_head.weight[-1] = 0.0
     return _write(directory, model, letter_tokenizer(), TEMPLATE)
+
+
+def write_family(directory: Path, kind: str) -> Path:
+    """A random model of another family, with the tokenizer and the template of `write_tiny`."""
+    return _write(directory, tiny(kind), letter_tokenizer(), TEMPLATE)
 
 
 def write_offered(directory: Path, marks: Sequence[str] = ("<tool_call>", "</tool_call>")) -> Path:

@@ -5,15 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from ..openai.errors import shortened
-from ..openai.schema import MAX_STOP, MAX_STOPS, MAX_TOOLS, ChatBody, RequestBody, Values
+from ..openai.schema import (
+    MAX_BREAKPOINTS,
+    MAX_STOP,
+    MAX_STOPS,
+    MAX_TOOLS,
+    Breakpoint,
+    ChatBody,
+    RequestBody,
+    Values,
+    other_text,
+)
 
-MAX_BREAKPOINTS = 4  # as Anthropic's API
 BLOCKS = ("text", "thinking", "tool_use", "tool_result")
 _BLOCKS_OF = {
     "user": ("text", "tool_result"),
@@ -177,13 +186,6 @@ class Diagnostics(RequestBody):
     previous_message_id: str | None = None
 
 
-class Breakpoint(NamedTuple):
-    """A place in a conversation up to which the client wants the prompt to be kept."""
-
-    ttl: str
-    altered: ChatBody | None  # the conversation with other text after the breakpoint; None if nothing is after it
-
-
 class CountBody(RequestBody):
     """Body of POST /v1/messages/count_tokens."""
 
@@ -311,8 +313,7 @@ def _message(role: str, content: list[Block]) -> AnthropicMessage:
 
 def _other(block: Block | None) -> TextBlock:
     """Return a block whose text begins with another character than that of `block`."""
-    begins = block.text[:1] if isinstance(block, TextBlock) else ""
-    return TextBlock(type="text", text="b" if begins == "a" else "a")
+    return TextBlock(type="text", text=other_text(block.text if isinstance(block, TextBlock) else ""))
 
 
 def _choice(choice: ToolChoice) -> Any:

@@ -8,11 +8,11 @@ from typing import Any
 
 from pydantic_core import from_json, to_json
 
-from ...agent_engine import Answer
+from ...agent_engine import Answer, Boundary
 from ...scheduling.request import Token
 from ..openai.errors import ApiError
 from ..openai.reading import AnswerPart, Reader
-from ..openai.shapes import kvpage_of
+from ..openai.shapes import kvpage_of, written
 
 Event = dict[str, Any]
 
@@ -43,12 +43,12 @@ class MessageEnvelope:
         model: str,
         agent_id: str | None,
         prompt_tokens: int,
-        boundaries: Sequence[tuple[int, str]],
+        boundaries: Sequence[Boundary],
         diagnostics: Event | None,
     ) -> None:
         """Set the fields. `agent_id` is the client's name for the agent.
 
-        `boundaries` are the numbers of tokens before each breakpoint, in ascending order, with its lifetime.
+        `boundaries` are in ascending order.
         """
         self._opening = {"id": message_id, "type": "message", "role": "assistant", "model": model}
         self._agent_id = agent_id
@@ -78,12 +78,8 @@ class MessageEnvelope:
         """Return the numbers of tokens. The prompt's are `cache_read_input_tokens`, which were reused;
         `cache_creation_input_tokens`, the others before the last breakpoint; and `input_tokens`, the rest.
         """
-        read = at = answer.reuse.tokens
-        created = {"5m": 0, "1h": 0}
-        for boundary, ttl in self._boundaries:
-            created[ttl] += max(0, boundary - at)
-            at = max(at, boundary)
-        return self._usage(self._prompt_tokens - at, read, created, output_tokens)
+        read, created = answer.reuse.tokens, {"5m": 0, "1h": 0} | written(answer, self._boundaries)
+        return self._usage(self._prompt_tokens - read - sum(created.values()), read, created, output_tokens)
 
     def _usage(self, computed: int, read: int, created: Mapping[str, int], output_tokens: int) -> Event:
         return {

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from .errors import invalid, shortened
-from .schema import MAX_TOOLS, ChatBody, RequestBody, Values
+from .schema import MAX_TOOLS, ChatBody, ChatCacheOptions, MarkedBody, RequestBody, Values, joined, marked
 
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
@@ -38,21 +38,7 @@ NAMES = {
 
 
 def _text(content: Any) -> Any:
-    """Join the parts of an item to one text. Content that is no list is returned unchanged. Raises
-    PydanticCustomError.
-    """
-    if not isinstance(content, list):
-        return content
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in TEXTS:
-            shown = {"i": i, "kind": shortened(kind)}
-            raise PydanticCustomError("unsupported_value", "part {i} is {kind}; this engine takes only text", shown)
-        if not isinstance(text := part.get("refusal" if kind == "refusal" else "text"), str):
-            raise PydanticCustomError("invalid_value", "part {i} has no text", {"i": i})
-        texts.append(text)
-    return "".join(texts)
+    return joined(content, TEXTS)
 
 
 def _items(given: Any) -> Any:
@@ -80,7 +66,7 @@ ShortName = Annotated[str, Field(max_length=64)]
 ShortText = Annotated[str, Field(max_length=512)]
 
 
-class MessageItem(RequestBody):
+class MessageItem(MarkedBody):
     """A message of the conversation."""
 
     type: Literal["message"]
@@ -97,8 +83,10 @@ class FunctionCallItem(RequestBody):
     arguments: str
 
 
-class FunctionResultItem(RequestBody):
+class FunctionResultItem(MarkedBody):
     """The result of a tool call."""
+
+    TEXT: ClassVar = "output"
 
     type: Literal["function_call_output"]
     call_id: str
@@ -147,11 +135,13 @@ class Reasoning(RequestBody):
     effort: str | None = None
 
 
-class PromptCacheOptions(RequestBody):
-    """Options of the prompt cache: whether to compute the prompt only, and the response whose prompt to compare."""
+class PromptCacheOptions(ChatCacheOptions):
+    """Options of the prompt cache, also whether to compute the prompt only, and the response whose prompt to
+    compare.
+    """
 
-    mode: Literal["implicit"] = "implicit"
-    ttl: Literal["30m", "12h"] = "30m"
+    unsupported: ClassVar = {}
+
     prewarm: bool = False
     comparison_response_id: str | None = None
 
@@ -209,7 +199,7 @@ class ResponseBody(RequestBody):
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         elif wanted.type != "text":
             fields["response_format"] = {"type": wanted.type}
-        return ChatBody.of(fields)
+        return ChatBody.of(fields).model_copy(update={"prompt_cache_options": self.prompt_cache_options})
 
 
 class Before(RequestBody):
@@ -238,9 +228,10 @@ def _conversation(instructions: str | None, items: Iterable[Item]) -> list[dict[
     found: list[dict[str, Any]] = [] if instructions is None else [{"role": "system", "content": instructions}]
     for item in items:
         if isinstance(item, FunctionResultItem):
-            found.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
+            content = marked(item.output, item.marks)
+            found.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
         elif isinstance(item, MessageItem) and item.role != "assistant":
-            found.append({"role": item.role, "content": item.content})
+            found.append({"role": item.role, "content": marked(item.content, item.marks)})
         else:
             if not (found and found[-1]["role"] == "assistant") or _begins_anew(item, found[-1]):
                 found.append({"role": "assistant", "content": ""})

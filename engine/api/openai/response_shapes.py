@@ -10,12 +10,12 @@ from uuid import uuid4
 
 from pydantic_core import to_json
 
-from ...agent_engine import Answer
+from ...agent_engine import Answer, Boundary
 from ...scheduling.request import Token
 from .errors import ApiError
 from .reading import AnswerPart, Reader
 from .response_schema import ResponseBody
-from .shapes import Reply, kvpage_of
+from .shapes import Reply, kvpage_of, written
 
 _PREFIXES = {"message": "msg", "function_call": "fc", "reasoning": "rs"}  # of the ids of items
 
@@ -27,17 +27,18 @@ class ResponseReply:
 
     def __init__(
         self,
-        response_id: str,
+        fields: Reply,
         body: ResponseBody,
         agent_id: str | None,
         reader: Reader,
-        diagnostics: Reply | None,
+        boundaries: Sequence[Boundary],
         store: Callable[[Reply], Awaitable[None]],
     ) -> None:
-        """Create a format. `agent_id` is the client's name for the agent. `store` keeps the complete response."""
+        """Create a format. `fields` are further fields of the response, such as its id. `agent_id` is the client's name
+        for the agent. `boundaries` are in ascending order. `store` keeps the complete response.
+        """
         options = body.prompt_cache_options
         self._response: Reply = {
-            "id": response_id,
             "object": "response",
             "created_at": int(time.time()),
             "status": "in_progress",
@@ -51,7 +52,6 @@ class ResponseReply:
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": body.previous_response_id,
-            "prompt_cache_diagnostics": diagnostics,
             "prompt_cache_key": body.prompt_cache_key,
             "prompt_cache_options": {
                 "mode": options.mode,
@@ -68,9 +68,10 @@ class ResponseReply:
             "truncation": "disabled",
             "usage": None,
             "user": body.user,
+            **fields,
         }
         self._agent_id = agent_id
-        self._ttl = options.ttl
+        self._boundaries = boundaries
         self._silent = options.prewarm
         self._reader = reader
         self._store = store
@@ -118,14 +119,13 @@ class ResponseReply:
         (answer,) = answers
         cut = answer.finish_reason == "length" and not self._silent
         reused, generated = answer.reuse.tokens, 0 if self._silent else len(answer.tokens)
-        written = answer.prompt_tokens - reused
-        details = {f"ttl_{ttl}_tokens": written if ttl == self._ttl else 0 for ttl in ("30m", "12h")}
+        kept = written(answer, self._boundaries)
         usage = {
             "input_tokens": answer.prompt_tokens,
             "input_tokens_details": {
                 "cached_tokens": reused,
-                "cache_write_tokens": written,
-                "cache_write_tokens_details": details,
+                "cache_write_tokens": kept.total(),
+                "cache_write_tokens_details": {f"ttl_{ttl}_tokens": kept[ttl] for ttl in ("30m", "12h")},
             },
             "output_tokens": generated,
             "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},

@@ -8,9 +8,9 @@ depth.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NotRequired, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -19,7 +19,9 @@ from pydantic import (
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
+    ModelWrapValidatorHandler,
     PlainValidator,
+    PrivateAttr,
     ValidationError,
     model_validator,
 )
@@ -106,6 +108,7 @@ MAX_TOOLS = 128  # as OpenAI's API
 MAX_TOP_LOGPROBS = 20  # as OpenAI's API
 MAX_STOP_IDS = 128
 MAX_ANSWERS = 32  # to one request: the size of the engine's batch
+MAX_BREAKPOINTS = 4  # in a request, as the clouds' APIs
 MAX_REPETITION_PENALTY = 10  # above about 2, texts are nonsense
 
 
@@ -121,11 +124,19 @@ def _only(*allowed: object) -> AfterValidator:
     return AfterValidator(check)
 
 
+class PartBreakpoint(TypedDict):
+    """A breakpoint of the prompt cache at the end of a part."""
+
+    mode: Literal["explicit"]
+    ttl: NotRequired[Literal["30m", "12h"]]
+
+
 class TextPart(TypedDict):
     """A part of a message's content."""
 
     type: Literal["text"]
     text: str
+    prompt_cache_breakpoint: NotRequired[PartBreakpoint]
 
 
 class RefusalPart(TypedDict):
@@ -135,23 +146,64 @@ class RefusalPart(TypedDict):
     refusal: str
 
 
-def _text(content: Any) -> Any:
-    """Join the parts of a message's content to one text. Content that is no list is returned unchanged.
+class Mark(NamedTuple):
+    """A breakpoint in a text."""
 
-    Raises PydanticCustomError for parts that are neither text nor refusal.
+    end: int  # characters of the text before it
+    ttl: str | None  # its lifetime; None for the request's
+
+
+def joined(content: Any, kinds: Collection[str]) -> Any:
+    """Join the parts of a content, of these kinds, to one text. Content that is no list is returned unchanged.
+
+    Raises PydanticCustomError for other parts.
     """
     if not isinstance(content, list):
         return content
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("text", "refusal"):
+        if kind not in kinds:
             shown = {"i": i, "kind": shortened(kind)}
             raise PydanticCustomError("unsupported_value", "part {i} is {kind}; this engine takes only text", shown)
-        if not isinstance(text := part.get(kind), str):
+        if not isinstance(text := part.get("refusal" if kind == "refusal" else "text"), str):
             raise PydanticCustomError("invalid_value", "part {i} has no text", {"i": i})
         texts.append(text)
     return "".join(texts)
+
+
+def marked(text: str, marks: Sequence[Mark]) -> str | list[dict[str, Any]]:
+    """Return a text with breakpoints as the content of a message: as parts, if there is a breakpoint."""
+    starts = [0, *(mark.end for mark in marks)]
+    found = [
+        {"type": "text", "text": text[start:end], "prompt_cache_breakpoint": {"mode": "explicit", "ttl": ttl}}
+        for start, (end, ttl) in zip(starts, marks, strict=False)
+    ]
+    return [*found, {"type": "text", "text": text[starts[-1] :]}] if found else text
+
+
+def _marks(content: Any) -> Iterator[Mark]:
+    """Yield the breakpoints in a valid content. Raises PydanticCustomError."""
+    end = 0
+    for i, part in enumerate(content if isinstance(content, list) else ()):
+        end += len(part.get("refusal" if part["type"] == "refusal" else "text"))
+        if (given := part.get("prompt_cache_breakpoint")) is None:
+            continue
+        fields = given if isinstance(given, dict) else {}
+        ttl = fields.get("ttl")
+        if fields.get("mode") != "explicit" or ttl not in (None, "30m", "12h"):
+            needs = "the prompt_cache_breakpoint of part {i} has the mode explicit, and a ttl of 30m or 12h"
+            raise PydanticCustomError("invalid_value", needs, {"i": i})
+        yield Mark(end, ttl)
+
+
+def _text(content: Any) -> Any:
+    return joined(content, ("text", "refusal"))
+
+
+def other_text(text: str) -> str:
+    """Return a text that begins with another character."""
+    return "b" if text.startswith("a") else "a"
 
 
 def _biases(biases: Any) -> Any:
@@ -269,7 +321,27 @@ class ToolCall(RequestBody):
     function: Function
 
 
-class Message(RequestBody):
+class MarkedBody(RequestBody):
+    """A part of the conversation, with a text that may have breakpoints."""
+
+    TEXT: ClassVar[str] = "content"  # the field with the text
+
+    _marks: list[Mark] = PrivateAttr(default_factory=list)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _marked(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        made = handler(given)
+        made._marks = list(_marks(given.get(cls.TEXT)))
+        return made
+
+    @property
+    def marks(self) -> Sequence[Mark]:
+        """The breakpoints in the text."""
+        return self._marks
+
+
+class Message(MarkedBody):
     """A message of the conversation."""
 
     unsupported = IN_MESSAGES
@@ -513,6 +585,22 @@ class CompletionFields(RequestBody):
         )
 
 
+class ChatCacheOptions(RequestBody):
+    """Options of the prompt cache. In the mode `implicit` the end of the prompt is a breakpoint, too."""
+
+    unsupported: ClassVar = {"ttl": ("30m",), "prewarm": (False,), "comparison_response_id": ()}
+
+    mode: Literal["implicit", "explicit"] = "implicit"
+    ttl: Literal["30m", "12h"] = "30m"
+
+
+class Breakpoint(NamedTuple):
+    """A place in a conversation up to which the client wants the prompt to be kept."""
+
+    ttl: str
+    altered: ChatBody | None  # the conversation with other text after the breakpoint; None if nothing is after it
+
+
 class ChatBody(CompletionFields):
     """Body of POST /v1/chat/completions."""
 
@@ -526,6 +614,7 @@ class ChatBody(CompletionFields):
     tool_choice: Annotated[ChosenTools, BeforeValidator(_choice)] = ChosenTools(type="auto")
     parallel_tool_calls: bool = True
     reasoning_effort: Annotated[str, Field(max_length=MAX_STOP)] | None = None
+    prompt_cache_options: ChatCacheOptions = ChatCacheOptions()
 
     # Of vLLM and SGLang.
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -546,6 +635,28 @@ class ChatBody(CompletionFields):
             return []
         names = self.tool_choice.names
         return [tool for tool in self.tools if names is None or tool.function.name in names]
+
+    @property
+    def breakpoints(self) -> list[Breakpoint]:
+        """The latest breakpoints, in the prompt's order: of the mode `explicit` MAX_BREAKPOINTS in texts; of the mode
+        `implicit` one less in texts, and the end of the prompt.
+        """
+        options = self.prompt_cache_options
+        implicit = [Breakpoint(options.ttl, None)] if options.mode == "implicit" else []
+        found = [(i, mark) for i, message in enumerate(self.messages) for mark in message.marks]
+        latest = found[len(implicit) - MAX_BREAKPOINTS :]
+        return [*(Breakpoint(mark.ttl or options.ttl, self._altered(i, mark.end)) for i, mark in latest), *implicit]
+
+    def _altered(self, i: int, end: int) -> ChatBody | None:
+        """Return the conversation with other text after the first `end` characters of message `i`."""
+        messages, text = self.messages[: i + 1], self.messages[i].content or ""
+        if end < len(text):
+            messages[i] = messages[i].model_copy(update={"content": text[:end] + other_text(text[end:])})
+        elif following := self.messages[i + 1 : i + 2]:
+            messages.append(following[0].model_copy(update={"content": other_text(following[0].content or "")}))
+        else:
+            return None
+        return self.model_copy(update={"messages": messages, "continue_final_message": False})
 
     @property
     def limit(self) -> int | None:

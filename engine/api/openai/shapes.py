@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from pydantic_core import to_json
 
-from ...agent_engine import Answer
+from ...agent_engine import Answer, Boundary
 from ...generation.text import REPLACEMENT, TokenText
 from ...scheduling.request import Token
 from .errors import ApiError
@@ -105,14 +106,24 @@ TEXT = Kind("cmpl", "text_completion", "text_completion")
 class Envelope:
     """Fields that all replies to a request have in common."""
 
-    def __init__(self, kind: Kind, model: str, fingerprint: int, agent_id: str | None, *, counts: bool) -> None:
-        """Set the fields. `agent_id` is the client's name for the agent. With `counts`, chunks of a stream have the
-        field `usage`.
+    def __init__(
+        self,
+        kind: Kind,
+        model: str,
+        fingerprint: int,
+        agent_id: str | None,
+        boundaries: Sequence[Boundary] | None,
+        *,
+        counts: bool,
+    ) -> None:
+        """Set the fields. `agent_id` is the client's name for the agent. `boundaries` of the prompt are in ascending
+        order; None for the end of each prompt. With `counts`, chunks of a stream have the field `usage`.
         """
         self._kind = kind
         self._id = f"{kind.prefix}-{uuid.uuid4().hex}"
         self._common = {"created": int(time.time()), "model": model, "system_fingerprint": f"fp_{fingerprint:016x}"}
         self._agent_id = agent_id
+        self._boundaries = boundaries
         self._counts = counts
 
     def chunk(self, *choices: Reply, **more: Any) -> Reply:
@@ -123,7 +134,8 @@ class Envelope:
     async def whole(self, choices: Sequence[Reply], prompts: Sequence[Answer], answers: Sequence[Answer]) -> Reply:
         """Return the complete reply to a request. `prompts` are answers, one for each prompt; `answers` are all."""
         opening = {"id": self._id, "object": self._kind.whole, **self._common, "choices": choices}
-        return opening | {"usage": usage_of(prompts, answers), "kvpage": self.kvpage(answers[0])}
+        usage = usage_of(prompts, answers, self._boundaries)
+        return opening | {"usage": usage, "kvpage": self.kvpage(answers[0])}
 
     def encoded(self, chunks: Iterable[Reply]) -> bytes:
         """Return chunks as server-sent events."""
@@ -131,7 +143,7 @@ class Envelope:
 
     async def ending(self, prompts: Sequence[Answer], answers: Sequence[Answer]) -> bytes:
         """Return the last events of a stream, as `whole`: the numbers of tokens, if chunks have them, and the end."""
-        counts = [self.chunk(usage=usage_of(prompts, answers))] if self._counts else []
+        counts = [self.chunk(usage=usage_of(prompts, answers, self._boundaries))] if self._counts else []
         return self.encoded(counts) + b"data: [DONE]\n\n"
 
     def failure(self, error: ApiError) -> bytes:
@@ -287,13 +299,35 @@ def kvpage_of(answer: Answer, agent_id: str | None) -> Reply:
     }
 
 
-def usage_of(prompts: Sequence[Answer], answers: Sequence[Answer]) -> Reply:
-    """Return the numbers of tokens. `prompts` are answers, one for each prompt; `answers` are all."""
+def written(answer: Answer, boundaries: Sequence[Boundary]) -> Counter[str]:
+    """Return how many tokens of a prompt were computed and are kept, by the lifetime of the next of its breakpoints,
+    which are in ascending order.
+    """
+    at, found = answer.reuse.tokens, Counter[str]()
+    for tokens, ttl in boundaries if answer.not_kept is None else ():
+        found[ttl] += max(0, tokens - at)
+        at = max(at, tokens)
+    return found
+
+
+def usage_of(
+    prompts: Sequence[Answer], answers: Sequence[Answer], boundaries: Sequence[Boundary] | None = None
+) -> Reply:
+    """Return the numbers of tokens. `prompts` are answers, one for each prompt; `answers` are all. `boundaries` of the
+    prompt are as for `written`; None for the end of each prompt.
+    """
     prompted = sum(answer.prompt_tokens for answer in prompts)
     generated = sum(len(answer.tokens) for answer in answers)
+    kept = [
+        written(answer, [Boundary(answer.prompt_tokens, "")] if boundaries is None else boundaries).total()
+        for answer in prompts
+    ]
     return {
         "prompt_tokens": prompted,
         "completion_tokens": generated,
         "total_tokens": prompted + generated,
-        "prompt_tokens_details": {"cached_tokens": sum(answer.reuse.tokens for answer in prompts)},
+        "prompt_tokens_details": {
+            "cached_tokens": sum(answer.reuse.tokens for answer in prompts),
+            "cache_write_tokens": sum(kept),
+        },
     }

@@ -70,13 +70,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # bodies that the SDK's type
     "web_search_options": ({"web_search_options": {}}, "web_search_options"),
 }
 IGNORED: dict[str, dict[str, Any]] = {
-    "messages[].content[].prompt_cache_breakpoint": part(
-        type="text", text="Hello", prompt_cache_breakpoint={"mode": "explicit"}
-    ),
     "metadata": {"metadata": {"a": "b"}},
     "prediction": {"prediction": {"type": "content", "content": "Hello"}},
     "prompt_cache_key": {"prompt_cache_key": "key"},
-    "prompt_cache_options": {"prompt_cache_options": {"mode": "explicit"}},
     "prompt_cache_retention": {"prompt_cache_retention": "24h"},
     "safety_identifier": {"safety_identifier": "user"},
     "service_tier": {"service_tier": "flex"},

@@ -234,7 +234,7 @@ def test_a_diagnosis_names_the_difference(responses: openai.OpenAI) -> None:
         ({"background": True}, "background", "this engine supports only false"),
         ({"truncation": "auto"}, "truncation", 'this engine supports only "disabled"'),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "this engine does not support it"),
-        ({"prompt_cache_options": {"mode": "explicit"}}, "prompt_cache_options.mode", "Input should be 'implicit'"),
+        ({"prompt_cache_options": {"mode": "other"}}, "prompt_cache_options.mode", "Input should be 'implicit'"),
         ({"include": ["message.output_text.logprobs"]}, "include", "this engine supports only"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]", "Input should be 'function'"),
         ({"tools": [WEATHER]}, "tools", "this model has no tool calling"),

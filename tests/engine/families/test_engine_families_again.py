@@ -24,6 +24,7 @@ import redis
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
 from engine.agent_engine import AgentEngine, Answer
+from engine.batch_engine import NOT_WANTED
 from engine.memory.blocks import AgentBlocks
 from engine.pool import BlockPool
 from engine.scheduling.request import CompletedGeneration
@@ -73,11 +74,13 @@ class Bench(EngineBench):
         assert done.not_kept is None
         return done, ReferenceAnswer(list(done.tokens), np.array(seen[:6]))
 
-    def ask(self, *asked: tuple[Sequence[int], AgentBlocks | None], count: int = 6) -> list[CompletedGeneration]:
+    def ask(
+        self, *asked: tuple[Sequence[int], AgentBlocks | None], count: int = 6, **options: Any
+    ) -> list[CompletedGeneration]:
         """The answers to prompts that are submitted together, each with a context, which must be mlx-lm's."""
         seen: list[list[Logits]] = [[] for _ in asked]
         uids = [
-            self.batch.submit("agent", prompt, known, max_tokens=count, sampler=recorder(logits))
+            self.batch.submit("agent", prompt, known, max_tokens=count, sampler=recorder(logits), **options)
             for (prompt, known), logits in zip(asked, seen, strict=True)
         ]
         done = {answer.uid: answer for answer in self.batch.step()}
@@ -158,6 +161,42 @@ def test_a_prompt_is_reused_up_to_the_thought_it_opens(bench: Bench) -> None:
     bench.free(first, second, third)
 
 
+@of_kinds("llama", *WITH_STATE, *ODD)
+def test_a_prompt_is_reused_up_to_its_boundaries(bench: Bench) -> None:
+    """They are within blocks. A later turn of the first conversation keeps them."""
+    (first,) = bench.ask((LONG, None), boundaries=[150, 287])
+    (second,) = bench.ask(([*first.blocks.tokens, *QUESTION], first.blocks), boundaries=[150, 287])
+    for done in (first, second):
+        (other,) = bench.ask(([*LONG[:150], *OTHER], done.blocks))
+        (edited,) = bench.ask(([*LONG[:287], *QUESTION], done.blocks))
+        assert [other.tokens_reused, edited.tokens_reused] == [150, 287]
+        bench.free(other, edited)
+    bench.free(first, second)
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "mamba2"])
+def test_boundaries_are_kept_beyond_the_budget_of_states(kind: str) -> None:
+    bench = Bench(kind, state_budget=0)
+    (first,) = bench.ask((LONG, None), boundaries=[150, 287])
+    (other,) = bench.ask(([*LONG[:150], *OTHER], first.blocks))
+    assert other.tokens_reused == 150
+    bench.free(first, other)
+    bench.pool.check_empty()
+
+
+@of_kinds("llama", *WITH_STATE, *ODD)
+def test_a_context_ends_with_the_tokens_to_keep(bench: Bench) -> None:
+    (first,) = bench.ask((LONG, None), boundaries=[150], kept_tokens=150)
+    assert first.blocks.tokens == tuple(LONG[:150])
+    (again,) = bench.ask((LONG, first.blocks), boundaries=[150], kept_tokens=150)
+    assert again.tokens_reused == 150
+    assert len(again.blocks) == 150
+    bench.batch.submit("agent", LONG, first.blocks, max_tokens=2, kept_tokens=0)
+    (nothing,) = bench.batch.step()
+    assert (nothing.tokens_reused, len(nothing.blocks), nothing.not_kept) == (0, 0, NOT_WANTED)
+    bench.free(first, again)
+
+
 @of_kinds("gemma3_text", "qwen3_next", "jamba")
 def test_an_answer_of_one_token_keeps_its_states(bench: Bench) -> None:
     (first,) = bench.ask((PROMPT, None), count=1)
@@ -223,12 +262,14 @@ def test_stored_states_within_blocks_are_loaded(bench: Bench, load: Load) -> Non
     (first,) = bench.ask((PROMPT, None))
     (second,) = bench.ask(([*first.blocks.tokens, *QUESTION], first.blocks))
     (long,) = bench.ask((LONG, None), count=40)  # its last token but one is in a block that the answer fills
+    (marked,) = bench.ask((LONG, None), boundaries=[150])
     cases = [
         (first, PROMPT, len(PROMPT) - 1),
         (first, [*PROMPT, *OTHER], len(PROMPT) - 1),
         (second, [*first.blocks.tokens, *OTHER], len(first.blocks)),
         (long, LONG, len(LONG) - 1),
         (long, [*long.blocks.tokens, *QUESTION], len(long.blocks)),
+        (marked, [*LONG[:150], *OTHER], 150),
     ]
     for done, prompt, reused in cases:
         known = load(bench, done.blocks, prompt)
@@ -237,7 +278,7 @@ def test_stored_states_within_blocks_are_loaded(bench: Bench, load: Load) -> Non
         assert answer.tokens_reused == reused
         bench.pool.free(known.block_ids)
         bench.free(answer)
-    bench.free(first, second, long)
+    bench.free(first, second, long, marked)
 
 
 def test_the_server_deletes_states_that_no_manifest_names(server: RunningServer, client: redis.Redis) -> None:
