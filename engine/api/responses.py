@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -13,7 +14,7 @@ from starlette.routing import Route
 from .completions import answer, conversation
 from .diagnosis import AskedPrompt, difference
 from .openai.errors import ApiError, invalid, renamed, shortened
-from .openai.response_schema import NAMES, ResponseBody
+from .openai.response_schema import NAMES, Item, ResponseBody
 from .openai.response_shapes import ResponseReply
 from .response_records import MAX_TURNS, StoredTurn
 from .service import Service
@@ -29,6 +30,8 @@ async def create_response(request: Request) -> Response:
     body = await service.parsed(ResponseBody, request)
     earlier = await _earlier(service, tenant.name, body.previous_response_id)
     items = [item for turn in earlier for item in (*turn.input, *turn.output)]
+    if body.conversation:
+        items = await _items_of(service, tenant.name, body.conversation.id)
     try:
         chat = body.chat(items)
         (prompt,), given, (reader,) = await conversation(service, request, tenant, chat)
@@ -61,26 +64,38 @@ async def input_items(request: Request) -> Response:
     """Reply to GET /v1/responses/{id}/input_items with the items of the request of a stored response: the last one
     first, or the first one with `order=asc`; at most `limit`, and those behind the item `after`.
     """
+    service: Service = request.app.state.service
+    tenant, response_id = service.tokens.tenant(request), request.path_params["response_id"]
+    if not (turn := await service.responses.turn(tenant.name, response_id)):
+        raise _not_found(response_id)
+    by_id = {item["id"]: item for item in turn.input}
+    ids, more = page_bounds(request, list(by_id))
+    return JSONResponse(listed([by_id[one] for one in ids], more=more))
+
+
+def page_bounds(request: Request, ids: Sequence[str]) -> tuple[list[str], bool]:
+    """Return the ids of the items that a request for a list wants, and whether there are more. Raises ApiError (400)
+    for a wrong parameter.
+    """
     order, limit = request.query_params.get("order", "desc"), request.query_params.get("limit", "20")
     after = request.query_params.get("after")
     if order not in ("asc", "desc"):
         raise invalid(f"order: is asc or desc, got {shortened(order)}", "order")
     if not (limit.isascii() and limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= MAX_ITEMS):
         raise invalid(f"limit: is 1 to {MAX_ITEMS}, got {shortened(limit)}", "limit")
-    service: Service = request.app.state.service
-    tenant, response_id = service.tokens.tenant(request), request.path_params["response_id"]
-    if not (turn := await service.responses.turn(tenant.name, response_id)):
-        raise _not_found(response_id)
-    items = turn.input if order == "asc" else turn.input[::-1]
+    ids = ids if order == "asc" else ids[::-1]
     if after is not None:
-        at = next((i for i, item in enumerate(items) if item.get("id") == after), None)
-        if at is None:
-            raise invalid(f"after: the request has no item {shortened(after)}", "after")
-        items = items[at + 1 :]
-    page = items[: int(limit)]
-    first, last = (page[0].get("id"), page[-1].get("id")) if page else (None, None)
-    more = len(page) < len(items)
-    return JSONResponse({"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more})
+        if after not in ids:
+            raise invalid(f"after: there is no item {shortened(after)}", "after")
+        ids = ids[ids.index(after) + 1 :]
+    page = list(ids[: int(limit)])
+    return page, len(page) < len(ids)
+
+
+def listed(items: Sequence[dict[str, Any]], *, more: bool) -> dict[str, Any]:
+    """Return items as the API lists them."""
+    first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
+    return {"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": more}
 
 
 async def delete_response(request: Request) -> Response:
@@ -100,6 +115,12 @@ RESPONSE_ROUTES = [
 ]
 
 
+def no_conversation(conversation_id: str) -> ApiError:
+    """Return the error for an unknown conversation, or another tenant's."""
+    message = f"there is no conversation {shortened(conversation_id)}"
+    return ApiError(404, message, "conversation", "conversation_not_found")
+
+
 def _not_found(response_id: str) -> ApiError:
     return ApiError(404, f"there is no response {shortened(response_id)}", "response_id", "response_not_found")
 
@@ -115,9 +136,20 @@ async def _earlier(service: Service, tenant: str, response_id: str | None) -> li
     if found is None:
         message = f"{name}: {shortened(response_id)}, or a response before it in its conversation, is not stored"
         raise invalid(message, name, "previous_response_not_found")
+    if found[-1].conversation:
+        message = f"{name}: the response is one of a conversation, {found[-1].conversation}: name the conversation"
+        raise invalid(message, name)
     if len(found) >= MAX_TURNS:
         raise invalid(f"{name}: the conversation has {len(found)} turns, which is the maximum", name)
     return found
+
+
+async def _items_of(service: Service, tenant: str, conversation_id: str) -> list[dict[str, Any]]:
+    """Return the items of a conversation. Raises ApiError (404) if there is none of this tenant."""
+    stored = await service.conversations.find(tenant, conversation_id)
+    if not stored:
+        raise no_conversation(conversation_id)
+    return await service.conversations.items(tenant, conversation_id, stored.items)
 
 
 async def _store(
@@ -126,8 +158,15 @@ async def _store(
     """Store a complete response, if the request wants it."""
     if not body.store:
         return
-    items = [{"id": f"item_{uuid4().hex}", **_shown(item.model_dump())} for item in body.input]
-    await service.responses.put(tenant, response, StoredTurn(items, response["output"], ancestors))
+    items, conversation = shown_items(body.input), body.conversation.id if body.conversation else None
+    await service.responses.put(tenant, response, StoredTurn(items, response["output"], ancestors, conversation))
+    if conversation:
+        await service.conversations.append(tenant, conversation, [*items, *response["output"]])
+
+
+def shown_items(items: Iterable[Item]) -> list[dict[str, Any]]:
+    """Return items of a request as the API lists them, each with an id."""
+    return [{"id": f"item_{uuid4().hex}", **_shown(item.model_dump())} for item in items]
 
 
 def _shown(item: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from kvpage_server.system import signals
 from kvpage_server.tracing import continued
 
 from ..startup import CANNOT_OPEN, Engine, Options, model_name
-from . import agents, messages, responses
+from . import agents, conversations, messages, responses
 from .anthropic.shapes import error_body
 from .auth import Tokens
 from .completions import UNREAD_SECONDS, chat, complete
@@ -84,6 +84,7 @@ def make_app(service: Service, host: str, origins: Sequence[str] = ()) -> Starle
             Route("/v1/models/{model:path}", model),
             *messages.MESSAGE_ROUTES,
             *responses.RESPONSE_ROUTES,
+            *conversations.CONVERSATION_ROUTES,
             *agents.AGENT_ROUTES,
             Route("/health", ready),
             Route("/health/live", live),

@@ -21,12 +21,14 @@ from kvpage_server.web import page_response
 from ..chains import is_unnamed, unnamed_agent
 from ..startup import Engine
 from .auth import AGENT_HEADER, Tenant, Tokens, credential, tenant_of
+from .conversation_records import ConversationRecords
 from .diagnosis import PromptLog
 from .metrics import Metrics
 from .openai.errors import ApiError, invalid, shortened
 from .openai.prompts import Prompts
 from .openai.schema import CompletionFields, RequestBody
 from .openai.templates import Renderer
+from .records import Records
 from .response_records import ResponseRecords
 from .watching import MOST_WATCHERS, Watching
 from .worker import Answers, EngineThread, Prompt
@@ -104,7 +106,9 @@ class Service:
         self.metrics = Metrics(lambda: worker.pending)
         self.watching = Watching(worker)
         self.prompt_log = PromptLog()
-        self.responses = ResponseRecords()
+        self.records = Records()
+        self.responses = ResponseRecords(self.records)
+        self.conversations = ConversationRecords(self.records)
         self.closing = False
         self._sanitize = sanitize
         self._hash_labels = hash_labels
@@ -119,7 +123,7 @@ class Service:
         self._prompts = Prompts(engine.tokenizer, engine.spec, renderer, sanitize=self._sanitize)
         await self._prompts.prepare()
         self.metrics.watch(engine)
-        self.responses.pages = engine.pages
+        self.records.pages = engine.pages
         self._engine = engine
         gc.collect()
         gc.freeze()  # otherwise a collection would visit all imported objects, for a tenth of a second

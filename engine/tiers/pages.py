@@ -385,6 +385,13 @@ class PageTier:
         """Send commands, and return the future of their parsed replies; of None if the server does not answer."""
         return self.loop.start(self._attempt(self._connection.ask(questions), self.unasked))
 
+    def change(self, key: str, change: Callable[[bytes | None], Sequence[Question]]) -> Future[list[Any] | None]:
+        """Send the commands that `change` makes of a key's value, in a transaction. Return the future of their parsed
+        replies; of None if the server does not answer.
+        """
+        work = self._connection.transaction([key], Question(["GET", key], text), change)
+        return self.loop.start(self._attempt(work, self.unasked))
+
     def _ask(self, work: Work[T]) -> T | None:
         """Wait for the result of `work`, and return it. Without an answer, count the reason and return None."""
         return self.loop.run(self._attempt(work, self.unasked))

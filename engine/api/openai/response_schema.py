@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from .errors import invalid, shortened
 from .schema import MAX_TOOLS, ChatBody, ChatCacheOptions, MarkedBody, RequestBody, Values, joined, marked
 
+MAX_NEW_ITEMS = 20  # in one request to a conversation, as OpenAI's API
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 
@@ -18,7 +19,6 @@ _UNSUPPORTED: dict[str, Values] = {
     "background": (False,),
     "background_options": (),
     "context_management": ([],),
-    "conversation": (),
     "image": (),
     "include": ([], ["reasoning.encrypted_content"]),
     "max_tool_calls": (),
@@ -146,6 +146,37 @@ class PromptCacheOptions(ChatCacheOptions):
     comparison_response_id: str | None = None
 
 
+Metadata = Annotated[dict[ShortName, ShortText], Field(max_length=16)]
+
+
+class MetadataBody(RequestBody):
+    """Body of POST /v1/conversations/{id}."""
+
+    metadata: Metadata = Field(default_factory=dict)
+
+
+class ItemsBody(RequestBody):
+    """Body of POST /v1/conversations/{id}/items."""
+
+    items: Annotated[Items, Field(max_length=MAX_NEW_ITEMS)]
+
+
+class ConversationBody(MetadataBody):
+    """Body of POST /v1/conversations."""
+
+    items: Annotated[Items, Field(max_length=MAX_NEW_ITEMS)] = Field(default_factory=list)
+
+
+class ConversationParam(RequestBody):
+    """The conversation to which a response belongs."""
+
+    id: str
+
+
+def _conversation_param(given: Any) -> Any:
+    return {"id": given} if isinstance(given, str) else given
+
+
 class ResponseBody(RequestBody):
     """Body of POST /v1/responses."""
 
@@ -155,6 +186,9 @@ class ResponseBody(RequestBody):
     input: Items = Field(default_factory=list)
     instructions: str | None = None
     previous_response_id: str | None = None
+    conversation: Annotated[
+        ConversationParam | None, BeforeValidator(_conversation_param, str | ConversationParam | None)
+    ] = None
     store: bool = True
     stream: bool = False
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -165,11 +199,20 @@ class ResponseBody(RequestBody):
     parallel_tool_calls: bool = True
     text: TextConfig = TextConfig()
     reasoning: Reasoning = Reasoning()
-    metadata: Annotated[dict[ShortName, ShortText], Field(max_length=16)] = Field(default_factory=dict)
+    metadata: Metadata = Field(default_factory=dict)
     agent_id: str | None = None
     user: ShortText | None = None
     prompt_cache_key: ShortText | None = None
     prompt_cache_options: PromptCacheOptions = PromptCacheOptions()
+
+    @model_validator(mode="after")
+    def _one_conversation(self) -> ResponseBody:
+        if self.conversation and (self.previous_response_id is not None or not self.store):
+            cause = "takes no previous_response_id" if self.store else "is stored: store is true"
+            raise PydanticCustomError(
+                "invalid_value", "a conversation {cause}", {"cause": cause, "field": "conversation"}
+            )
+        return self
 
     def chat(self, earlier: Sequence[dict[str, Any]]) -> ChatBody:
         """Return the request as a conversation of a chat, which begins with the items `earlier` of stored responses.

@@ -43,6 +43,7 @@ class ResponseReply:
             "created_at": int(time.time()),
             "status": "in_progress",
             "background": False,
+            "conversation": body.conversation and body.conversation.model_dump(),
             "error": None,
             "incomplete_details": None,
             "instructions": body.instructions,

@@ -1,0 +1,114 @@
+"""OpenAI's Conversations API, with OpenAI's own client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from api_engines import RunningEngine, start_engine, write_tiny
+from openai.types.conversations import Conversation
+from servers import RunningServer
+
+UNKNOWN = f"conv_{32 * '0'}"
+
+
+def message(text: str, role: str = "user") -> Any:
+    return {"type": "message", "role": role, "content": text}
+
+
+def create(client: openai.OpenAI, conversation: str, text: str) -> Any:
+    return client.responses.create(
+        model="tiny", input=text, conversation=conversation, max_output_tokens=4, temperature=0
+    )
+
+
+def texts(client: openai.OpenAI, conversation: str, **options: Any) -> list[str]:
+    items = client.conversations.items.list(conversation, **options)
+    return [item.model_dump()["content"][0]["text"] for item in items]
+
+
+@pytest.fixture(scope="module")
+def one(tenants: RunningEngine) -> Iterator[openai.OpenAI]:
+    with tenants.client("one") as client:
+        yield client
+
+
+def test_a_conversation_continues_at_another_engine(
+    server: RunningServer, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    model = write_tiny(tmp_path_factory.mktemp("models") / "tiny")
+    with start_engine(model, "--store", server.url, "--keep", "all") as engine, engine.client() as client:
+        made = client.conversations.create(items=[message("Be brief.", "system")], metadata={"a": "b"})
+        first = create(client, made.id, "Hello")
+        assert first.conversation.id == made.id
+        second = create(client, made.id, "More")
+        usage = second.usage
+        assert usage.input_tokens_details.cached_tokens >= 0.98 * first.usage.total_tokens - 1
+        asked = [f"{role}:{text}\n" for role, text in (("system", "Be brief."), ("user", "Hello"))]
+        history = [*asked, f"assistant:{first.output_text}\n", "user:More\n", "assistant:"]
+        assert usage.input_tokens == len("".join(history))
+    with start_engine(model, "--store", server.url) as engine, engine.client() as client:
+        third = create(client, made.id, "And more")
+        assert third.usage.input_tokens_details.cached_tokens >= 0.98 * usage.total_tokens - 1
+        said = ["Be brief.", "Hello", first.output_text, "More", second.output_text, "And more", third.output_text]
+        assert texts(client, made.id, order="asc", limit=2) == said
+        assert texts(client, made.id) == said[::-1]
+        with pytest.raises(openai.BadRequestError, match="name the conversation"):
+            client.responses.create(model="tiny", input="More", previous_response_id=third.id)
+
+
+def test_a_conversation_is_changed(one: openai.OpenAI) -> None:
+    made = one.conversations.create()
+    assert one.conversations.retrieve(made.id) == made
+    assert one.conversations.update(made.id, metadata={"topic": "rivers"}).metadata == {"topic": "rivers"}
+    added = one.conversations.items.create(made.id, items=[message("One"), message("Two")])
+    assert (added.first_id, added.last_id, added.has_more) == (added.data[0].id, added.data[1].id, False)
+    for item in added.data:
+        assert one.conversations.items.retrieve(str(item.id), conversation_id=made.id) == item
+    kept = one.conversations.items.delete(str(added.data[0].id), conversation_id=made.id)
+    assert (kept.id, kept.metadata) == (made.id, {"topic": "rivers"})
+    assert texts(one, made.id) == ["Two"]
+    with pytest.raises(openai.NotFoundError, match="no item"):
+        one.conversations.items.retrieve(str(added.data[0].id), conversation_id=made.id)
+    assert one.conversations.delete(made.id).deleted
+    with pytest.raises(openai.NotFoundError, match="no conversation"):
+        one.conversations.retrieve(made.id)
+
+
+def test_a_conversation_is_found_by_its_tenant_only(one: openai.OpenAI, tenants: RunningEngine) -> None:
+    made = one.conversations.create(items=[message("A secret")])
+    item = one.conversations.items.list(made.id).data[0].id
+    with tenants.client("two") as other:
+        asks: list[Any] = [
+            lambda: other.conversations.retrieve(made.id),
+            lambda: other.conversations.update(made.id, metadata={}),
+            lambda: other.conversations.delete(made.id),
+            lambda: other.conversations.items.list(made.id),
+            lambda: other.conversations.items.create(made.id, items=[message("Hello")]),
+            lambda: other.conversations.items.retrieve(str(item), conversation_id=made.id),
+            lambda: other.conversations.items.delete(str(item), conversation_id=made.id),
+            lambda: create(other, made.id, "Hello"),
+            lambda: create(other, UNKNOWN, "Hello"),
+        ]
+        for ask in asks:
+            with pytest.raises(openai.NotFoundError, match="there is no conversation"):
+                ask()
+    assert isinstance(one.conversations.retrieve(made.id), Conversation)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("", {"items": [message("Hello")] * 21}, "items"),
+        ("", {"metadata": {"a": 1}}, "metadata.a"),
+        ("", {"items": [{"type": "web_search_call"}]}, "items"),
+        (f"/{UNKNOWN}/items", {}, "items"),
+    ],
+)
+def test_a_wrong_field_is_named(tenants: RunningEngine, path: str, body: dict[str, Any], param: str) -> None:
+    url = f"{tenants.url}/v1/conversations{path}"
+    reply = httpx.post(url, json=body, headers={"Authorization": "Bearer one"}, timeout=60)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
