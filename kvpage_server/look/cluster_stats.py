@@ -28,7 +28,7 @@ from kvpage_server.look.top import EngineSubscription, MemoryByAgent, room_for_r
 from kvpage_server.observe.asking import QueriedStore, text
 from kvpage_server.observe.engines import EngineFigures
 from kvpage_server.observe.memory_by_agent import PREFIX, Holdings, holdings_of_store
-from kvpage_server.system.terminal import table_of
+from kvpage_server.system.terminal import readable, table_of
 from kvpage_server.system.text import as_size, how_many
 
 
@@ -200,7 +200,7 @@ def _status_table(shares: list[Share]) -> RenderableType:
     table = table_of(*columns, numbers_from=2, drop=("clients", "server", "limit", "evicted", "reads"))
     for share in shares:
         cells = [share["server"], *_status_cells(share)] if share in _reporting(shares) else [_no_statistics(share)]
-        table.add_row(share["url"], *cells)
+        table.add_row(readable(share["url"]), *cells)
     table.add_row(how_many(len(shares), "node"), "", *_status_cells(_totals(shares)), style="bold")
     return Group(table, Text("Valkey and Redis report no pages, blocks or reasons of misses"))
 
@@ -318,7 +318,7 @@ def _top_table(shares: list[Share]) -> RenderableType:
     table = table_of("server", "memory", "limit", "clients", *a_second, numbers_from=1, drop=drop)
     for share in shares:
         cells = _top_cells(share, share["per_second"]) if share in _reporting(shares) else [_no_statistics(share)]
-        table.add_row(share["url"], *cells)
+        table.add_row(readable(share["url"]), *cells)
     if _reporting(shares):
         table.add_row("total", *_top_cells(_totals(shares), _total_rates(shares)), style="bold")
     return table

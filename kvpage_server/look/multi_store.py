@@ -14,8 +14,9 @@ from kvpage_server.address import shown
 from kvpage_server.client.cluster.side_by_side import Rendezvous, ServerUrl, segment_of
 from kvpage_server.client.questions import encoded
 from kvpage_server.look.output import LookError
-from kvpage_server.observe.asking import Command, text
+from kvpage_server.observe.asking import Command
 from kvpage_server.system.program import say
+from kvpage_server.system.text import name_as_text
 
 NO_ANSWER = redis.ConnectionError, redis.TimeoutError
 _PAUSE_SECONDS = 60.0  # seconds without commands to a server that timed out, because each command would wait again
@@ -162,7 +163,7 @@ class MultiStore:
         stray = next((name for name in requests if self._server_of(name) != server), None)
         if stray is not None and server not in self._reported:
             self._reported.add(server)
-            where = f"{shown(server.url)} has requests that belong to others of the list, as {text(stray)} to"
+            where = f"{shown(server.url)} has requests that belong to others of the list, as {name_as_text(stray)} to"
             say("kvpage", f"{where} {self.home(stray)}: they are left out. Do the engines have this list?", 0)
 
 

@@ -21,9 +21,10 @@ from kvpage_server.client.cluster.commands import OPENING_SIZE, block_key, head_
 from kvpage_server.client.page import BlockName
 from kvpage_server.client.questions import encoded
 from kvpage_server.look.multi_store import MultiStore, Pipeline
-from kvpage_server.observe.asking import Command, QueriedStore, ask, text
+from kvpage_server.observe.asking import Command, QueriedStore, ask
 from kvpage_server.observe.memory_by_agent import exact_pattern, holdings_of_agent
 from kvpage_server.page import HEADER_SIZE, PageError, PageHeader, PageKey, decode_page, index_key
+from kvpage_server.system.text import name_as_text
 
 Answers: TypeAlias = list[Any]
 # commands for strings that replace a page command, and the function that makes its reply from theirs
@@ -304,10 +305,9 @@ def agent_hint(store: QueriedStore, name: bytes) -> str:
     holdings = ask(store, holdings_of_agent(name))
     if not holdings.agents and not holdings.unreadable:
         return ""
-    label = text(name)
     word = shell_word(os.fsdecode(name))
     shows = f": kvpage stat {word} shows its blocks, kvpage verify {word} checks them" if word else ""
-    return f"{label} is an agent, and no request{shows}"
+    return f"{name_as_text(name)} is an agent, and no request{shows}"
 
 
 def why_hint(store: QueriedStore, name: str, *page: str) -> str:

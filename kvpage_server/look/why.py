@@ -16,7 +16,7 @@ from kvpage_server.look.ls import agent_as_json, ago, raise_if_scan_refused
 from kvpage_server.look.multi_store import MultiStore
 from kvpage_server.look.output import LookError, UsageError, titled
 from kvpage_server.look.pages_on_strings import ABSENT, PagesOnStrings, shell_word, why_hint
-from kvpage_server.observe.asking import QueriedStore, Reading, ask, named, refused, text
+from kvpage_server.observe.asking import QueriedStore, Reading, ask, named, refused
 from kvpage_server.observe.context import BlockPlace, context_of
 from kvpage_server.observe.memory_by_agent import (
     PREFIX,
@@ -28,7 +28,7 @@ from kvpage_server.observe.memory_by_agent import (
 )
 from kvpage_server.page import MAX_PAGE, DType, KVType, PageError, PageKey, check_range, check_req_id
 from kvpage_server.system.terminal import for_people, out, print_json, readable, table_of, when
-from kvpage_server.system.text import as_size, how_many
+from kvpage_server.system.text import as_size, how_many, name_as_text
 
 # -- `kvpage stat` and `kvpage verify` ---------------------------------------------------------------------------------
 
@@ -77,7 +77,7 @@ def stat(store: QueriedStore, args: argparse.Namespace) -> bool:
 def _stat_agent(store: QueriedStore, args: argparse.Namespace) -> bool:
     """Print the contexts of the agent `args.key`. Return True. Raises LookError if the store has no such agent."""
     holdings = ask(store, holdings_of_store())
-    found = [agent for agent in holdings.agents if agent.agent_id == text(os.fsencode(args.key))]
+    found = [agent for agent in holdings.agents if agent.agent_id == name_as_text(os.fsencode(args.key))]
     if not found:
         raise_if_scan_refused(store, holdings)
         raise LookError(_maybe_unreachable(args.key, args) or _no_agent(store, args.key))
@@ -176,7 +176,7 @@ def verify(store: QueriedStore, args: argparse.Namespace) -> bool:
         no_page = f"request {args.req} has no such page{why_hint(store, args.req)}"
         raise LookError((not args.pages and _maybe_unreachable(args.req, args)) or no_page)
     if args.json:
-        of_agent = {"url": shown(args.url), "agent": text(name), "missing_blocks": missing}
+        of_agent = {"url": shown(args.url), "agent": name, "missing_blocks": missing}
         print_json((of_agent if agents else {"url": args.home(name), "request": name}) | found)
         return not corrupt and not missing
     if unchecked:
@@ -226,14 +226,14 @@ def why(store: QueriedStore, args: argparse.Namespace) -> bool:
         found = _why_string(store, os.fsencode(args.req)) if str(error).startswith("WRONGTYPE") else None
         if found is None:
             raise
-        return _print_answer(args, {"url": args.home(name), "string": args.req}, found)
+        return _print_answer(args, {"url": args.home(name), "string": os.fsencode(args.req)}, found)
     if answer["reason"] in _UNKNOWN and not args.name:  # no request has this name
         holdings = ask(store, holdings_of_agent(name))
         losses, since = _removed_strings(store, b"%b%b:*" % (PREFIX, exact_pattern(name)))
         if holdings.agents or holdings.unreadable or losses:
             return _show_agent(store, args, holdings, losses)
         if (of_string := _why_string(store, name)) is not None:
-            return _print_answer(args, {"url": args.home(name), "string": text(name)}, of_string)
+            return _print_answer(args, {"url": args.home(name), "string": name}, of_string)
         if args.unreachable():
             return _print_answer(args, {"url": shown(args.url), "request": name, "page": []}, {"reason": "gone"})
         answer |= {"since": max(answer.get("since", 0), since)} if since else {}
@@ -281,7 +281,7 @@ def _why_pages(store: QueriedStore, name: bytes, page: Sequence[int]) -> Answer:
 
 
 def _decoded(answer: Answer) -> Answer:
-    return {name: text(value) if isinstance(value, bytes) else value for name, value in answer.items()}
+    return {name: name_as_text(value) if isinstance(value, bytes) else value for name, value in answer.items()}
 
 
 # -- strings -----------------------------------------------------------------------------------------------------------
@@ -377,14 +377,14 @@ def _show_agent(store: QueriedStore, args: argparse.Namespace, holdings: Holding
     whole = any(not agent.missing for agent in holdings.agents)
     if args.json:
         found = [context_as_json(agent, places, args) for agent, places in contexts]
-        of_agent = {"agent": text(os.fsencode(args.req)), "contexts": found, "unreadable": holdings.unreadable}
+        of_agent = {"agent": os.fsencode(args.req), "contexts": found, "unreadable": holdings.unreadable}
         print_json({"url": shown(args.url), "unreachable": args.unreachable()} | of_agent | {"lost": losses})
         return whole
     for agent, places in contexts:
         for line in _context_lines(agent, places):
             out.print(readable(line))
     for key in holdings.unreadable:
-        model = _model_suffix(text(key).split(":")[2:])
+        model = _model_suffix(name_as_text(key).split(":")[2:])
         out.print(readable(f"an agent's context{model}: its manifest cannot be read"))
     for loss in losses:
         model = _model_suffix(loss["key"].split(":")[2:])

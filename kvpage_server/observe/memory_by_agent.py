@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from kvpage_server.observe.asking import Command, Reading, parts_of, refused
 from kvpage_server.page import tag_of
+from kvpage_server.system.text import name_as_text
 
 PREFIX = b"manifest:"
 HEAD_BYTES = 1 << 16  # first bytes of a manifest that are read: all but the tokens, for a context of 450,000 tokens
@@ -57,7 +58,7 @@ def parse(key: bytes, raw: bytes) -> Manifest | None:
     Return None if it is damaged, or if these bytes are not enough. The names of the model and of the process that has
     saved it are cut to MOST_LETTERS.
     """
-    agent, _, fingerprint = key.removeprefix(PREFIX).decode("utf-8", "backslashreplace").partition(":")
+    agent, _, fingerprint = name_as_text(key.removeprefix(PREFIX)).partition(":")
     try:
         received = _parsed(raw)
         names, together = [_text(name) for name in _list(received["chain"])], _count(received.get("together", 0))

@@ -48,7 +48,7 @@ from kvpage_server.store.evict import MemoryAccount
 from kvpage_server.store.eviction.leases import Bytes
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.memory.entry import Entry, Page, Text, has_bytes
-from kvpage_server.store.memory.index import Block, Extent
+from kvpage_server.store.memory.index import Block, Extent, ExtentPage
 from kvpage_server.store.memory.on_disk import OnDisk
 from kvpage_server.store.quota_limit import QuotaAccounts
 from kvpage_server.store.reading import Listing, Reader
@@ -368,7 +368,8 @@ def in_parts(pages: list[Page]) -> Iterator[list[Page]]:
 def _note_geometries(pages: Iterable[Page], planes: dict[int, _Geometry]) -> None:
     """Note each plane's common geometry, or `_NONE` if its pages differ."""
     for page in pages:
-        dtype, kv_type, rows, columns = _GEOMETRY.unpack_from(page.header)
+        header = page.header_with(0) if type(page) is ExtentPage else page.header  # without the cost of its checksum
+        dtype, kv_type, rows, columns = _GEOMETRY.unpack_from(header)
         geometry = dtype, rows, columns, page.size
         if planes.setdefault(kv_type, geometry) != geometry:
             planes[kv_type] = _NONE

@@ -32,6 +32,13 @@ def prints_every_character() -> bool:
     return not isinstance(sys.stdout, TextIOWrapper) or _codec(sys.stdout).startswith("utf")
 
 
+def as_printed(text: str) -> str:
+    """Return a text as standard output prints it: with JSON's escapes for characters that its encoding lacks."""
+    if prints_every_character():
+        return text
+    return text.encode(sys.stdout.encoding, _ERRORS).decode(sys.stdout.encoding)
+
+
 def _codec(stream: TextIOWrapper) -> str:
     return codecs.lookup(stream.encoding).name
 

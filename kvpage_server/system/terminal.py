@@ -16,8 +16,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Column, Table
 from rich.text import Text
 
-from kvpage_server.system.program import prints_every_character
-from kvpage_server.system.text import printable
+from kvpage_server.system.program import as_printed, prints_every_character
+from kvpage_server.system.text import name_as_text, printable
 
 _NO_TERMINAL = 200  # columns of a pipe or a file, where no line has to wrap
 
@@ -97,20 +97,20 @@ def table_of(*columns: str, numbers_from: int, drop: Sequence[str] = ()) -> Tabl
 
 
 def print_json(found: Any) -> None:
-    """Print an object as JSON on one line. Bytes that are not UTF-8 become `\\xNN`."""
+    """Print an object as JSON on one line. Names may be bytes, see `name_as_text`."""
     escapes = not prints_every_character()
-    printed = json.dumps(found, default=lambda raw: raw.decode("utf-8", "backslashreplace"), ensure_ascii=escapes)
+    printed = json.dumps(found, default=name_as_text, ensure_ascii=escapes)
     if not printed.isprintable():  # control characters could act on a terminal
         printed = "".join(letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in printed)
     print(printed, flush=True)
 
 
 def readable(name: bytes | str, most: int | None = None) -> Text:
-    """Return a name from a client, such as a request id, with escapes for unprintable characters.
+    """Return a name from a client, such as a request id, with escapes for characters that the terminal cannot print.
 
-    It is cut to `most` characters.
+    It is cut to `most` characters. The escapes are made here, before a table computes the width of its columns.
     """
-    printed = printable(name.decode("utf-8", "backslashreplace") if isinstance(name, bytes) else name)
+    printed = as_printed(printable(name_as_text(name) if isinstance(name, bytes) else name))
     return Text(printed if most is None or len(printed) <= most else f"{printed[: most - 1]}…")
 
 

@@ -71,6 +71,13 @@ def as_size(nbytes: int) -> str:
 # -- Text from clients, such as names, made harmless for terminals, logs and line formats ------------------------------
 
 
+def name_as_text(name: bytes) -> str:
+    """Return a name from a client as text, another one for each name: ``\\\\`` for a backslash, ``\\xNN`` for a byte
+    that is not UTF-8.
+    """
+    return name.replace(b"\\", rb"\\").decode("utf-8", "backslashreplace")
+
+
 def printable(text: str) -> str:
     """Return text with escapes for unprintable characters.
 

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kvpage_server.observe.asking import text
 from kvpage_server.observe.context import BlockPlace, Pages
 from kvpage_server.observe.engines import EnginesSeen
 from kvpage_server.observe.memory_by_agent import Agent, Holdings, OtherRequest
 from kvpage_server.observe.observer import Moment
 from kvpage_server.observe.overview import STORES_NOTHING, Overview
+from kvpage_server.system.text import name_as_text
 
 MOST_AGENTS = 500
 MOST_REQUESTS = 100
@@ -128,7 +128,7 @@ def _agent(agent: Agent) -> Shown:
 
 def _request(request: OtherRequest) -> Shown:
     return {
-        "id": request.label or text(request.req_id),
+        "id": request.label or name_as_text(request.req_id),
         "blocks": request.blocks,
         "pages": request.pages,
         "bytes": request.bytes,
@@ -182,7 +182,7 @@ def context(agent: Agent, places: list[BlockPlace]) -> Shown:
 def pages(found: Pages) -> Shown:
     """Return a block: its shape, and the norms of its pages by layer, plane and head."""
     return {
-        "name": text(found.name),
+        "name": name_as_text(found.name),
         "tokens": found.tokens,
         "planes": found.planes,
         "dtypes": found.dtypes,

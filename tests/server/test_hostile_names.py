@@ -104,6 +104,17 @@ def test_no_name_is_a_command_to_a_terminal(server: RunningServer, client: redis
     assert kvpage("ls", f"nobody{name}", url=server.url)[2].strip().isprintable()
 
 
+def test_each_name_has_another_text_in_json(server: RunningServer, client: redis.Redis) -> None:
+    names = b"\xff", rb"\xff", rb"\\xff", b"\\\xff", "\udcff".encode("utf-8", "surrogatepass")
+    for name in names:
+        client.execute_command("KVPAGESET", name, 0, 0, 0, 0, 1, 64, 64, 0, bytes(8192))
+        client.set(b"manifest:%b:00aa" % name, b"0" * 16 + b'{"chain": ["gone"], "block_tokens": 4, "count": 4}')
+    found = json.loads(printed("ls", "--json", url=server.url))
+    for texts in ([each["request"] for each in found["requests"]], [each["agent"] for each in found["agents"]]):
+        assert len({*texts}) == len(names)
+        assert {text.encode().decode("unicode_escape").encode("latin-1") for text in texts} == {*names}
+
+
 def test_an_engine_may_call_itself_anything() -> None:
     engine = EngineFigures(
         name="\ud800" + CLEARS.decode(), model="\n", answers=1, computed=1, used=1, room=0, tiers=NO_TIERS

@@ -43,7 +43,7 @@ MAY_KNOW = {
     "replay": "bounded page store system",
     "bench": "client page system",
     "look": "address client observe page system",
-    "observe": "bounded page",
+    "observe": "bounded page system",
     "http": "",
     "monitor": "http observe system",
     "web": "http monitor observe page system",

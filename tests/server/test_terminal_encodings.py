@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -18,6 +19,7 @@ TERMINALS = {
     "strict ASCII": {"PYTHONIOENCODING": "ascii:strict"},
     "Latin-1": {"PYTHONIOENCODING": "latin-1"},
 }
+ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 NAME = "zoë-ключ-…-" + "x" * 60
 
 
@@ -59,6 +61,24 @@ def test_json_has_the_same_names_in_each_terminal(server: RunningServer, client:
     done = run(terminal, "kvpage_server.cli", "ls", "--json", "--url", server.url)
     assert done.returncode == 0, done.stderr
     assert [each["request"] for each in json.loads(done.stdout.decode("latin-1"))["requests"]] == [NAME]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+@pytest.mark.parametrize("terminal", TERMINALS)
+def test_tables_fit_with_the_escapes_of_their_names(
+    server: RunningServer, client: redis.Redis, terminal: str, width: int
+) -> None:
+    for name in ("ключ-" * 8, "plain"):
+        client.execute_command("KVPAGESET", name, 0, 0, 0, 0, 1, 64, 64, 0, bytes(8192))
+    command = ["-m", "kvpage_server.cli", "ls", "--url", server.url]
+    env = environment(terminal) | {"NO_COLOR": "1", "TERM": "xterm"}
+    with pexpect.spawn(sys.executable, command, env=env, timeout=60, dimensions=(40, width)) as shown:
+        shown.expect(pexpect.EOF)
+        head, *rows = [line.rstrip() for line in ESCAPES.sub(b"", shown.before).splitlines()]
+    assert len(rows) == 2
+    assert any(row.startswith(rb"\u043a\u043b\u") for row in rows)
+    assert {len(row) for row in (head, *rows)} == {len(head)}, "the columns are aligned"
+    assert len(head) <= width
 
 
 @pytest.mark.parametrize("terminal", TERMINALS)

@@ -321,9 +321,13 @@ class ReadAhead(Generic[T]):
         return self.lent if pages == {self._of_pages} and None not in map(_UNIT, values) else None
 
 
-def hash_first(entries: Iterable[Entry | None]) -> None:
-    """Raise Postponed if `wait_for_checksums` returns a Wait. The command is called again after it."""
-    if wait := wait_for_checksums(entries):
+def hash_first(client: Client, entry: Entry | None) -> None:
+    """Raise Postponed if the checksum of an entry, whose read was counted, has to be computed by a thread.
+
+    The command is called again after it, and counts the hit then: it is not counted before.
+    """
+    if wait := wait_for_checksums([entry]):
+        client.keyspace.counters.hits -= 1
         raise Postponed(wait)
 
 

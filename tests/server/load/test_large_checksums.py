@@ -25,6 +25,10 @@ MANY = [  # 40 blocks of 4,000 pages
     [b"KVBLOCKSET", b"m", b"%d" % page, b"100", b"40", b"1", b"0", b"1", b"0", b"8", b"1", bytes(4000)]
     for page in range(40)
 ]
+SPLIT = [  # a block of 100,000 pages of 640 bytes, and a page that splits it
+    [b"KVBLOCKSET", b"s", b"0", b"100", b"1000", b"1", b"0", b"1", b"0", b"8", b"640", bytes(64_000_000)],
+    [b"KVPAGESET", b"s", b"0", b"0", b"0", b"0", b"8", b"1", b"640", b"0", bytes(640)],
+]
 LONGEST = 0.015  # seconds of a turn; on the loop, these take 0.01 to 0.05 s, and more on a busy machine
 TRIES = 3
 
@@ -56,8 +60,10 @@ def client(server: RunningServer) -> Iterator[redis.Redis]:
         ([WHOLE], [b"KVPAGESTAT", b"w", b"0", b"0", b"0", b"0"]),
         ([WHOLE], [b"GETRANGE", b"kv:w:0:0:0:0", b"0", b"10"]),
         (MANY, [b"MGET", *(b"kv:m:0:0:%d:0" % page for page in range(len(MANY)))]),
+        (SPLIT, [b"KVBLOCKEXISTS", b"s", b"0"]),
+        (SPLIT, [b"KVPAGEVERIFY", b"s"]),
     ],
-    ids=["SET", "MSET", "KVPAGESTAT", "GETRANGE", "MGET"],
+    ids=["SET", "MSET", "KVPAGESTAT", "GETRANGE", "MGET", "KVBLOCKEXISTS of a split block", "KVPAGEVERIFY"],
 )
 def test_much_is_hashed_in_short_turns(turns: Turns, before: list[list[bytes]], words: list[bytes]) -> None:
     with ExitStack() as stack:
@@ -83,6 +89,27 @@ def test_large_blobs_become_pages_and_wrong_ones_are_refused(client: redis.Redis
     assert client.get(bytes(KEY)) == BLOB
     assert not client.exists("k")
     assert client.info("memory")["arena_used"] < 2 * SIZE
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["GET", "{key}"],
+        ["GETRANGE", "{key}", 0, -1],
+        ["MGET", "{key}"],
+        ["GETSET", "{key}", BLOB],
+        ["SET", "{key}", BLOB, "GET"],
+        ["GETEX", "{key}"],
+        ["GETDEL", "{key}"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_read_that_waits_for_checksums_counts_once(client: redis.Redis, words: list[bytes | str | int]) -> None:
+    set_block(client, "r", 0, block([(0, DType.UINT8, SIZE)], layers=2, heads=1, page_size=1))
+    client.config_resetstat()
+    client.execute_command(*(bytes(KEY) if word == "{key}" else word for word in words))
+    stats = client.info("stats")
+    assert (stats["keyspace_hits"], stats["keyspace_misses"]) == (1, 0)
 
 
 def test_a_large_blob_in_a_long_mset_becomes_a_page(client: redis.Redis) -> None:

@@ -15,6 +15,7 @@ from kvpage_server.commands.dispatch.checks import fetched, hash_first, wait_for
 from kvpage_server.commands.families.keys.value import (
     admit,
     check_splits,
+    copy_large,
     length_of,
     pages_of,
     part_of,
@@ -121,9 +122,11 @@ def set_(client: Client, args: list[Argument]) -> Reply:
     options = _options(args[2:], words=(b"NX", b"XX", b"GET", b"KEEPTTL"))
     expires = options.expires("set")
     keyspace = client.server.keyspace
+    if options.get:
+        copy_large(client, [(key, args[1])])
     old = keyspace.reader.read(key) if options.get else keyspace.contents.find(key)
     if options.get:
-        hash_first([old])
+        hash_first(client, old)
     reply = string_of(old) if options.get else OK
     if options.only_if == (b"XX" if old is None else b"NX"):
         return reply if options.get else None
@@ -145,7 +148,7 @@ def get(client: Client, args: list[Argument]) -> Reply:
     if type(entry) is Text:
         return entry.data
     if type(entry) is ExtentPage:
-        hash_first([entry])
+        hash_first(client, entry)
     return string_of(entry)
 
 
@@ -197,8 +200,9 @@ def setnx(client: Client, args: list[Argument]) -> Reply:
 def getset(client: Client, args: list[Argument]) -> Reply:
     """Set a key's value, without an expiry. Return the old value, or null."""
     key = plain(args[0])
+    copy_large(client, [(key, args[1])])
     entry = client.server.keyspace.reader.read(key)
-    hash_first([entry])
+    hash_first(client, entry)
     reply = string_of(entry)
     store(client, key, args[1])
     return reply
@@ -209,7 +213,7 @@ def getdel(client: Client, args: list[Argument]) -> Reply:
     """Delete a key. Return its value, or null if there is no such key."""
     key = plain(args[0])
     entry = client.server.keyspace.reader.read(key)
-    hash_first([entry])
+    hash_first(client, entry)
     reply = string_of(entry)
     client.server.keyspace.contents.delete(key)
     return reply
@@ -232,7 +236,7 @@ def getex(client: Client, args: list[Argument]) -> Reply:
     entry = keyspace.reader.read(key)
     if entry is None:
         return None
-    hash_first([entry])
+    hash_first(client, entry)
     expires = options.expires("getex")
     if expires or (options.timing == b"PERSIST" and entry.expires):
         keyspace.contents.set_expiry(key, expires)
@@ -258,9 +262,8 @@ def mget(client: Client, args: list[Argument]) -> Reply:
     # not `values_to_load(keys)`: the reads may have evicted one of the values, to make room on disk for another
     cold = contents.any_on_disk and any(map(_is_cold, found))
     much = sum([entry.size for entry in found if entry is not None]) > MANY_BYTES
-    if cold or much:
+    if cold or much or wait_for_checksums(found):
         return Stream(None, _in_parts(client, keys, whole=not much))
-    hash_first(found)
     return [*map(string_of, found)]
 
 
@@ -376,7 +379,7 @@ def getrange(client: Client, args: list[Argument]) -> Reply:
     last = max(end + size, 0) if end < 0 else min(end, size - 1)
     if first > last or (start < 0 and end < 0 and start > end) or not size:
         return b""
-    hash_first([entry])
+    hash_first(client, entry)
     return part_of(entry, first, last + 1)
 
 

@@ -133,12 +133,20 @@ def pages_of(client: Client, values: Sequence[tuple[bytes, Argument]]) -> list[P
     """Return for each key and value of a command the page's name, header and body, which is copied to a new slot; None
     if the value is not the blob of the page that the key names. Raises as `checked_page`.
 
-    Raises Postponed while a thread copies and checks the bodies of large blobs. The command is then called again.
+    Raises Postponed as `copy_large`.
+    """
+    copy_large(client, values)
+    return [_page_of(client, key, value) for key, value in values]
+
+
+def copy_large(client: Client, values: Sequence[tuple[bytes, Argument]]) -> None:
+    """Raise Postponed while a thread copies and checks the bodies of large page blobs among a command's values.
+
+    The command is then called again, so it counts no read before this call.
     """
     large = [(key, value) for key, value in values if isinstance(value, Slot) and key[:3] == b"kv:"]
     if sum([value.size for _, value in large]) >= IN_THREAD_FROM:
         _prepare(client, large)
-    return [_page_of(client, key, value) for key, value in values]
 
 
 class _Prepared:

@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 
 from kvpage_server.commands.arguments import WRONG_TYPE, check_batch, plain_all
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.dispatch.checks import ReadAhead, fetched, hash_first, wait_for_write_behind
+from kvpage_server.commands.dispatch.checks import (
+    Postponed,
+    ReadAhead,
+    fetched,
+    wait_for_checksums,
+    wait_for_write_behind,
+)
 from kvpage_server.commands.families.pages.request import pages_missed
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.steps import Steps
@@ -445,7 +451,8 @@ def kvpagestat(client: Client, args: list[Argument]) -> Reply:
     block = keyspace.reader.block(name.req_id, name.page)
     if not is_page(page) or block is None:
         raise ReplyError(WRONG_TYPE)
-    hash_first([page])
+    if wait := wait_for_checksums([page]):
+        raise Postponed(wait)
     (header, checksum), guard, now = _header(page), keyspace.leases.of(block), unix_ms()
     return header_fields(header) | {
         "checksum": checksum,

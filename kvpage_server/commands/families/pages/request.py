@@ -15,7 +15,7 @@ import xxhash
 
 from kvpage_server.commands.arguments import SYNTAX_ERROR, integer_in, plain
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.dispatch.checks import fetched
+from kvpage_server.commands.dispatch.checks import fetched, wait_for_checksums
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.steps import STEP, Steps
 from kvpage_server.commands.table import READ, WORDS_PER_STEP, WRITE, Parts, blocks_of_request, nothing, requests
@@ -371,6 +371,9 @@ def _check_extent(extent: Extent) -> Generator[Reply, None, bool | None]:
 
 def _check(page: Page) -> Generator[Reply, None, bool | None]:
     """Return, in steps, whether a page matches its header in size and checksum; None if the header has no checksum."""
+    body = page.part(0, page.size)  # borrows the memory, as the page may leave it between steps
+    if wait := wait_for_checksums([page]):
+        yield wait
     try:
         header = header_of(page)
     except PageError:
@@ -379,7 +382,6 @@ def _check(page: Page) -> Generator[Reply, None, bool | None]:
         return False
     if not header.checksum:
         return None
-    body = page.part(0, page.size)  # borrows the memory, as the page may leave it between steps
     return (yield from hash_in_steps(body.view)) == header.checksum
 
 
