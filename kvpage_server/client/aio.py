@@ -21,7 +21,7 @@ from kvpage_server.client.calls import Call, Calls
 from kvpage_server.client.cluster.nodes import Peers
 from kvpage_server.client.cluster.plan import RAISES, Failed, NodeRequest, Plan, Timed, present
 from kvpage_server.client.cluster.store import PAUSE, ClusterCalls, several
-from kvpage_server.client.commands import BlobCommands, ask_dialect
+from kvpage_server.client.commands import BlobCommands, Kept, ask_dialect
 from kvpage_server.client.errors import Closed, Disconnected, PageClientError, Unsupported
 from kvpage_server.client.page import BlockBody, BlockName, Page, check_keys
 from kvpage_server.client.questions import BlockWords, Question, Word, ask, commit, encoded, watch
@@ -283,6 +283,17 @@ class AsyncPageClient:
         self, req_id: bytes, lease_ms: int, pages: Sequence[int] = (), *, deadline: float | None = None
     ) -> int:
         return await self._do(self._calls.lease(req_id, lease_ms, pages), deadline)
+
+    async def keep(
+        self,
+        keys: Sequence[bytes],
+        seconds: int,
+        *,
+        tenant: str = "",
+        tenants: int = 1,
+        deadline: float | None = None,
+    ) -> Kept:
+        return await self._do(self._calls.keep(keys, seconds, tenant, tenants), deadline)
 
     # -- anything else ---------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from typing_extensions import Buffer
 
 from kvpage_server import tracing
-from kvpage_server.client.commands import BlobCommands, Missed
+from kvpage_server.client.commands import BlobCommands, Kept, Missed
 from kvpage_server.client.page import (
     BlockBody,
     BlockName,
@@ -171,6 +171,14 @@ class Calls:
     def lease(self, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Call[int]:
         check_names([(req_id, page) for page in pages or (0,)])
         return Call("lease", _WHOLE, lambda to, _: to.lease(req_id, lease_ms, pages), sum)
+
+    def keep(self, keys: Sequence[bytes], seconds: int, tenant: str, tenants: int) -> Call[Kept]:
+        return Call(
+            "keep",
+            _WHOLE if keys else [],
+            lambda to, _: to.keep(keys, seconds, tenant, tenants),
+            lambda found: next(iter(found), Kept(0, 0, "")),
+        )
 
     def _parts(self, count: int, sizes: Sizes) -> list[slice]:
         """Return the slices of a batch of `count` items, one for each connection. With one connection, `sizes` is not

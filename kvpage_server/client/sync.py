@@ -14,7 +14,7 @@ from kvpage_server.client.calls import Call, Calls
 from kvpage_server.client.cluster.nodes import Nodes
 from kvpage_server.client.cluster.plan import RAISES, Timed, present
 from kvpage_server.client.cluster.store import PAUSE, several
-from kvpage_server.client.commands import BlobCommands, ask_dialect
+from kvpage_server.client.commands import BlobCommands, Kept, ask_dialect
 from kvpage_server.client.errors import Closed, Disconnected
 from kvpage_server.client.page import BlockBody, BlockName, Page, check_keys
 from kvpage_server.client.questions import Question, Word, ask, commit, encoded, watch
@@ -219,6 +219,23 @@ class PageClient:
         to `lease_ms`. It needs page ids. Raises Unsupported without them, and on a plain Redis.
         """
         return self._do(self._calls.lease(req_id, lease_ms, pages), deadline)
+
+    def keep(
+        self,
+        keys: Sequence[bytes],
+        seconds: int,
+        *,
+        tenant: str = "",
+        tenants: int = 1,
+        deadline: float | None = None,
+    ) -> Kept:
+        """Give values a lifetime: protect them from eviction for at least `seconds`, also after a restart of the
+        server. The key of a page, `bytes(PageKey(...))`, stands for its block.
+
+        The bytes count for `tenant`. If there are several `tenants`, each may keep that part of the server's limit.
+        Raises Unsupported on a plain Redis and in a cluster, which has its own eviction policy.
+        """
+        return self._do(self._calls.keep(keys, seconds, tenant, tenants), deadline)
 
     # -- anything else ---------------------------------------------------------------------------------------------
 

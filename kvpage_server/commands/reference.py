@@ -89,8 +89,12 @@ OK
 26) (integer) 0
 27) "pinned"
 28) (integer) 0
-29) "tier"
-30) "memory"
+29) "kept_until_ms"
+30) (integer) 0
+31) "kept_by"
+32) ""
+33) "tier"
+34) "memory"
 """,
     "kvpagedel": f"""\
 {_TWO_PAGES}> KVPAGESET req 0 0 1 0 3 1 4 0 more
@@ -148,6 +152,12 @@ OK
 (integer) 1
 > KVPAGEUNPIN req
 (integer) 0
+""",
+    "kvpagekeep": f"""\
+{_TWO_PAGES}> KVPAGEKEEP alice 2 3600 kv:req:0:0:0:0
+1) (integer) 1
+2) (integer) ...
+3) ""
 """,
     "kvpagewhy": f"""\
 {_TWO_PAGES}> KVPAGEDEL req 0
@@ -250,9 +260,10 @@ value under its own key writes the page.
 `kv:{{req}}:index` is a read-only set of the page keys of a request. `KEYS` and `SCAN` do not list it. `SCAN` with
 `TYPE set` lists only these keys, so it lists the requests.
 
-A block that is leased or pinned is not evicted. Leases and pins together can take half of `maxmemory` and half of what
-`maxdisk` has for values, and within a quota at most half of that quota. They do not protect from deletion and
-expiry. A lease lasts an hour at most. It can be prolonged, but not ended.
+A block that is leased or pinned, or has a lifetime (`KVPAGEKEEP`), is not evicted. All of them together can take half
+of `maxmemory` and half of what `maxdisk` has for values, and within a quota at most half of that quota. They do not
+protect from deletion and expiry. A lease lasts an hour at most, a lifetime a day. Both can be prolonged, but not ended.
+A lifetime survives a restart of the server.
 """
 
 _TITLES = {

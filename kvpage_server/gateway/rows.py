@@ -262,13 +262,13 @@ class PagesBehind:
         yield [*map(int, there)]
 
     def kvpagestat(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        """Yield the header fields and the TTL of a page. Lease and pin are 0, because a cluster has neither."""
+        """Yield the header fields and the TTL of a page. Lease, pin and lifetime are 0: a cluster has none of them."""
         found = yield from self.upstream.do(self.upstream.plans.metadata(_key(args)))
         if not isinstance(found, PageMetadata):
             yield bulk_reply(found)
             return
-        left = {"ttl_left_ms": found.ttl_left_ms, "lease_left_ms": 0, "pinned": 0, "tier": "cluster"}
-        yield header_fields(found.header) | left
+        left = {"ttl_left_ms": found.ttl_left_ms, "lease_left_ms": 0, "pinned": 0, "kept_until_ms": 0, "kept_by": b""}
+        yield header_fields(found.header) | left | {"tier": "cluster"}
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

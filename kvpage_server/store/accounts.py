@@ -63,6 +63,10 @@ class Account(ABC):
         The next source is used if the units of the sources before it did not free enough.
         """
 
+    def ended(self) -> Iterator[Unit]:
+        """Yield the units of the account whose lifetime has ended. They are evicted before those of `sources`."""
+        return self.contents.ended()
+
     @abstractmethod
     def refusal(self, size: int) -> str:
         """Return the reason to refuse a write of `size` bytes, as in "command not allowed when ..."."""
@@ -79,13 +83,14 @@ class OverLimit(Exception):
 def make_room(account: Account, size: int = 0, stay: Collection[Unit] = ()) -> Iterator[Unit]:
     """Evict units until `size` more bytes fit in an account. Yield each one, so that other clients can get their turn.
 
-    Units in `stay`, and leased, pinned and held units, are not evicted. If the remaining ones do not free enough, raise
+    Units in `stay`, and protected and held units, are not evicted. If the remaining ones do not free enough, raise
     OverLimit if the account refuses the write, and return otherwise.
     """
     goal = account.goal(size)
     if account.used <= goal:
         return
-    for unit in evictions(account.contents, account.sources(size), stay):
+    sources = ((chain(account.ended(), units), leave) for units, leave in account.sources(size))
+    for unit in evictions(account.contents, sources, stay):
         yield unit
         if account.used <= goal:
             return

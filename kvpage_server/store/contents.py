@@ -503,6 +503,7 @@ class Contents:
     def _rewrite(self, key: bytes, text: Text, value: bytes, expires: int, event: str) -> None:
         """Replace a short string by another one, and update only the accounts that change."""
         self.texts += len(value) - len(text.data)
+        self.leases.replaced(key, text_size(key, len(value)))
         text.data = value
         changed = text.expires != expires
         if changed:
@@ -633,10 +634,11 @@ class Contents:
         self.catalogue.forget_stray(key)
         if type(old) is Text:
             self.texts -= len(key) + old.size + TEXT_OVERHEAD
-        else:
-            self.leases.removed(key)  # a new value was just used, so it needs no lease
         if new is None or is_page(new):
+            self.leases.removed(key)
             self._unit_removed(key)
+        else:
+            self.leases.replaced(key, footprint_of(key, new))
         if new is not None and is_page(new):
             self.lost.remember(key, _REASONS["set"])
 
@@ -727,10 +729,17 @@ class Contents:
         # `soonest` alone is not enough: the page that it stands for may have been kept with PERSIST.
         return bool(unit.soonest) and any(map(self.expires_of, unit.page_keys()))
 
+    def ended(self) -> Iterator[Unit]:
+        """Yield units to evict before all others: their lifetime has ended, and they were not used since."""
+        units = self.evictor.units
+        for unit, end in self.leases.ended() if self.evictor.rules.evicts_any else ():
+            if unit in units and units.now - units.idle(unit) > end // 1000:
+                self.leases.forget_end(unit)
+            else:
+                yield unit
+
     def spares(self, unit: Unit, now: int) -> bool:
-        """Return whether a unit is leased or pinned at `now`, in monotonic milliseconds, or a waiting command needs
-        it.
-        """
+        """Return whether a unit is protected at `now`, in monotonic milliseconds, or a waiting command needs it."""
         return self.leases.spares(unit, now) or self.tier.holds(unit)
 
     def evict(self, unit: Unit, *, room: str = "memory") -> None:
@@ -751,6 +760,11 @@ class Contents:
         self.counters.evictions[cause] = self.counters.evictions.get(cause, 0) + keys
         if quota is not None and room == "quota":
             quota.evicted += keys
+
+
+def footprint_of(key: bytes, entry: Entry) -> int:
+    """Return the bytes of memory of a string or a page."""
+    return text_size(key, entry.size) if type(entry) is Text else cast(Page, entry).footprint
 
 
 def unit_of(key: bytes, entry: Entry) -> Unit:

@@ -1,7 +1,7 @@
 """The accounts of memory: values, which are limited by `maxmemory`, and the index.
 
 Without a tier below, a unit that leaves memory is evicted: its keys are removed. With a tier, a unit that is also on
-disk is demoted: its bytes leave memory, and its keys stay. Leased, pinned and held units are spared.
+disk is demoted: its bytes leave memory, and its keys stay. Protected and held units are spared.
 
 The index does not count against `maxmemory`. It may take as much again, and at least LEAST_INDEX. Above that, units are
 evicted, also with a tier, because the keys of a demoted unit stay in the index.
@@ -10,9 +10,11 @@ evicted, also with a tier, because the keys of a demoted unit stay in the index.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import takewhile
 
 from kvpage_server.store.accounts import Account, make_room
 from kvpage_server.store.contents import Contents, Source
+from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.memory.index import Block
 
 MOST_LEAVE = 250  # keys evicted or demoted in one call, because other clients wait meanwhile
@@ -74,6 +76,9 @@ class MemoryAccount(Account):
 
     def sources(self, _: int) -> Iterator[Source]:
         return self.contents.tier.values_to_evict()
+
+    def ended(self) -> Iterator[Unit]:
+        return takewhile(self.contents.evictor.units.__contains__, super().ended())  # behind them are demoted units
 
     def refusal(self, _: int) -> str:
         return "used memory > 'maxmemory'"

@@ -12,7 +12,7 @@ Its parts:
     memory          the accounts of memory and of the index
     disk            the account of the disk; without a disk it has no limit
     quotas          the accounts of quotas
-    protection      the limits of leases and pins
+    protection      the limits of leases, pins and lifetimes
     reader          lookups; counts uses, hits and misses
     listing         lists of keys and requests
     needs           lookups of the values that a command needs in memory
@@ -31,13 +31,13 @@ import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, zip_longest
 from operator import attrgetter
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar
 
 from kvpage_server.core import NewPages
 from kvpage_server.core.pieces import END, Piece, frame
-from kvpage_server.page import HEADER_SIZE, MAX_BLOCK_PAGES, BlockShape, DType, Plane, header_fields
+from kvpage_server.page import HEADER_SIZE, MAX_BLOCK_PAGES, BlockShape, DType, Plane, header_fields, unix_ms
 from kvpage_server.store.accounts import PendingWrite, Reservation, ReservationParts, make_room
-from kvpage_server.store.contents import Contents, unit_of
+from kvpage_server.store.contents import Contents, footprint_of, unit_of
 from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.disk.fetching import BorrowedReads
 from kvpage_server.store.disk.limit import DiskAccount
@@ -45,7 +45,7 @@ from kvpage_server.store.disk.prefetch import Prefetcher
 from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.disk.usage import Stored
 from kvpage_server.store.evict import MemoryAccount
-from kvpage_server.store.eviction.leases import Bytes
+from kvpage_server.store.eviction.leases import LONGEST_LIFETIME, Bytes
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.memory.entry import Entry, Page, Text, has_bytes
 from kvpage_server.store.memory.index import Block, Extent, ExtentPage
@@ -56,24 +56,26 @@ from kvpage_server.system.text import monotonic_ms
 
 # -- protection --------------------------------------------------------------------------------------------------------
 #
-# Limits of leases and pins: half of memory, half of the disk's space for values, and half of the index.
+# Limits of leases, pins and lifetimes together: half of memory, half of the disk's space for values, and half of the
+# index. A tenant's lifetimes have a share of that.
 #
 # Protected values cannot be evicted, so a part of memory and a part of the disk must stay unprotected. A limit on
 # memory alone is not enough: right after a start all values are on disk only, so all of them could be protected, and
 # the disk would refuse every write. Protected units of a quota may take half of it, other protected units half of the
 # memory outside quotas.
 
-SHARE = 0.5  # of memory, of the disk, and of each quota, that leases and pins may protect
+SHARE = 0.5  # of memory, of the disk, and of each quota, that leases, pins and lifetimes may protect
 EXISTS_LEASE_MS = 10_000  # milliseconds of the lease after a reply that a key exists
 
 
 class Protection:
-    """Leases and pins of units, within the limits above."""
+    """Leases, pins and lifetimes of units, within the limits above."""
 
     def __init__(self, contents: Contents, memory: MemoryAccount, disk: DiskAccount) -> None:
         self._contents = contents
         self._memory = memory
         self._disk = disk
+        contents.leases.most = self.most
 
     def lease_after_exists(self, key: bytes, entry: Entry) -> None:
         """Lease a key's unit for EXISTS_LEASE_MS, because a reply said that it exists, and the client will read it.
@@ -92,15 +94,31 @@ class Protection:
         """Protect a unit until it is unpinned. Return False if protected units would exceed their limit."""
         return self._contents.leases.pin(unit, self.size_of(unit), self.most(unit))
 
+    def keep(self, unit: Unit, ends: int, tenant: bytes, tenants: int) -> str:
+        """Give a unit a lifetime until `ends`, in unix milliseconds, which counts for a tenant, one of `tenants` with
+        equal shares. Return "", or the limit that would be exceeded: "limit" of all protected units, or "share".
+        """
+        leases = self._contents.leases
+        left = min(max(ends - unix_ms(), 0), 1000 * LONGEST_LIFETIME)
+        size, most = self.size_of(unit), self.most(unit)
+        if unit not in leases and not leases.have_room(unit, size, most):
+            return "limit"
+        share = Bytes(*(limit // tenants for limit in most))
+        if not leases.keep(unit, size, monotonic_ms() + left, ends, tenant, share):
+            return "share"
+        return ""
+
     def size_of(self, unit: Unit) -> Bytes:
         """Return the size of a unit. On disk it is at least the size in memory, since it may not be written yet."""
-        entries = self._contents.catalogue.entries
-        memory = unit.footprint if isinstance(unit, Block) else cast(Page, entries[unit]).footprint
+        if isinstance(unit, Block):
+            memory = unit.footprint
+        else:
+            memory = footprint_of(unit, self._contents.catalogue.entries[unit])
         costs = self._contents.catalogue.costs
         return Bytes(memory, max(memory, self._disk.size_of(unit)), costs.of_unit(unit))
 
     def most(self, unit: Unit) -> Bytes:
-        """Return the bytes that leases and pins may protect in a unit's quota, or outside all quotas."""
+        """Return the bytes that leases, pins and lifetimes may protect in a unit's quota, or outside all quotas."""
         disk = self._disk.limit
         return Bytes(
             self._share(unit, self._memory.limit),

@@ -51,6 +51,9 @@ class QuotaAccount(Account):
         elif rules.evicts_expiring:
             yield filter(self.contents.may_expire, units), self._evict
 
+    def ended(self) -> Iterator[Unit]:
+        return filter(self.quota.sizes.__contains__, super().ended())
+
     def _evict(self, unit: Unit) -> None:
         self.quota.units.evicted(unit)
         self.contents.evict(unit, room="quota")

@@ -22,7 +22,7 @@ from typing_extensions import Buffer
 from kvpage_server.address import urls_of
 from kvpage_server.client.calls import Call, Calls, count_misses
 from kvpage_server.client.cluster.plan import GONE, Failed, NodeRequest, Plan, Round, timed
-from kvpage_server.client.commands import BlobCommands, ask_dialect
+from kvpage_server.client.commands import BlobCommands, Kept, ask_dialect
 from kvpage_server.client.errors import Disconnected, PageClientError, Refused
 from kvpage_server.client.page import BlockBody, BlockName, Page, check_names
 from kvpage_server.client.questions import BlockWords, Question, ask, key_of
@@ -185,6 +185,23 @@ class SideBySideCalls:
     def lease(self, end: Deadline, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Plan[int]:
         parts = self._parts([req_id], lambda _: self.calls.lease(req_id, lease_ms, pages))
         return sum(_all_done((yield from self._ask(parts))))
+
+    @timed
+    def keep(self, end: Deadline, keys: Sequence[bytes], seconds: int, tenant: str, tenants: int) -> Plan[Kept]:
+        """Return the number of keys before the first one that is not kept. Each server keeps those of its keys that are
+        before the first one that it cannot keep.
+        """
+        parts = self._parts(
+            [key.split(b":")[1] if key.startswith(b"kv:") else key for key in keys],
+            lambda some: self.calls.keep(_of(keys, some), seconds, tenant, tenants),
+        )
+        first, ends, why = len(keys), list[int](), ""
+        for part, answer in (yield from self._ask(parts)):
+            kept = Kept(0, 0, GONE) if isinstance(answer, Failed) else answer
+            if kept.keys < len(part.items) and part.items[kept.keys] < first:
+                first, why = part.items[kept.keys], kept.why
+            ends.append(kept.until)
+        return Kept(first, min(ends, default=0), why)
 
     # -- anything else -----------------------------------------------------------------------------------------------
 

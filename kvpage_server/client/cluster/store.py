@@ -21,6 +21,7 @@ from kvpage_server.client.cluster.nodes import SILENCE, Peers
 from kvpage_server.client.cluster.plan import GONE, Failed, Plan, timed
 from kvpage_server.client.cluster.side_by_side import Rendezvous, SideBySideCalls, lists_several, servers_of
 from kvpage_server.client.cluster.topology import SCHEMES, Address, Node
+from kvpage_server.client.commands import Kept
 from kvpage_server.client.errors import PageClientError, Refused, Unsupported, WrongReply
 from kvpage_server.client.page import (
     BlockBody,
@@ -228,6 +229,12 @@ class ClusterCalls:
         touched = [simple(b"TOUCH", block_key(name), writes=True) for name in names]
         found = yield from self._integers([*touched, *(_lease(name, lease_ms, writes=True) for name in names)], end)
         return sum(found[: len(names)])
+
+    @timed
+    def keep(self, end: Deadline, keys: Sequence[bytes], seconds: int, tenant: str, tenants: int) -> Plan[Kept]:
+        """Raise Unsupported."""
+        yield from ()
+        raise Unsupported("a cluster has its own eviction policy: it gives no value a lifetime")
 
     # -- anything else -----------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ import lmdb
 from kvpage_server.page import HEADER_SIZE, checksum, unix_ms
 from kvpage_server.store import records
 from kvpage_server.store.disk.bodies import NUMBER, Found, Outcome, ReadTxn, StoredBodies
-from kvpage_server.store.disk.encoding import Change, Clear, Delete, SetExpiry, Sheets, Write
+from kvpage_server.store.disk.encoding import LIFETIME, Change, Clear, Delete, Lifetime, SetExpiry, Sheets, Write
 from kvpage_server.store.disk.lmdb_file import (
     FORMAT,
     RESERVE,
@@ -98,7 +98,7 @@ def _bodies_of(key: bytes, data: bytes) -> Iterator[Body]:
 
 # -- The LMDB file -----------------------------------------------------------------------------------------------------
 #
-# The file has four databases:
+# The file has five databases:
 #
 #     about       the format, the store's id, and flags
 #     records     a record for each string and each extent; sheets for the single pages of other blocks.
@@ -106,6 +106,7 @@ def _bodies_of(key: bytes, data: bytes) -> Iterator[Body]:
 #     pieces      the bodies, in numbered pieces of up to 64 pages of LMDB, or of one page each if not enough free pages
 #                 are contiguous
 #     quarantine  the last few damaged records. Pieces of their bodies stay in `pieces`
+#     lifetimes   the end of each unit's lifetime, and its tenant
 #
 # A value that is overwritten gets new pieces. Numbers of pieces are not reused while the process runs, so the pieces
 # that a transaction reads belong to the record that it has read. `Clear` empties the quarantine, too, because the next
@@ -168,6 +169,7 @@ class Disk:
             self._marker.opened()
             self._attach()
             self._ensure_free_pages(maxdisk)
+            self._lifetimes = self._env.open_db(b"lifetimes")
             self._keep_reserve()
         except BaseException:
             self._env.close()
@@ -350,8 +352,15 @@ class Disk:
     def _change(self, txn: _Txn, sheets: Sheets, change: Change, piece: int) -> None:
         if isinstance(change, Clear):
             sheets.clear()
-            for database in (self._records, self._quarantine, self._pieces):  # the quarantine refers to pieces
+            # The quarantine refers to pieces.
+            for database in (self._records, self._quarantine, self._pieces, self._lifetimes):
                 txn.drop(database, delete=False)
+            return
+        if change.name[:1] == LIFETIME:
+            if isinstance(change, Write):
+                txn.put(database_key(change.name), bytes(change.body), db=self._lifetimes)
+            else:
+                txn.delete(database_key(change.name), db=self._lifetimes)
             return
         place = records.place_of(change.name)
         if isinstance(change, Write):
@@ -456,6 +465,11 @@ class Disk:
                     yield key, records.unpack(key, data)
                 except Damaged as damage:
                     yield key, damage
+
+    def lifetimes(self) -> list[Lifetime]:
+        """Return all lifetimes."""
+        with lmdb_errors(self.path), self._env.begin(db=self._lifetimes) as txn:
+            return [Lifetime.unpack(data) for _, data in txn.cursor()]
 
     def records(self, after: bytes = b"", most: int = 1 << 62) -> Iterator[tuple[bytes, Record | Damaged]]:
         """Yield the records behind the database key `after`, each with its database key, in one transaction.

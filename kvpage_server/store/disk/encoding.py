@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import lmdb
 
@@ -59,6 +60,28 @@ class Clear:
 
 Change = Write | Delete | SetExpiry | Quarantine | Clear
 
+# The name of a unit's lifetime is `l` and the unit's name. The body of its `Write` is a `Lifetime`.
+
+LIFETIME = b"l"
+_LIFETIME = struct.Struct("<QH")  # end, length of the tenant's name
+
+
+class Lifetime(NamedTuple):
+    """The lifetime of a unit: its end in unix milliseconds, and its tenant."""
+
+    unit: bytes  # the unit's name
+    ends: int
+    tenant: bytes
+
+    def pack(self) -> bytes:
+        return _LIFETIME.pack(self.ends, len(self.tenant)) + self.tenant + self.unit
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Lifetime:
+        ends, size = _LIFETIME.unpack_from(data)
+        start = _LIFETIME.size
+        return cls(data[start + size :], ends, data[start : start + size])
+
 
 # -- Encoding of values, and decoding of extents after a restart -------------------------------------------------------
 #
@@ -77,13 +100,15 @@ class Corrupt:
 
 
 ShortText = tuple[bytes, int]  # the bytes and the expiry of a string
-Value = Slot | ExtentPage | Extent | ShortText | OnDisk | Corrupt | SetExpiry
+Value = Slot | ExtentPage | Extent | ShortText | OnDisk | Corrupt | SetExpiry | Lifetime
 
 
 def change_of(name: bytes, value: Value) -> Change:
     """Return the change that stores a value. For a value that is on disk only, it changes the expiry."""
     if isinstance(value, SetExpiry):
         return value
+    if isinstance(value, Lifetime):
+        return Write(name, b"", value.pack())
     if isinstance(value, tuple):
         return Write(name, b"", value[0], value[1], unix_ms())
     if isinstance(value, Extent):

@@ -177,7 +177,7 @@ def open_map(path: Path, maxdisk: int, *, flushes: bool) -> lmdb.Environment:
                 str(path),
                 subdir=False,
                 mode=_MODE,
-                max_dbs=4,
+                max_dbs=5,
                 map_size=size,
                 max_spare_txns=4,
                 max_readers=_READERS,

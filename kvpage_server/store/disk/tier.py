@@ -22,7 +22,7 @@ from kvpage_server.core import NewPages, Slot
 from kvpage_server.store import records
 from kvpage_server.store.contents import Contents, Source, Tier
 from kvpage_server.store.disk.database import Disk
-from kvpage_server.store.disk.encoding import Change, Corrupt, SetExpiry, Value, change_of
+from kvpage_server.store.disk.encoding import LIFETIME, Change, Corrupt, Delete, Lifetime, SetExpiry, Value, change_of
 from kvpage_server.store.disk.fetching import Fetching
 from kvpage_server.store.disk.limit import DiskAccount
 from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull
@@ -36,6 +36,7 @@ from kvpage_server.store.disk.naming import (
     name_of_unit,
     names_in,
     parse_block,
+    unit_named,
     value_named,
 )
 from kvpage_server.store.disk.readers import DiskReader, Scrubber
@@ -84,7 +85,7 @@ class Changes:
         for number, (name, (value, _)) in enumerate(batch.changes.items(), start=1):
             if not number % _VALUES_PER_STEP:
                 yield
-            if isinstance(value, OnDisk | SetExpiry):
+            if isinstance(value, OnDisk | SetExpiry | Lifetime) or name[:1] == LIFETIME:
                 continue
             if value is None or isinstance(value, Corrupt):
                 self._removed(name)
@@ -110,6 +111,7 @@ class Changes:
         return self._stored.maxdisk > 0 and self._stored.behind.waits_again(name)
 
 
+_LIFETIME_SIZE = 200  # approximate bytes of memory of a queued change of a lifetime, without the unit's name
 _MOST_OFFERED = 1280  # units that may be evicted in one search; examining all of them would block the event loop
 _SHARE_OF_TEXTS = 0.5  # of maxmemory; above it, short strings are evicted, as they are never on disk only
 
@@ -140,6 +142,18 @@ class DiskTier(Tier):
         """Load all keys on disk."""
         self._contents.any_on_disk = self._loader.load()
 
+    def load_lifetimes(self, keep: Callable[[Unit, int, bytes], object]) -> None:
+        """Call `keep` with each unit that has a lifetime, its end in unix milliseconds, and its tenant. Delete the
+        lifetimes of other units.
+        """
+        unknown: list[Change] = []
+        for unit_name, ends, tenant in self.disk.lifetimes():
+            unit = unit_named(self._contents, unit_name)
+            if unit is None or keep(unit, ends, tenant):
+                unknown.append(Delete(LIFETIME + unit_name))
+        if unknown:
+            self.disk.write(unknown)
+
     def ensure_space_for_all(self) -> None:
         """Raise `maxdisk` if the loaded values exceed it. Called before other code uses the store."""
         least = self.account.least_for(self.used_disk)
@@ -158,6 +172,7 @@ class DiskTier(Tier):
         if self.stored.maxdisk:
             limit = min(limit, self.stored.maxdisk // 8)
         self.stored.behind = WriteBehind(self.disk, Changes(self._contents, self.stored, self.account), mode, limit)
+        self._contents.leases.on_lifetime = self._note_lifetime
         self.fetching.connect(DiskReader(self.disk), moved)
         self.scrubber = Scrubber(self.disk, scrub_rate, self._found_damaged)
 
@@ -235,6 +250,12 @@ class DiskTier(Tier):
 
     def admit_split(self, block: Block) -> None:
         self.account.admit_split(block)
+
+    def _note_lifetime(self, unit: Unit, ends: int, tenant: bytes) -> None:
+        """Queue the end of a unit's lifetime, in unix milliseconds, 0 for none."""
+        name = name_of_unit(unit)
+        value = Lifetime(name, ends, tenant) if ends else None
+        self.behind.note(LIFETIME + name, value, _LIFETIME_SIZE + len(name))
 
     def follows(self, blocks: Sequence[Block]) -> None:
         self.account.chains.follow(blocks)

@@ -1,23 +1,35 @@
-"""Leases and pins, which protect units from eviction for a limited time or until they are unpinned.
+"""Leases, pins and lifetimes, which protect units from eviction.
 
-A lease belongs to no client and is never shortened: a client cannot end a lease that another client relies on. The
-protected bytes are limited in memory and on disk (see `Protection` in `keyspace`), so that some units can always be
-evicted. Leases and pins do not prevent deletion and expiry. Costs: O(log leases) for a lease; O(1) for a pin, a lookup
-and a change of size.
+A lease lasts an hour at most, a pin until it is removed, a *lifetime* a day at most. A lifetime is the only one that is
+on disk, so it survives a restart. It counts for a tenant, which may have a share of all protected bytes. After its end,
+the unit is evicted before all others, unless it was used since.
+
+Leases and lifetimes belong to no client and are never shortened: a client cannot end a lease that another client relies
+on. The protected bytes are limited in memory and on disk (see `Protection` in `keyspace`), so that some units can
+always be evicted. Protection does not prevent deletion and expiry. Costs: O(log leases) for a lease or a lifetime; O(1)
+for a pin, a lookup and a change of size.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kvpage_server.store.eviction.queues import Unit
+from kvpage_server.store.memory.index import Block
 
 _LEASES_PER_STEP = 1000  # entries of the heap that one call of `settle` processes
+_MOST_PASSED = 1000  # units with ended lifetimes that one call of `ended` yields, at most
 LONGEST_LEASE = 3_600_000  # milliseconds; to protect a unit for longer, a client pins it
+LONGEST_LIFETIME = 86_400  # seconds
+
+
+Tenant = bytes  # a tenant's name
 
 
 class Bytes(NamedTuple):
@@ -27,36 +39,57 @@ class Bytes(NamedTuple):
     disk: int
     in_index: int = 0
 
+    def plus(self, memory: int, disk: int = 0, in_index: int = 0) -> Bytes:
+        """Return the sum with other sizes, which may be negative."""
+        return Bytes(self.memory + memory, self.disk + disk, self.in_index + in_index)
+
+    def fits(self, size: Bytes, most: Bytes) -> bool:
+        """Return whether `size` more bytes are within the limits `most`."""
+        return all(had + more <= limit for had, more, limit in zip(self, size, most, strict=True))
+
 
 @dataclass(slots=True)
 class Lease:
-    """Protection of a unit: a lease, a pin, or both."""
+    """Protection of a unit: a lease, a pin, a lifetime, or several of them."""
 
     size: int  # bytes of the unit in memory now
     on_disk: int  # bytes of the unit on disk when it was first protected
     in_index: int = 0  # bytes of the unit in the index when it was first protected
     until: int = 0  # the lease's end in monotonic milliseconds; 0 without a lease
     pinned: bool = False
+    kept_until: int = 0  # the lifetime's end in monotonic milliseconds; 0 without a lifetime
+    ends: int = 0  # the lifetime's end in unix milliseconds
+    tenant: bytes = b""  # the tenant for which the lifetime counts
     account: object = None  # the account whose limit the unit's bytes count against
+    due: int = 0  # the time of its entry in the heap; 0 without one
 
 
 _NONE = Lease(0, 0)
 _NOTHING = Bytes(0, 0)
+_NO_LIMIT = Bytes(sys.maxsize, sys.maxsize, sys.maxsize)
 
 
 class Leases:
-    """All leases and pins. A lease that has ended counts until `settle` removes it.
+    """All leases, pins and lifetimes. A lease or lifetime that has ended counts until `settle` removes it.
 
-    `account_of` returns the account of a unit: its quota, or None. Each account has a limit of its own.
+    `account_of` returns the account of a unit: its quota, or None. Each account has a limit of its own. `on_lifetime`
+    is called with a unit, the new end of its lifetime in unix milliseconds, 0 if it has ended, and its tenant.
     """
 
     def __init__(self, account_of: Callable[[Unit], object]) -> None:
         self._account_of = account_of
         self._bytes: dict[object, Bytes] = {}  # protected bytes by account; no entry for 0 bytes
+        self._kept: dict[tuple[object, Tenant], Bytes] = {}  # bytes with a lifetime, by account and tenant
+        self._kept_units: Counter[Tenant] = Counter()  # number of units with a lifetime, by tenant
         self._leases: dict[Unit, Lease] = {}
-        # Heap of (end, ticket, unit, lease), with one entry for each lease. A lease that was extended keeps its entry
-        # with the earlier end, and gets a new one then. An entry is stale if the unit's protection was removed. Tickets
-        # are consecutive numbers, which make entries with the same end comparable.
+        # Blocks whose lifetime has ended, with its end in monotonic milliseconds; the last one is evicted first.
+        self._ended: OrderedDict[Unit, int] = OrderedDict()
+        self.on_lifetime: Callable[[Unit, int, Tenant], object] = lambda *_: None
+        self.most: Callable[[Unit], Bytes] = lambda _: _NO_LIMIT  # the limit of a unit's account
+        # Heap of (end, ticket, unit, lease), with one entry for each lease, for the first end of lease and lifetime. If
+        # that is extended, the entry stays, and there is a new one at its time. An entry is stale if the unit's
+        # protection was removed, or if its time is not the lease's `due`. Tickets are consecutive numbers, which make
+        # entries with the same end comparable.
         self._due: list[tuple[int, int, Unit, Lease]] = []
         self._tickets = count()
 
@@ -75,21 +108,27 @@ class Leases:
         """Return the bytes of all protected units of a unit's account."""
         return self._bytes.get(self._account_of(unit), _NOTHING)
 
+    @property
+    def tenants(self) -> dict[Tenant, tuple[int, int]]:
+        """The number of units with a lifetime, and their bytes on disk or in memory, by tenant."""
+        return {
+            tenant: (units, sum(size.disk for (_, name), size in self._kept.items() if name == tenant))
+            for tenant, units in sorted(self._kept_units.items())
+        }
+
     def recount(self) -> None:
         """Count all protected bytes again, because the accounts of units have changed."""
         self._bytes.clear()
+        self._kept.clear()
         for unit, lease in self._leases.items():
             lease.account = self._account_of(unit)
             self._count(lease, lease.size, lease.on_disk, lease.in_index)
 
     def _count(self, lease: Lease, size: int, on_disk: int = 0, in_index: int = 0) -> None:
-        """Add bytes of memory, disk and index, which may be negative, to a lease's account."""
-        had = self._bytes.get(lease.account, _NOTHING)
-        left = Bytes(had.memory + size, had.disk + on_disk, had.in_index + in_index)
-        if any(left):
-            self._bytes[lease.account] = left
-        else:
-            self._bytes.pop(lease.account, None)
+        """Add bytes of memory, disk and index, which may be negative, to a lease's account, and to its tenant."""
+        _add(self._bytes, lease.account, size, on_disk, in_index)
+        if lease.kept_until:
+            _add(self._kept, (lease.account, lease.tenant), size, on_disk, in_index)
 
     def of(self, unit: Unit) -> Lease:
         """Return the lease of a unit; an empty one if it is not protected."""
@@ -98,7 +137,7 @@ class Leases:
     def spares(self, unit: Unit, now: int) -> bool:
         """Return whether a unit is protected at `now`, in monotonic milliseconds."""
         lease = self._leases.get(unit)
-        return lease is not None and (lease.pinned or lease.until > now)
+        return lease is not None and (lease.pinned or lease.until > now or lease.kept_until > now)
 
     def lease(self, unit: Unit, size: Bytes, until: int, most: Bytes) -> bool:
         """Protect a unit of `size` bytes until a time in monotonic milliseconds.
@@ -109,9 +148,8 @@ class Leases:
         if lease is None:
             return False
         if until > lease.until:
-            if not lease.until:
-                heapq.heappush(self._due, (until, next(self._tickets), unit, lease))
             lease.until = until
+            self._schedule(unit, lease)
         return True
 
     def pin(self, unit: Unit, size: Bytes, most: Bytes) -> bool:
@@ -121,6 +159,47 @@ class Leases:
             return False
         lease.pinned = True
         return True
+
+    def keep(self, unit: Unit, size: Bytes, until: int, ends: int, tenant: Tenant, share: Bytes) -> bool:
+        """Give a unit a lifetime until a time, in monotonic and in unix milliseconds. A later end stays as it is.
+
+        Return False if the tenant would exceed its `share`. The caller has checked that the account has space.
+        """
+        lease = self.of(unit)
+        if lease.kept_until >= until:
+            return True
+        if not lease.kept_until or lease.tenant != tenant:
+            if lease is not _NONE:
+                size = Bytes(lease.size, lease.on_disk, lease.in_index)
+            if not self._kept.get((self._account_of(unit), tenant), _NOTHING).fits(size, share):
+                return False
+            lease = self._lease(unit, size, _NO_LIMIT) or lease
+            self._end_lifetime(unit, lease)
+            lease.kept_until, lease.tenant = until, tenant
+            _add(self._kept, (lease.account, tenant), *size)
+            self._kept_units[tenant] += 1
+        lease.kept_until, lease.ends = until, ends
+        self._ended.pop(unit, None)
+        self._schedule(unit, lease)
+        self.on_lifetime(unit, ends, lease.tenant)
+        return True
+
+    def _end_lifetime(self, unit: Unit, lease: Lease) -> None:
+        """Remove the lifetime from the lease of a unit, if it has one."""
+        if lease.kept_until:
+            _add(self._kept, (lease.account, lease.tenant), -lease.size, -lease.on_disk, -lease.in_index)
+            self._kept_units[lease.tenant] -= 1
+            if not self._kept_units[lease.tenant]:
+                del self._kept_units[lease.tenant]
+            lease.kept_until = lease.ends = 0
+            self.on_lifetime(unit, 0, lease.tenant)
+
+    def _schedule(self, unit: Unit, lease: Lease) -> None:
+        """Ensure that the heap has an entry for the first end of a lease."""
+        first = min(filter(None, (lease.until, lease.kept_until)), default=0)
+        if first and (not lease.due or first < lease.due):
+            lease.due = first
+            heapq.heappush(self._due, (first, next(self._tickets), unit, lease))
 
     def _lease(self, unit: Unit, size: Bytes, most: Bytes) -> Lease | None:
         """Return a unit's `Lease`, which is created if it does not exist; None if it would exceed the limit."""
@@ -132,16 +211,15 @@ class Leases:
 
     def have_room(self, unit: Unit, size: Bytes, most: Bytes) -> bool:
         """Return whether a unit's account may protect `size` more bytes within the limit `most`."""
-        beside = self.protected_bytes(unit)
-        return all(had + more <= limit for had, more, limit in zip(beside, size, most, strict=True))
+        return self.protected_bytes(unit).fits(size, most)
 
     def unpin(self, unit: Unit) -> bool:
-        """Remove a pin. Return whether the unit was pinned. A lease of the unit stays."""
+        """Remove a pin. Return whether the unit was pinned. A lease and a lifetime of the unit stay."""
         lease = self._leases.get(unit)
         if lease is None or not lease.pinned:
             return False
         lease.pinned = False
-        if not lease.until:
+        if not lease.until and not lease.kept_until:
             self.removed(unit)
         return True
 
@@ -154,29 +232,85 @@ class Leases:
 
     def removed(self, unit: Unit) -> None:
         """Remove the protection of a unit, if it has one."""
+        self._ended.pop(unit, None)
         lease = self._leases.pop(unit, None)
         if lease is not None:
+            self._end_lifetime(unit, lease)
             self._count(lease, -lease.size, -lease.on_disk, -lease.in_index)
 
+    def replaced(self, key: Unit, size: int) -> None:
+        """Process a new value of a string, which takes `size` bytes of memory.
+
+        A lifetime stays if the account has space for the new value. A lease ends, because a value that was just written
+        is not evicted soon.
+        """
+        lease = self._leases.get(key)
+        if lease is None:
+            return
+        growth = size - lease.size
+        if lease.kept_until and self.have_room(key, Bytes(growth, growth), self.most(key)):
+            lease.until, lease.size, lease.on_disk = 0, lease.size + growth, lease.on_disk + growth
+            self._count(lease, growth, growth)
+        else:
+            self.removed(key)
+
     def settle(self, now: int) -> None:
-        """Remove leases that have ended at `now`, in monotonic milliseconds; at most about _LEASES_PER_STEP in one
-        call.
+        """Remove leases and lifetimes that have ended at `now`, in monotonic milliseconds; at most about
+        _LEASES_PER_STEP in one call.
         """
         for _ in range(_LEASES_PER_STEP):
             if not self._due or self._due[0][0] > now:
                 return
-            _, ticket, unit, lease = heapq.heappop(self._due)
-            if self._leases.get(unit) is not lease:
+            due, _, unit, lease = heapq.heappop(self._due)
+            if self._leases.get(unit) is not lease or lease.due != due:
                 continue
-            if lease.until > now:
-                heapq.heappush(self._due, (lease.until, ticket, unit, lease))
-                continue
-            lease.until = 0
-            if not lease.pinned:
+            lease.due, ended = 0, 0
+            if lease.until <= now:
+                lease.until = 0
+            if 0 < lease.kept_until <= now:
+                ended = lease.kept_until
+                self._end_lifetime(unit, lease)
+            self._schedule(unit, lease)
+            if not (lease.due or lease.pinned):
                 self.removed(unit)
+                if ended and isinstance(unit, Block):
+                    self._ended[unit] = ended
+
+    def ended(self) -> Iterator[tuple[Unit, int]]:
+        """Yield blocks whose lifetime has ended, and its end in monotonic milliseconds: the last ended first.
+
+        The caller evicts a block before it requests the next. A block that is still there then is yielded again after
+        all others.
+        """
+        for _ in range(min(len(self._ended), _MOST_PASSED)):
+            unit, end = next(reversed(self._ended.items()), (b"", 0))
+            if not end:
+                return
+            yield unit, end
+            if unit in self._ended:
+                self._ended.move_to_end(unit, last=False)
+
+    def forget_end(self, unit: Unit) -> None:
+        """Forget that a unit's lifetime has ended, because the unit was used since."""
+        self._ended.pop(unit, None)
 
     def clear(self) -> None:
-        """Remove all leases and pins."""
+        """Remove all leases, pins and lifetimes."""
         self._leases.clear()
         self._due.clear()
         self._bytes.clear()
+        self._kept.clear()
+        self._kept_units.clear()
+        self._ended.clear()
+
+
+_Account = TypeVar("_Account")
+
+
+def _add(sizes: dict[_Account, Bytes], account: _Account, *size: int) -> None:
+    """Add a size, which may be negative, to that of an account. An account with 0 bytes has no entry."""
+    left = sizes.get(account, _NOTHING).plus(*size)
+    if any(left):
+        sizes[account] = left
+    else:
+        sizes.pop(account, None)

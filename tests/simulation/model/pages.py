@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 from typing import Any
 
 from tests.simulation.model.replies import (
@@ -272,7 +273,12 @@ class Pages:
 
     def do_kvpagepin(self, req: bytes, *pages: bytes) -> Any:
         count = len(self._blocks(req, *map(int, pages)))
-        return one_of([count, Err("ERR leases and pins may take")]) if self.limited else count
+        return one_of([count, Err("ERR leases, pins and lifetimes may take")]) if self.limited else count
+
+    def do_kvpagekeep(self, _tenant: bytes, _tenants: bytes, seconds: bytes, *keys: bytes) -> Any:
+        count = sum(1 for _ in takewhile(lambda key: self.store.get(key) is not None, keys))
+        until = self.time(self.store.now + 1000 * int(seconds))
+        return [between(0, count), until, ANYTHING] if self.limited else [count, until, b"absent" * (count < len(keys))]
 
     def do_kvpageunpin(self, req: bytes, *pages: bytes) -> Any:
         blocks = {(req, page) for page in self._blocks(req, *map(int, pages))}

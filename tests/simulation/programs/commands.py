@@ -179,6 +179,7 @@ def protect(seed: Seed) -> Words:
     return rng.choice([
         (b"KVPAGEPIN", req, *pages), (b"KVPAGEUNPIN", req, *pages), (b"KVPAGEUNPIN", req),
         (b"KVPAGELEASE", req, b"%d" % rng.randrange(1, 20_000), *pages),
+        (b"KVPAGEKEEP", b"a", b"2", b"%d" % rng.randrange(1, 20), *(b"kv:%b:0:0:%b:0" % (req, page) for page in pages)),
         (b"KVPAGEPREFIX", rng.choice([b"8", b"8", b"5"]), rng.choice([b"0", b"700"]), b"%d" % len(pages), *blocks),
     ])  # fmt: skip
 

@@ -1,7 +1,7 @@
-"""The protection of blocks: KVPAGEPREFIX, KVPAGELEASE, KVPAGEPIN, KVPAGEUNPIN.
+"""The protection of values: KVPAGEPREFIX, KVPAGELEASE, KVPAGEPIN, KVPAGEUNPIN, KVPAGEKEEP.
 
-Leases and pins protect a block from eviction. They do not protect it from expiry or deletion. `store/keyspace.py`
-limits the bytes that they may take together.
+Leases, pins and lifetimes protect a block from eviction, and lifetimes strings, too. They do not protect from expiry or
+deletion. `store/keyspace.py` limits the bytes that they may take together.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from kvpage_server.commands.arguments import check_batch, integer_in
+from kvpage_server.commands.arguments import check_batch, integer_in, plain
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.families.pages.request import (
     HOLE,
@@ -24,28 +24,31 @@ from kvpage_server.commands.registry import command
 from kvpage_server.commands.steps import STEP, Steps, each, stepwise
 from kvpage_server.commands.table import WORDS_PER_STEP, Parts, nothing, requests
 from kvpage_server.core import Argument
-from kvpage_server.page import MAX_U32
+from kvpage_server.page import MAX_U32, unix_ms
 from kvpage_server.resp import Reply, ReplyError
-from kvpage_server.store.eviction.leases import LONGEST_LEASE, Bytes
+from kvpage_server.store.contents import unit_of
+from kvpage_server.store.eviction.leases import LONGEST_LEASE, LONGEST_LIFETIME, Bytes
+from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.memory.index import Block
 from kvpage_server.system.text import monotonic_ms
 
+LONGEST_TENANT = 128  # bytes of a tenant's name
+MOST_TENANTS = 1_000_000
+
 _ROOMS = "maxmemory", "what maxdisk has for values", "what the index may take"  # in the order of `Bytes`
 
 
-def _too_many(keyspace: Keyspace, block: Block, wanted: Bytes) -> ReplyError:
-    """Return the error for a block that cannot be protected, because leases and pins would exceed their limit by
-    `wanted`, the bytes to add. It names the first exceeded limit: of memory, the disk or the index.
+def _exceeded(keyspace: Keyspace, unit: Unit, wanted: Bytes) -> str:
+    """Return why a unit cannot be protected: protected values would exceed their limit by `wanted`, the bytes to add.
+    The text names the first exceeded limit: of memory, the disk or the index.
     """
-    most, beside = keyspace.protection.most(block), keyspace.leases.protected_bytes(block)
+    most, beside = keyspace.protection.most(unit), keyspace.leases.protected_bytes(unit)
     limits = zip(_ROOMS, wanted, most, beside, strict=True)
     exceeded = ((room, more, may) for room, more, may, had in limits if had + more > may)
     room, more, may = next(exceeded, (_ROOMS[0], wanted.memory, most.memory))
     of_what = f"the quota, or of what quotas leave of {room}" if keyspace.evictor.quotas.all else room
-    return ReplyError(
-        f"ERR leases and pins may take {may} bytes together, half of {of_what}: {more} more would be too many"
-    )
+    return f"leases, pins and lifetimes may take {may} bytes together, half of {of_what}: {more} more would be too many"
 
 
 _protection = partial(command, group="page", needs=nothing, uses=requests(0), reply="integer")
@@ -158,7 +161,7 @@ def kvpagepin(client: Client, args: list[Argument]) -> Reply:
         sizes = yield from each(blocks, lambda some: [protection.size_of(one) for one in some if one not in leases])
         wanted = Bytes(*map(sum, zip(Bytes(0, 0), *sizes, strict=True)))
         if blocks and not leases.have_room(blocks[0], wanted, protection.most(blocks[0])):
-            raise _too_many(keyspace, blocks[0], wanted)
+            raise ReplyError(f"ERR {_exceeded(keyspace, blocks[0], wanted)}")
         new, gone = list[Block](), 0
         for at, block in enumerate(blocks):
             if not (few or keyspace.index.still_has(block)):
@@ -167,7 +170,7 @@ def kvpagepin(client: Client, args: list[Argument]) -> Reply:
                 if not protection.pin(block):
                     for one in new:
                         leases.unpin(one)  # other leases or pins took the room meanwhile
-                    raise _too_many(keyspace, block, wanted)
+                    raise ReplyError(f"ERR {_exceeded(keyspace, block, wanted)}")
                 new.append(block)
             if at % STEP == STEP - 1:
                 yield ()
@@ -186,3 +189,56 @@ def kvpageunpin(client: Client, args: list[Argument]) -> Reply:
         return sum((yield from each(blocks, lambda some: list(map(leases.unpin, some)))))
 
     return stepwise(steps(), small=are_few(client, args[0], args[1:]))
+
+
+@command(
+    "kvpagekeep tenant tenants seconds key [key ...]",
+    flags="write",
+    group="page",
+    keys=(4, -1, 1),
+    needs=nothing,
+    parts=Parts(3),
+    reply="array",
+    complexity="O(N log M) with N keys and M lifetimes",
+    summary="Protects values from eviction for up to a day, also after a restart.",
+)
+def kvpagekeep(client: Client, args: list[Argument]) -> Reply:
+    """Return the number of keys, from the first one, whose values have a lifetime of at least `seconds` now; its end in
+    unix milliseconds; and why the next key has none: `absent`, or the limit that is reached.
+
+    The key of a page stands for its whole block. A lifetime is never shortened. `tenant` is a name of up to 128 bytes,
+    for which the bytes count; if there are several `tenants`, each may keep that part of the limit. A value that is
+    kept for another tenant counts for that one, unless the end is later. After the end, a block that was not used since
+    is evicted first. A new value of a string has the lifetime of the old one.
+    """
+    keyspace = client.keyspace
+    tenant = plain(args[0])
+    if len(tenant) > LONGEST_TENANT:
+        raise ReplyError(f"ERR tenant must have at most {LONGEST_TENANT} bytes, got {len(tenant)}")
+    tenants = integer_in("tenants", args[1], 1, MOST_TENANTS)
+    until = unix_ms() + 1000 * integer_in("seconds", args[2], 1, LONGEST_LIFETIME)
+
+    def steps() -> Steps[list[Reply]]:
+        keyspace.leases.settle(monotonic_ms())
+        kept, why = 0, ""
+        for key in map(plain, args[3:]):
+            if why := _keep(keyspace, key, until, tenant, tenants):
+                break
+            kept += 1
+            if kept % STEP == 0:
+                yield ()
+        return [kept, until, why.encode()]
+
+    return stepwise(steps(), small=len(args) <= WORDS_PER_STEP)
+
+
+def _keep(keyspace: Keyspace, key: bytes, until: int, tenant: bytes, tenants: int) -> str:
+    """Give the value of a key a lifetime until `until`, in unix milliseconds. Return "", or why it cannot be kept."""
+    entry = keyspace.contents.find(key)
+    if entry is None:
+        return "absent"
+    unit = unit_of(key, entry)
+    exceeded = keyspace.protection.keep(unit, until, tenant, tenants)
+    if exceeded == "share":
+        return f"the share of the tenant, one of {tenants}, is used up"
+    return exceeded and _exceeded(keyspace, unit, keyspace.protection.size_of(unit))

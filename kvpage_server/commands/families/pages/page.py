@@ -459,6 +459,8 @@ def kvpagestat(client: Client, args: list[Argument]) -> Reply:
         "ttl_left_ms": page.expires - now if page.expires else -1,
         "lease_left_ms": max(guard.until - monotonic_ms(), 0),
         "pinned": int(guard.pinned),
+        "kept_until_ms": guard.ends,
+        "kept_by": guard.tenant if guard.ends else b"",
         "tier": "disk" if is_only_on_disk(page) else "memory",
     }
 

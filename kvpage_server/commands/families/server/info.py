@@ -12,6 +12,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import islice
 
 from kvpage_server import __version__, core
 from kvpage_server.commands.context import Client, Server
@@ -23,6 +24,8 @@ from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.system.text import monotonic_ms, printable, within
 
 REDIS_VERSION = "7.4.0"  # the Redis version whose behaviour clients may expect
+
+_MOST_TENANTS = 100  # tenants whose lifetimes INFO lists
 
 Fields = dict[str, object]
 
@@ -309,6 +312,12 @@ def _kvpage(server: Server) -> Fields:
         "blocks": index.blocks,
         "leased_or_pinned": len(guards),
         "leased_or_pinned_bytes": guards.bytes,
+        "kept": sum(units for units, _ in guards.tenants.values()),
+        "kept_bytes": sum(size for _, size in guards.tenants.values()),
+        **{
+            f"kept{number}": f"values={units},bytes={size},tenant={tenant.decode('utf-8', 'surrogateescape')}"
+            for number, (tenant, (units, size)) in enumerate(islice(guards.tenants.items(), _MOST_TENANTS))
+        },
         "blocks_remembered": len(ghosts),
         "strings_remembered": len(server.keyspace.lost),
         "strings_remembered_bytes": server.keyspace.lost.bytes,

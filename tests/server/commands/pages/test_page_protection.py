@@ -113,7 +113,9 @@ def test_no_more_than_half_of_the_memory_can_be_protected() -> None:
         names = [word for page in pages for word in ("r", page)]
         assert prefix(client, *names, lease_ms=1000) == leased  # the count is reliable
         assert prefix(client, *names) == len(pages)
-        with pytest.raises(redis.ResponseError, match="leases and pins may take 131072 bytes together, half of max"):
+        with pytest.raises(
+            redis.ResponseError, match="leases, pins and lifetimes may take 131072 bytes together, half of max"
+        ):
             client.execute_command("KVPAGEPIN", "r")
         assert client.execute_command("KVPAGEPIN", "r", pages[0]) == 1  # it counts already
         fill(client)
@@ -232,7 +234,9 @@ def test_protected_units_leave_room_in_the_index() -> None:
     with start_server("--maxmemory", "1mb", program=program) as server, server.client() as client:
         for page in range(1500):
             set_page(client, "r", page, body=b"x")
-        refused = r"ERR leases and pins may take 524288 bytes together, half of what the index may take: \d+ more"
+        refused = (
+            r"ERR leases, pins and lifetimes may take 524288 bytes together, half of what the index may take: \d+ more"
+        )
         with pytest.raises(redis.ResponseError, match=refused[4:]):
             client.execute_command("KVPAGEPIN", "r")
         assert client.execute_command("KVPAGEPIN", "r", *range(1000, 1500)) == 500

@@ -82,6 +82,8 @@ def test_a_pages_stat_has_its_header_and_ttl(client: redis.Redis, tier: str) -> 
         "ttl": 3600,
         "lease_left_ms": 0,
         "pinned": 0,
+        "kept_until_ms": 0,
+        "kept_by": "",
         "tier": tier,
     }
     client.persist("kv:test_req_001:5:8:42:1")

@@ -171,6 +171,7 @@ ARGUMENTS: dict[str, st.SearchStrategy[Words]] = {
     **dict.fromkeys(("kvpagedel", "kvpageverify", "kvpagepin", "kvpageunpin"), words(requests, some_pages)),
     "kvpageindex": words(requests),
     "kvpageprefix": words(st.sampled_from([b"2", b"3"]), b"0", counted(st.tuples(requests, pages))),
+    "kvpagekeep": words(b"", b"1", b"1000", some(keys)),
     "kvpagelease": words(requests, b"1", some_pages),
     "kvblockset": words(requests, pages, SHAPE, blocks),
     **dict.fromkeys(("kvblockget", "kvblockexists"), words(requests, pages)),
