@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 from kvpage_server.tracing import TraceSpan, span
 
 from .batch_engine import BlockPoolBatchEngine
+from .chains import ContextNames
 from .generation.sampling import Sampling
 from .generation.tokens import token_ids
 from .generation.unbatched import Processor, Sampler
@@ -70,6 +71,7 @@ class Answer:
     prompt_tokens: int
     reuse: Reuse
     not_kept: str | None = None  # the reason if the context could not be kept
+    context: ContextNames | None = None  # the names of the context, if it is kept without a name
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,7 @@ class Job:
     on_error: Callable[[Exception], None]
     leader: Job | None = None  # a prompt with the same tokens, which is computed for both
     boundaries: Collection[int] = ()  # positions in the prompt after which later prompts may differ
+    written: bool = True  # whether tiers below memory may get the context
     submitted: float = field(default_factory=time.perf_counter)
     stage: Stage = Stage.SUBMITTED
     error: Exception | None = None  # raised by the checks in `submit`; the next step passes it to `on_error`
@@ -141,7 +144,7 @@ class Job:
     @property
     def publishes(self) -> bool:
         """Whether its blocks are written before the answer is complete, so that other prompts can wait for them."""
-        return self.options["kept_tokens"] is None
+        return self.written and self.options["kept_tokens"] is None
 
     @property
     def waits(self) -> bool:
@@ -239,6 +242,7 @@ class AgentEngine:
         leader: int | None = None,
         boundaries: Collection[int] = (),
         kept_tokens: int | None = None,
+        written: bool = True,
         on_token: TokenReceiver | None = None,
         on_done: Callable[[Answer], None],
         on_error: Callable[[Exception], None],
@@ -249,7 +253,8 @@ class AgentEngine:
         With `keep`, the new context replaces the agent's last one. Without it, the agent's id stands for this prompt
         only, and its context is shared without a name; then `label` is the text that `kvpage ls` shows for it. With
         `leader`, the uid of a prompt of the same tokens, the prompt is computed once for both. With `kept_tokens`, only
-        these first tokens of the context are kept; with 0, nothing is loaded or kept.
+        these first tokens of the context are kept; with 0, nothing is loaded or kept. A context that is not `written`
+        stays in memory.
 
         `on_done` is called with the answer, or `on_error` with an exception, in a later `step`. All other arguments,
         and the exceptions, are those of `BlockPoolBatchEngine.submit`; this method itself raises none. A prompt waits
@@ -266,7 +271,9 @@ class AgentEngine:
             "kept_tokens": kept_tokens,
         }
         of = None if leader is None else self._jobs.get(leader)
-        job = Job(next(self._uids), agent_id, (), options, keep, label, on_token, on_done, on_error, of, boundaries)
+        job = Job(
+            next(self._uids), agent_id, (), options, keep, label, on_token, on_done, on_error, of, boundaries, written
+        )
         job.span.set(agent=agent_id, model=self._batch.spec.model_id)
         try:
             job.tokens = tuple(token_ids(tokens, self._batch.spec.vocab_size))
@@ -532,13 +539,15 @@ class AgentEngine:
             if self._store:
                 self._store.prefilled(computed, done.prefill_seconds)
         answer = job.answer(done)
+        if self._store and done.blocks.blocks and not job.keep:
+            answer = replace(answer, context=self._store.names_of(done.blocks))
         if self._store and not done.error:
             self._store.answered(answer.reuse.tier, answer.reuse.tokens, computed)
         if self._store and done.blocks.blocks:
             if job.keep:
                 self._store.save(done.blocks)
             else:
-                self._store.publish(done.blocks, label=job.label)
+                self._store.publish(done.blocks, label=job.label, written=job.written)
         self._batch.pool.free(done.blocks.block_ids, job.agent_id)
         _end_span(job, done, answer.reuse)
         if done.error:

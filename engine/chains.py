@@ -71,6 +71,15 @@ class Chain:
         return hashlib.blake2b(bytes.fromhex(parent) + self.client.encode(), digest_size=16).hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class ContextNames:
+    """The names of a context's blocks, from which its tokens do not follow."""
+
+    blocks: tuple[str, ...]  # chain hashes, also of a partial last block
+    chain: Chain
+    first: tuple[str, ...]  # hashes of its first tokens: see `tiers.server.tails.first_parts`
+
+
 SHARED = Chain()  # the chain of an agent without a tenant, with all blocks shared
 
 

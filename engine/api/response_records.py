@@ -16,10 +16,12 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from ..chains import Chain, ContextNames
 from .records import Records, parsed
 
 MAX_TURNS = 4096  # of a conversation
 _ID = re.compile(r"resp_[0-9a-f]{32}")
+_HASH = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,7 @@ class StoredTurn:
     output: list[dict[str, Any]]  # the items of the reply
     ancestors: list[str]  # ids of the turns before it, the first one first
     conversation: str | None = None  # the id of the conversation that has the items before it
+    context: ContextNames | None = None
 
 
 class ResponseRecords:
@@ -85,5 +88,15 @@ def _turn(raw: bytes | None) -> StoredTurn | None:
     match found:
         case {"input": list(given), "output": list(made), "ancestors": list(ids)} if len(ids) <= MAX_TURNS:
             if all(isinstance(one, str) and _ID.fullmatch(one) for one in ids):
-                return StoredTurn(given, made, ids, found.get("conversation"))
+                return StoredTurn(given, made, ids, found.get("conversation"), _context(found.get("context")))
+    return None
+
+
+def _context(found: Any) -> ContextNames | None:
+    """Return the names of a context in a turn; None if it has none."""
+    match found:
+        case {"blocks": list(blocks), "chain": {"root": str(root), "client": str(client), "shared": int(shared)}}:
+            first = found.get("first")
+            if isinstance(first, list) and all(isinstance(one, str) and _HASH.fullmatch(one) for one in blocks + first):
+                return ContextNames(tuple(blocks), Chain(root, client, shared), tuple(first))
     return None

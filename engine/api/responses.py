@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -11,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from ..chains import ContextNames
 from .completions import answer, conversation
 from .diagnosis import AskedPrompt, difference
 from .openai.errors import ApiError, invalid, renamed, shortened
@@ -40,6 +43,8 @@ async def create_response(request: Request) -> Response:
     response_id = f"resp_{uuid4().hex}"
     asked = AskedPrompt.of(tenant.name, chat, prompt.tokens)
     diagnostics = _diagnostics(service, tenant.name, body, asked)
+    if not body.store:
+        prompt = replace(prompt, keep=False, written=False)
     ancestors = [*earlier[-1].ancestors, body.previous_response_id] if earlier and body.previous_response_id else []
     store = partial(_store, service, tenant.name, body, ancestors)
     fields = {"id": response_id, "prompt_cache_diagnostics": diagnostics}
@@ -99,11 +104,14 @@ def listed(items: Sequence[dict[str, Any]], *, more: bool) -> dict[str, Any]:
 
 
 async def delete_response(request: Request) -> Response:
-    """Reply to DELETE /v1/responses/{id}: the stored response is deleted."""
+    """Reply to DELETE /v1/responses/{id}: the stored response is deleted, and its context."""
     service: Service = request.app.state.service
     tenant, response_id = service.tokens.tenant(request), request.path_params["response_id"]
+    store, turn = service.engine.store, await service.responses.turn(tenant.name, response_id)
     if not await service.responses.delete(tenant.name, response_id):
         raise _not_found(response_id)
+    if turn and turn.context:
+        await asyncio.to_thread(store.forget, turn.context)
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -153,13 +161,20 @@ async def _items_of(service: Service, tenant: str, conversation_id: str) -> list
 
 
 async def _store(
-    service: Service, tenant: str, body: ResponseBody, ancestors: list[str], response: dict[str, Any]
+    service: Service,
+    tenant: str,
+    body: ResponseBody,
+    ancestors: list[str],
+    response: dict[str, Any],
+    context: ContextNames | None,
 ) -> None:
-    """Store a complete response, if the request wants it."""
+    """Store a complete response, with the names of its context, if the request wants it."""
     if not body.store:
         return
     items, conversation = shown_items(body.input), body.conversation.id if body.conversation else None
-    await service.responses.put(tenant, response, StoredTurn(items, response["output"], ancestors, conversation))
+    await service.responses.put(
+        tenant, response, StoredTurn(items, response["output"], ancestors, conversation, context)
+    )
     if conversation:
         await service.conversations.append(tenant, conversation, [*items, *response["output"]])
 

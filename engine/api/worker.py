@@ -52,6 +52,7 @@ class Prompt:
     label: str = ""  # the text that `kvpage` and the web pages show for a context without a name
     boundaries: Sequence[Boundary] = ()  # the breakpoints, in ascending order
     kept_tokens: int | None = None  # tokens of the context to keep, from its beginning; None for all
+    written: bool = True  # whether tiers below memory may get the context
 
 
 @dataclass(slots=True, eq=False)
@@ -331,6 +332,7 @@ def _submit_to(engine: AgentEngine, generation: Generation) -> None:
             leader=generation.leader.uid if generation.leader else None,
             boundaries=[boundary.tokens for boundary in prompt.boundaries],
             kept_tokens=prompt.kept_tokens,
+            written=prompt.written,
             on_token=generation.receive,
             on_done=generation.receive,
             on_error=generation.receive,

@@ -178,23 +178,29 @@ class ContextTree:
         self._drop(victim)
         return True
 
-    def forget(self, context: AgentBlocks, others: Iterable[AgentBlocks] = ()) -> None:
-        """Drop the blocks of a context from its end, until one that an agent references or another context continues.
+    def forget(self, context: AgentBlocks, others: Iterable[AgentBlocks]) -> None:
+        """Drop the blocks of a context, as `forget_blocks`.
 
         `others` are the contexts of agents. Their partial blocks are added again, because the tree drops partial blocks
         that a block of the forgotten context contains.
         """
+        self.forget_blocks(self.names(context.agent_id, context.tokens))
+        for other in others:
+            if common_prefix(other.tokens, context.tokens):
+                self._add(self._nodes_of(other))
+
+    def forget_blocks(self, names: Sequence[str]) -> None:
+        """Drop the blocks with these names from the last on, until one that an agent references or another context
+        continues.
+        """
         held = {found.block_id for found in self._pool.references() if found.agent_id != HOLDER}
-        for name in reversed(self.names(context.agent_id, context.tokens)):
+        for name in reversed(names):
             node = self._nodes.get(name)
             if node and (node.block.block_id in held or name in self._children):
                 break
             if node:
                 self._order.removed(node.key)
                 self._drop(node)
-        for other in others:
-            if common_prefix(other.tokens, context.tokens):
-                self._add(self._nodes_of(other))
 
     def clear(self) -> None:
         """Drop all blocks."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -36,6 +36,7 @@ class Publication:
     context: AgentBlocks
     label: str | None  # see `AgentCacheStore.publish`
     owner: tuple[str, str]  # the tenant, and the client whose prompts can reuse it
+    names: tuple[str, ...]  # of its blocks
     on_end: Callable[[], object] | None = None  # called once: when it is written, or when the server fails
 
     @property
@@ -146,6 +147,16 @@ class Flusher:
         if not taken:
             self._free(publication)
         if failing or not taken:
+            publication.end()
+
+    def withdraw(self, names: Sequence[str]) -> None:
+        """Drop the waiting publication of a context whose blocks have these names."""
+        with self._lock:
+            found = [one for one in self._prompts if one.names == tuple(names)]
+            for publication in found:
+                self._prompts.remove(publication)
+                self._free(publication)
+        for publication in found:
             publication.end()
 
     def abandon_prompt(self) -> bool:

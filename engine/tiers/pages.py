@@ -36,7 +36,7 @@ from kvpage_server.client.questions import Question, ok_or_not, text, up_to
 from kvpage_server.page import SEGMENT, tag_of
 from kvpage_server.tracing import current, span
 
-from ..chains import root_of
+from ..chains import ContextNames, root_of
 from ..event_loop import EventLoop
 from ..memory.blocks import AgentBlocks, BlockError, KVBlock, check_agent_id
 from ..pool import BlockPool
@@ -279,6 +279,10 @@ class PageTier:
         self.unsaved.update(failures)
         self.save_failure = next(iter(failures), None)
         return saved
+
+    def forget(self, names: ContextNames) -> None:
+        """Delete a context without a name, except blocks that other contexts continue or a manifest names."""
+        self._ask(tails.forget(self._connection, self._spec, names, self._layout.together))
 
     # -- agents ----------------------------------------------------------------------------------------------------
 

@@ -23,10 +23,10 @@ from typing import Literal, get_args
 from kvpage_server.system import malloc
 from kvpage_server.system.text import how_many
 
-from ..chains import root_of
+from ..chains import ContextNames, chain_hash, root_of
 from ..event_loop import EventLoop
 from ..generation.tokens import token_ids
-from ..memory.blocks import AgentBlocks, BlockError, check_agent_id
+from ..memory.blocks import AgentBlocks, BlockError, block_names, check_agent_id
 from ..memory.context_tree import ContextTree
 from ..pool import BlockPool
 from ..spec import ModelCacheSpec
@@ -38,7 +38,7 @@ from .metrics import StoreMetrics, Tally, Tier, figures, publish_statistics
 from .pages import RESTORE_SECONDS, PageTier
 from .prefill_claims import Claim, Claims
 from .server.connection import Outage
-from .server.tails import least_tail
+from .server.tails import first_parts, least_tail
 
 # -- Limits of agents' contexts ----------------------------------------------------------------------------------------
 
@@ -206,21 +206,25 @@ class AgentCacheStore:
             self._tree.mark_stored(adopted)
             self._replace(adopted)
 
-    def publish(self, context: AgentBlocks, claim: Claim | None = None, *, label: str | None = "") -> None:
+    def publish(
+        self, context: AgentBlocks, claim: Claim | None = None, *, label: str | None = "", written: bool = True
+    ) -> None:
         """Share a context without a name, or the prompt of an agent whose answer is not complete. Release `claim` when
         it is written. `label` is the text that people see for a context without a name. It is None for the prompt of a
         named agent, of which only the full blocks are written, because `save` writes the rest.
 
         A context without a name is written if `CacheConfig.keep` is "all", or if it is "worth" it: computing the blocks
-        that are not stored yet takes WORTH_SECONDS, or another prompt has reused it.
+        that are not stored yet takes WORTH_SECONDS, or another prompt has reused it. If it may not be `written`, it
+        stays in memory only.
 
         The store takes references of its own. Raises the errors of `save`.
         """
         context.validate(self.spec)
         with self._lock:
             adopted = self._tree.adopt(context)
-            written = label is None or self._is_worth_writing(adopted)
-            if written:
+            stays = not written
+            written = written and (label is None or self._is_worth_writing(adopted))
+            if written or stays:  # one that stays in memory is not written when it is reused, either
                 self._tree.mark_stored(adopted)
             elif label:
                 self._tree.label(adopted, label)
@@ -272,6 +276,25 @@ class AgentCacheStore:
         if on_server is None:
             raise StoreUnavailableError
         return bool(entry) or on_server or on_file
+
+    def names_of(self, context: AgentBlocks) -> ContextNames:
+        """Return the names with which `forget` finds a context."""
+        chain, tokens = self.spec.chain(context.agent_id, context.tokens), context.tokens
+        parent = chain.parent(0, None)
+        first = [chain_hash(self.spec.fingerprint, parent, tokens[:part]) for part in first_parts(self.spec)]
+        return ContextNames(block_names(tokens, self.spec, context.agent_id), chain, tuple(first))
+
+    def forget(self, names: ContextNames) -> None:
+        """Delete a context without a name from memory and from the page server, except blocks that other contexts
+        continue or an agent has. This waits for the write in progress. If the page server does not answer, its blocks
+        stay there until they are evicted.
+        """
+        with self._flusher.paused():
+            self._flusher.withdraw(names.blocks)
+            with self._lock:
+                self._tree.forget_blocks(names.blocks)
+            if self._pages:
+                self._pages.forget(names)
 
     def fork(self, agent_id: str, new_id: str) -> bool:
         """Give `new_id` the context of `agent_id` in place of its own. Return whether there was one.
@@ -527,7 +550,8 @@ class AgentCacheStore:
         self, context: AgentBlocks, label: str | None, on_end: Callable[[], object] | None = None
     ) -> Publication:
         chain = self.spec.chain(context.agent_id, context.tokens)
-        return Publication(context, label, (chain.root, chain.client), on_end)
+        names = self._tree.names(context.agent_id, context.tokens)
+        return Publication(context, label, (chain.root, chain.client), names, on_end)
 
     def _missing(self, tokens: Sequence[int], reach: int) -> bool:
         """Return whether the prompt has a full block, without its last token, beyond the first `reach` tokens."""

@@ -11,6 +11,7 @@ from uuid import uuid4
 from pydantic_core import to_json
 
 from ...agent_engine import Answer, Boundary
+from ...chains import ContextNames
 from ...scheduling.request import Token
 from .errors import ApiError
 from .reading import AnswerPart, Reader
@@ -32,10 +33,11 @@ class ResponseReply:
         agent_id: str | None,
         reader: Reader,
         boundaries: Sequence[Boundary],
-        store: Callable[[Reply], Awaitable[None]],
+        store: Callable[[Reply, ContextNames | None], Awaitable[None]],
     ) -> None:
         """Create a format. `fields` are further fields of the response, such as its id. `agent_id` is the client's name
-        for the agent. `boundaries` are in ascending order. `store` keeps the complete response.
+        for the agent. `boundaries` are in ascending order. `store` keeps the complete
+        response, with the names of its context.
         """
         options = body.prompt_cache_options
         self._response: Reply = {
@@ -140,7 +142,7 @@ class ResponseReply:
             "usage": usage,
             "kvpage": kvpage_of(answer, self._agent_id),
         }
-        await self._store(response)
+        await self._store(response, answer.context)
         return response
 
     def encoded(self, events: Iterable[Reply]) -> bytes:

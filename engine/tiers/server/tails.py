@@ -26,7 +26,7 @@ from kvpage_server import bounded
 from kvpage_server.client.questions import Question, integer, ok, text
 from kvpage_server.page import tag_of, unix_ms
 
-from ...chains import Chain, chain_hash, common_prefix
+from ...chains import Chain, ContextNames, chain_hash, common_prefix
 from ...generation.tokens import token_ids
 from ...spec import ModelCacheSpec
 from .connection import ServerConnection
@@ -191,6 +191,56 @@ async def record(
     return entered[-1] is True and blocks[-1].tokens < size
 
 
+async def forget(connection: ServerConnection, spec: ModelCacheSpec, names: ContextNames, together: int) -> None:
+    """Delete the blocks of a context from its end, until one that another context continues, or that is in no record,
+    because a longer block contains it. A block that a manifest names stays, but no record names it any more.
+    """
+    for i in reversed(range(len(names.blocks))):
+        parent = Parent(names.blocks[:i], names.chain, together)
+        following = Parent(names.blocks[: i + 1], names.chain, together)
+        if await _read(connection, spec, *following.records((), spec)):
+            return
+        removed: list[Tail] = []
+        for key in [f"tails:{parent.name}"] if i else [f"tails:{first}" for first in names.first]:
+            removed += await _remove(connection, spec, parent, key, names.blocks[i])
+        if not removed:
+            return
+        for place in removed[0].places(parent, spec):
+            await _delete(connection, place)
+
+
+async def _read(connection: ServerConnection, spec: ModelCacheSpec, key: str) -> list[Tail]:
+    """Return the tails in a record; empty if there is no valid one."""
+    (raw,) = await connection.ask_untouched([Question(["GET", key], text)])
+    return _known(raw, key, spec)
+
+
+def _known(raw: bytes | None, key: str, spec: ModelCacheSpec) -> list[Tail]:
+    try:
+        return [] if raw is None else parse(raw, key, spec)
+    except Miss:
+        return []
+
+
+async def _remove(
+    connection: ServerConnection, spec: ModelCacheSpec, parent: Parent, key: str, name: str
+) -> list[Tail]:
+    """Remove the block `name` from a record. Return it; empty if it is not there."""
+    removed: list[Tail] = []
+
+    def change(raw: bytes | None) -> list[Question]:
+        nonlocal removed
+        before = _known(raw, key, spec)
+        removed = [tail for tail in before if chain_hash(spec.fingerprint, parent.name, tail.tokens) == name]
+        left = [tail for tail in before if tail not in removed]
+        if not removed:
+            return []
+        return [Question(["SET", key, dump(left, key, spec)[0]], ok) if left else Question(["DEL", key], integer)]
+
+    await connection.transaction([key], Question(["GET", key], text), change)
+    return removed
+
+
 async def _update(connection: ServerConnection, spec: ModelCacheSpec, parent: Parent, key: str, tail: Tail) -> bool:
     """Enter a block in a record, in place of the blocks that it contains, unless a block of the record contains it.
     Return whether the block was entered."""
@@ -199,10 +249,7 @@ async def _update(connection: ServerConnection, spec: ModelCacheSpec, parent: Pa
 
     def change(stored: bytes | None) -> list[Question]:
         nonlocal unreferenced, entered
-        try:
-            before = [] if stored is None else parse(stored, key, spec)
-        except Miss:
-            before = []
+        before = _known(stored, key, spec)
         valid = [other for other in before if key in parent.records(other.tokens, spec)]
         others = [other for other in valid if not other.begins(tail.tokens)]
         entered = not any(other.contains(tail) for other in others)

@@ -12,6 +12,7 @@ import httpx
 import openai
 import pydantic
 import pytest
+import redis
 from api_engines import SMOLLM2, RunningEngine, start_engine, write_caller, write_tiny
 from documented_fields import undocumented
 from openai.types.responses import (
@@ -304,3 +305,38 @@ def test_a_response_that_another_engine_has_deleted_is_absent(server: RunningSer
             first.client().responses.retrieve(stored.id)
         with pytest.raises(openai.BadRequestError, match="is not stored"):
             create(first.client(), previous_response_id=stored.id)
+
+
+def test_a_deleted_response_frees_its_context(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
+    """Blocks that another context continues stay, in memory and on the page server."""
+    common = 600 * "a"
+    model = write_tiny(tmp_path / "tiny")
+    with start_engine(model, "--store", server.url, "--keep", "all") as engine, engine.client() as api:
+        first = create(api, input=common + 300 * "b")
+        until(lambda: len(client.keys("seal:*")) == 4, "the blocks of the first")
+        seals = {*client.keys("seal:*")}
+        other = create(api, input=common + 300 * "c")
+        until(lambda: len(client.keys("seal:*")) == 6, "the blocks of both")
+        api.responses.delete(other.id)
+        assert {*client.keys("seal:*")} == seals
+        assert read(create(api, input=common + 310 * "c", store=False)) == len("user:" + common)
+        again = create(api, input=common + 300 * "b", max_output_tokens=1, store=False)
+        assert read(again) == len("user:" + common) + 300 + len("\nassistant:") - 1
+        api.responses.delete(first.id)
+        until(lambda: client.keys("seal:*") == [], "the end of the blocks")
+        assert client.keys("tails:*") == []
+
+
+def test_a_response_that_is_not_stored_leaves_nothing(
+    server: RunningServer, client: redis.Redis, tmp_path: Path
+) -> None:
+    """It stays in the engine's memory, also when a second one continues it."""
+    model = write_tiny(tmp_path / "tiny")
+    with start_engine(model, "--store", server.url, "--keep", "all") as engine, engine.client() as api:
+        first = create(api, input=600 * "a", store=False)
+        second = create(api, input=600 * "a", store=False)
+        named = create(api, input=600 * "b", user="alice", store=False)
+        assert first.usage
+        assert read(second) == first.usage.input_tokens - 1
+        assert read(named) < 10
+    assert [key for key in client.keys("*") if not key.startswith((b"kvpage:", b"stats"))] == []
