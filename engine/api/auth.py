@@ -119,9 +119,7 @@ class Tokens:
         return max(1, places // max(1, len(names)))
 
     def tenant(self, request: Request) -> Tenant:
-        """Return the tenant of a request. Raises ApiError: 401 for a missing or unknown token, 403 for the token of
-        WATCHER.
-        """
+        """Return the tenant of a request. Raises ApiError: 401 as `who`, 403 for the token of WATCHER."""
         tenant = self.who(request)
         if tenant.name == WATCHER:
             raise ApiError(403, "this token is for /metrics only", code="metrics_only")
@@ -129,7 +127,7 @@ class Tokens:
 
     def who(self, request: Request) -> Tenant:
         """Return the tenant of a request for metrics, where WATCHER is permitted. Raises ApiError (401) for a missing
-        or unknown token.
+        or unknown token, and for two different ones.
         """
         if not self._tenants:
             return Tenant()
@@ -138,6 +136,8 @@ class Tokens:
             raise ApiError(
                 401, "a token is needed: Authorization: Bearer TOKEN, or X-Api-Key: TOKEN", code="invalid_api_key"
             )
+        if request.headers.get(KEY_HEADER, token).strip() != token.strip():
+            raise ApiError(401, "Authorization and X-Api-Key have different tokens", code="invalid_api_key")
         asked = _digest(token.strip())
         for digest, tenant in self._tenants.items():
             if hmac.compare_digest(digest, asked):

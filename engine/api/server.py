@@ -11,14 +11,17 @@ import signal
 import socket
 import sys
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 import uvloop
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -42,7 +45,8 @@ from .worker import EngineThread
 
 HEALTH = ("/health", "/health/live", "/health/ready")
 METHODS = ["GET", "POST", "DELETE"]
-READABLE = ["Retry-After"]  # headers that pages of other sites may read
+REQUEST_ID, ANTHROPIC_REQUEST_ID = "x-request-id", "request-id"  # the headers that the SDKs read
+READABLE = ["Retry-After", REQUEST_ID, ANTHROPIC_REQUEST_ID]  # headers that pages of other sites may read
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -94,7 +98,7 @@ def make_app(service: Service, host: str, origins: Sequence[str] = ()) -> Starle
             *PAGE_ROUTES,
         ],
         middleware=[
-            Middleware(_Counting, service=service),
+            Middleware(_Replies, service=service),
             Middleware(Guards, names=names, origins=origins),
             Middleware(
                 CORSMiddleware,
@@ -103,13 +107,13 @@ def make_app(service: Service, host: str, origins: Sequence[str] = ()) -> Starle
                 allow_headers=["*"],  # OpenAI's JavaScript client sends a dozen of its own
                 expose_headers=READABLE,
             ),
+            Middleware(ServerErrorMiddleware, handler=_handler(_failure)),  # within CORS: its replies need the headers
             Middleware(_Traced),
         ],
         exception_handlers={
             ApiError: _handler(lambda error: error),
             ClientDisconnect: _handler(lambda error: ApiError(499, "the client has gone")),
             HTTPException: _no_such_page,
-            Exception: _handler(lambda error: ApiError(500, "the server has failed; its log says why")),
         },
     )
     app.state.service = service
@@ -131,10 +135,17 @@ def _handler(error_of: Callable[..., ApiError]) -> Callable[[Request, Exception]
     return handle
 
 
+def _failure(error: Exception) -> ApiError:
+    return ApiError(500, "the server has failed; its log says why")
+
+
 def _reply(request: Request, error: ApiError) -> Response:
     """Return the reply with an error, in the format of the API to which the request belongs."""
-    anthropic = request.url.path.startswith("/v1/messages")
-    return error.response(error_body(error) if anthropic else error.body)
+    return error.response(error_body(error) if _is_anthropic(request.scope) else error.body)
+
+
+def _is_anthropic(scope: Scope) -> bool:
+    return str(scope["path"]).startswith("/v1/messages")
 
 
 async def _no_such_page(request: Request, error: Exception) -> Response:
@@ -145,8 +156,8 @@ async def _no_such_page(request: Request, error: Exception) -> Response:
     return response
 
 
-class _Counting:
-    """ASGI middleware that counts requests by endpoint and status."""
+class _Replies:
+    """ASGI middleware that counts requests by endpoint and status, and gives each reply the id of its request."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
@@ -160,6 +171,8 @@ class _Counting:
             if message["type"] == "http.response.start":
                 endpoint = getattr(scope.get("endpoint"), "__name__", "none")
                 self._service.metrics.requests.labels(endpoint, message["status"]).inc()
+                header = ANTHROPIC_REQUEST_ID if _is_anthropic(scope) else REQUEST_ID
+                MutableHeaders(scope=message)[header] = f"req_{uuid.uuid4().hex}"
             await send(message)
 
         return await self._app(scope, receive, counted)

@@ -271,6 +271,11 @@ class RequestBody(BaseModel):
         except ValueError as error:
             if "recursion limit" in str(error):
                 raise invalid("the body is nested too deeply: 200 levels are the most", code="invalid_json") from error
+            if "hex escape" in str(error):
+                raise invalid(
+                    f"the body has half of a surrogate pair, which is no text, or an incomplete escape: {error}",
+                    code="invalid_json",
+                ) from error
             raise invalid(f"the body is not JSON: {error}", code="invalid_json") from error
         if not isinstance(body, dict):
             raise invalid("the body must be a JSON object", code="invalid_json")

@@ -6,6 +6,7 @@ Three parts: control tokens in the text of a conversation, the format of tool ar
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import resource
@@ -13,8 +14,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 # -- control tokens ----------------------------------------------------------------------------------------------------
@@ -165,16 +168,44 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the engine's thread blocks signals
-    from transformers.utils.chat_template_utils import render_jinja_template
-
+    render = _render_function()
     _bound_memory()
     _send({})
     for line in sys.stdin.buffer:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        reply = _reply(request, render_jinja_template)
+        reply = _reply(request, render)
         _send(reply)
         signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _render_function() -> Any:
+    """Return transformers' `render_jinja_template`.
+
+    Its module is loaded without its package, whose import takes 0.7 s of CPU time, and with stand-ins for what it
+    imports of it and of numpy: the process renders JSON, which has no objects of theirs. If another version of
+    transformers needs more of them, the package is imported.
+    """
+    try:
+        found = find_spec("transformers")
+        assert found and found.origin
+        path = Path(found.origin).with_name("utils") / "chat_template_utils.py"
+        package, checks, numpy = (ModuleType(name) for name in ("templates", "templates.import_utils", "numpy"))
+        package.logging = SimpleNamespace(get_logger=logging.getLogger)  # type: ignore[attr-defined]
+        checks.is_jinja_available = lambda: True  # type: ignore[attr-defined]
+        checks.is_torch_available = checks.is_vision_available = lambda: False  # type: ignore[attr-defined]
+        numpy.generic = type("generic", (), {})  # type: ignore[attr-defined]
+        sys.modules |= {"templates": package, "templates.import_utils": checks, "numpy": numpy}
+        spec = spec_from_file_location("templates.chat_template_utils", path)
+        assert spec and spec.loader
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module.render_jinja_template
+    except Exception:  # noqa: BLE001 - any part of the module may differ
+        sys.modules.pop("numpy", None)
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        return render_jinja_template
 
 
 def _send(reply: dict[str, str]) -> None:
@@ -198,7 +229,7 @@ class Renderer:
     """
 
     def __init__(self) -> None:
-        """Start the process. It takes a second to become ready, for which the first `render` waits."""
+        """Start the process. It is ready after a tenth of a second, for which the first `render` waits."""
         self._process = _begin()
         self._ready = False
 

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from api_engines import SMOLLM2, RunningEngine, start_engine, write_tiny
+from chat_families import FAMILIES
 from engine_models import letter_tokenizer, tiny_llama
 
 # isort: split
+from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.api.openai.errors import ApiError
 from engine.api.openai.prompts import Prompts
 from engine.api.openai.schema import ChatBody
-from engine.api.openai.templates import Renderer
+from engine.api.openai.templates import Renderer, TemplateFailedError
 from engine.spec import ModelCacheSpec
 
 LETTERS = ModelCacheSpec.probe(tiny_llama(), letter_tokenizer())
@@ -208,6 +213,52 @@ def test_marks_in_a_users_text_do_no_harm(smollm2: Callable[[bool], Prompts]) ->
     tokens = tokens_of(smollm2(True), {"role": "user", "content": "\ufdd1<|im\ufdd1_end|>"})
     end = smollm2(True)._tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert tokens.count(end) == tokens_of(smollm2(False), {"role": "user", "content": "x"}).count(end)
+
+
+FEATURES = """{%- set found = namespace(last=none) -%}
+{%- for message in messages -%}
+  {%- if loop.index > 9 %}{% break %}{% endif -%}
+  {%- set found.last = message.role -%}
+  <{{ message.role | upper }}>{{ message.content or '' }}{{ message.reasoning_content }}{{ message.thinking }}
+  {% generation %}{{ message.tool_calls | tojson(indent=1, ensure_ascii=True) }}{% endgeneration %}
+{% endfor -%}
+{{ tools | tojson }}{{ dict(a=1) }}{{ found.last }}{{ strftime_now('%Y') }}{{ add_generation_prompt }}{{ documents }}"""
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "title": "<é>"}}}]
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *TEMPLATES, "features", "SmolLM2"])
+def test_the_process_renders_as_transformers_does(renderer: Renderer, name: str) -> None:
+    template = FEATURES
+    if name in FAMILIES:
+        template = FAMILIES[name].template
+    elif name in TEMPLATES:
+        template = TEXT + CALLS.replace("ARGUMENTS", TEMPLATES[name]) + END
+    elif name == "SmolLM2":
+        template = load_tokenizer(SMOLLM2).chat_template
+    calls = calling(json.dumps({"city": "Osló <&>"}))
+    calls[1]["tool_calls"][0]["function"]["arguments"] = {"city": "Osló <&>"} if name != "DeepSeek R1" else "{}"
+    chats = [
+        [{"role": "user", "content": " a\n<b> é"}, {"role": "assistant", "content": "c ", "thinking": "hm"}],
+        *([calls] if name not in FAMILIES else []),
+    ]
+    for messages in chats:
+        for options in ({}, {"tools": TOOLS, "add_generation_prompt": True}, {"continue_final_message": True}):
+            arguments: dict[str, Any] = {"chat_template": template, "bos_token": "<s>", "eos_token": "</s>", **options}
+            try:
+                (expected,), _ = render_jinja_template(conversations=[messages], **arguments)
+            except (ValueError, TemplateError, TypeError) as error:
+                with pytest.raises(TemplateFailedError, match=re.escape(str(error)[:60])):
+                    renderer.render(messages, arguments.pop("chat_template"), arguments)
+            else:
+                assert renderer.render(messages, arguments.pop("chat_template"), arguments) == expected
+
+
+def test_the_process_does_not_import_transformers(renderer: Renderer) -> None:
+    renderer.render(HELLO, TEXT + END, {})
+    maps = Path(f"/proc/{renderer._process.pid}/maps")
+    if not maps.exists():
+        pytest.skip("only Linux shows a process's files")
+    assert "numpy" not in maps.read_text(encoding="utf-8"), "transformers imports it, for 0.7 s"
 
 
 THINKS = "{% if enable_thinking is defined and not enable_thinking %}[no thinking]{% endif %}"
