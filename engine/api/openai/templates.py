@@ -14,11 +14,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 # -- control tokens ----------------------------------------------------------------------------------------------------
 #
@@ -182,24 +184,26 @@ def main() -> None:
 def _render_function() -> Any:
     """Return transformers' `render_jinja_template`.
 
-    Its module is loaded without its package, whose import takes 0.7 s of CPU time, and with stand-ins for what it
-    imports of it and of numpy: the process renders JSON, which has no objects of theirs. If another version of
-    transformers needs more of them, the package is imported.
+    Its module is loaded without its package, whose import takes 0.7 s of CPU time. Modules that it imports of the
+    package, and numpy, are replaced by a few names: the process renders JSON, which has no objects of theirs. If
+    another version of transformers needs more names, the package is imported.
     """
     try:
-        found = find_spec("transformers")
-        assert found and found.origin
-        path = Path(found.origin).with_name("utils") / "chat_template_utils.py"
-        package, checks, numpy = (ModuleType(name) for name in ("templates", "templates.import_utils", "numpy"))
-        package.logging = SimpleNamespace(get_logger=logging.getLogger)  # type: ignore[attr-defined]
-        checks.is_jinja_available = lambda: True  # type: ignore[attr-defined]
-        checks.is_torch_available = checks.is_vision_available = lambda: False  # type: ignore[attr-defined]
-        numpy.generic = type("generic", (), {})  # type: ignore[attr-defined]
-        sys.modules |= {"templates": package, "templates.import_utils": checks, "numpy": numpy}
-        spec = spec_from_file_location("templates.chat_template_utils", path)
-        assert spec and spec.loader
+        path = Path(str(cast(ModuleSpec, find_spec("transformers")).origin)).parent / "utils" / "chat_template_utils.py"
+        log = SimpleNamespace(get_logger=logging.getLogger)
+        checks = {f"is_{name}_available": lambda found=name == "jinja": found for name in ("jinja", "torch", "vision")}
+        numpy = {"generic": type("generic", (), {})}
+        names: dict[str, dict[str, Any]] = {
+            "templates": {"logging": log},
+            "templates.import_utils": checks,
+            "numpy": numpy,
+        }
+        for name, values in names.items():
+            sys.modules[name] = ModuleType(name)
+            vars(sys.modules[name]).update(values)
+        spec = cast(ModuleSpec, spec_from_file_location("templates.chat_template_utils", path))
         module = module_from_spec(spec)
-        spec.loader.exec_module(module)
+        cast(Loader, spec.loader).exec_module(module)
         return module.render_jinja_template
     except Exception:  # noqa: BLE001 - any part of the module may differ
         sys.modules.pop("numpy", None)
