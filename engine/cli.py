@@ -6,7 +6,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import entry_points, version
 
 from kvpage_server import __version__
 from kvpage_server.system.program import ends_quietly, missing_extra, say
@@ -30,7 +30,8 @@ def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="kvpage-engine", description="An engine on MLX that remembers its agents.")
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(title="commands", required=True)
-    for group in (serve, talk, agents, measure, models, demo, persistent):
+    connectors = [found.load() for found in entry_points(group="kvpage_engine.commands")]
+    for group in (serve, talk, agents, measure, models, demo, persistent, *connectors):
         group.add_to(commands)
     args = parser.parse_args(argv)
     for number in (signal.SIGTERM, signal.SIGHUP):
