@@ -30,8 +30,8 @@ from kvpage_server.client import (
     WrongReply,
 )
 
-Blocks = Sequence[Sequence[Page]]  # of equal shape: the pages of each; a page's body is memory of the engine
-_PIECE = 32 * 1024 * 1024  # bytes of one call; if a later call fails, the blocks of earlier ones count
+Block = Callable[[], Sequence[Page]]  # returns the pages of a block; their bodies are memory of the engine
+_PIECE = 8 * 1024 * 1024  # bytes of one call; if another call fails, the blocks of this one count
 _PAUSE = 1.0  # seconds without requests after the server did not answer
 _SILENCE = 10.0  # seconds between two log lines with the same reason
 
@@ -160,13 +160,13 @@ class Jobs:
         url: str,
         log: logging.Logger,
         *,
-        threads: int = 2,
+        threads: int = 4,
         lookup_seconds: float = 0.5,
         transfer_seconds: float = 5.0,
         lease_ms: int = 20_000,
         **options: Any,
     ) -> None:
-        """Create the threads; the first job connects.
+        """Create the threads, which begin to connect. A store that is away is no error.
 
         `url` and `options` are those of PageClient. An empty `url` is that of the environment, and a URL without a
         password gets the password of the environment, because engines log their options. `threads` is the number of
@@ -189,6 +189,9 @@ class Jobs:
         self._missed: Counter[str] = Counter()  # the client's misses that are in `reasons`
         self._away_until = 0.0
         self._is_closed = False
+        for pool, count in ((self._lookups, 1), (self._transfers, threads)):
+            for _ in range(count):
+                self._submit(pool, "connect", self._connect, lambda: None, lambda: 0)
 
     # -- called by the engine's threads --------------------------------------------------------------------------------
 
@@ -212,18 +215,21 @@ class Jobs:
         future = self._submit(self._lookups, "lookup", ask, lambda: 0, lambda: count)
         return Lookup(future, end, lease / 1000)
 
-    def load(self, blocks: Callable[[], Blocks], count: int) -> Future[list[bool]]:
-        """Begin to receive pages into their bodies. `blocks` is called by a thread and returns `count` blocks.
+    def load(self, blocks: Sequence[Block], nbytes: int) -> Future[list[bool]]:
+        """Begin to receive blocks of `nbytes` bytes each. They have the same number of pages, and threads call them.
 
-        The result has for each block whether all of its pages arrived. The memory of a missed block is undefined.
+        The threads share the load: while one makes pages, or waits for the server, another receives. The result has for
+        each block whether all of its pages arrived. The memory of a missed block is undefined.
         """
-        return self._transfer("load", blocks, count, self._receive)
+        pieces = [blocks[piece] for piece in _pieces(len(blocks), nbytes)]
+        return self._joined([self._transfer("load", piece, nbytes, self._receive) for piece in pieces])
 
-    def save(self, blocks: Callable[[], Blocks], count: int) -> Future[list[bool]]:
-        """Begin to store blocks, whose memory must not change until the result has arrived: for each block whether it
-        was stored. `blocks` is called by a thread and returns `count` blocks.
+    def save(self, blocks: Sequence[Block], nbytes: int) -> Future[list[bool]]:
+        """Begin to store blocks of `nbytes` bytes each, whose memory must not change until the result has arrived: for
+        each block whether it was stored. They have the same number of pages, and one thread calls them all, so that
+        another is free for loads.
         """
-        return self._transfer("save", blocks, count, self._send)
+        return self._transfer("save", blocks, nbytes, self._send)
 
     def abandon(self, saves: Iterable[Future[list[bool]]]) -> None:
         """Cancel saves that wait in the queue, and wait for the others, because their memory will change."""
@@ -253,6 +259,10 @@ class Jobs:
 
     # -- in the threads ------------------------------------------------------------------------------------------------
 
+    def _connect(self) -> None:
+        """Open a connection, so that the first job of this thread finds one. No block has the asked name."""
+        self._client.prefix([(b"vllm.none", 0)], pages_per_block=1, deadline=self._lookup_seconds)
+
     def _receive(self, pages: Sequence[Page], end: float) -> list[bool]:
         return self._client.mget_into([p.key for p in pages], [p.body for p in pages], deadline=_left(end))
 
@@ -261,26 +271,41 @@ class Jobs:
         return [True] * len(pages)
 
     def _transfer(
-        self, job: str, blocks: Callable[[], Blocks], count: int, move: Callable[[Sequence[Page], float], list[bool]]
+        self, job: str, blocks: Sequence[Block], nbytes: int, move: Callable[[Sequence[Page], float], list[bool]]
     ) -> Future[list[bool]]:
         end = time.monotonic() + self._transfer_seconds
-        done = [False] * count
+        done = [False] * len(blocks)
 
         def run() -> list[bool]:
-            _left(end)
-            every = blocks()
-            if len(every) != count:
-                raise ValueError(f"{count} blocks were announced, got {len(every)}")
-            pages, size = len(every[0]), sum(memoryview(page.body).nbytes for page in every[0])
-            for piece in _pieces(count, size):
-                moved = move([page for block in every[piece] for page in block], end)
+            for piece in _pieces(len(blocks), nbytes):
+                _left(end)
+                every = [block() for block in blocks[piece]]
+                moved = move([page for block in every for page in block], end)
+                pages = len(every[0])
                 done[piece] = [all(moved[at : at + pages]) for at in range(0, len(moved), pages)]
-                self._add({f"{job}/ok": sum(done[piece]), f"{job}/bytes": size * sum(done[piece])})
+                self._add({f"{job}/ok": sum(done[piece]), f"{job}/bytes": nbytes * sum(done[piece])})
             if not all(done):
                 self.reasons.count(job, self._why_missed(), done.count(False))
             return done
 
         return self._submit(self._transfers, job, run, lambda: done, lambda: done.count(False))
+
+    def _joined(self, parts: Sequence[Future[list[bool]]]) -> Future[list[bool]]:
+        """Return a future with the results of all parts in one list."""
+        whole: Future[list[bool]] = Future()
+        left = len(parts)
+
+        def end(_: Future[list[bool]]) -> None:
+            nonlocal left
+            with self._lock:
+                left -= 1
+                is_last = left == 0
+            if is_last:
+                whole.set_result([is_moved for part in parts for is_moved in part.result()])
+
+        for part in parts:
+            part.add_done_callback(end)
+        return whole
 
     def _submit(
         self,

@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.logger import init_logger
 
-from kvpage_connectors.jobs import Jobs, Lookup, guarded
+from kvpage_connectors.jobs import Block, Jobs, Lookup, guarded
 from kvpage_connectors.vllm_identity import identity_of, weights_of
 from kvpage_connectors.vllm_metrics import Counts, Metrics
 from kvpage_connectors.vllm_paged import Paged, layout_of
@@ -259,24 +259,25 @@ class KvpageConnector(KVConnectorBase_V1):
         nbytes = cache.shape[0] * strides[0] * layout.dtype.itemsize
         return memoryview((ctypes.c_ubyte * nbytes).from_address(cache.data_ptr())).cast("B")
 
-    def _pages(self, names: bytes, job: Job) -> list[list[Page]]:
+    def _blocks(self, names: bytes, job: Job) -> tuple[list[Block], int]:
+        """Return the blocks of a job, and the bytes of a block."""
+        numbered = zip(job.hashes, job.blocks, strict=True)
+        nbytes = self._layout.block_nbytes if self._layout else 1
+        return [partial(self._pages, names + one.hex().encode(), block) for one, block in numbered], nbytes
+
+    def _pages(self, name: bytes, block: int) -> list[Page]:
+        sleep(0)  # lets the engine's thread run
         layout = self._layout
         if not layout or not self._memory:
             raise ValueError("the paged cache has another layout than the scheduler assumes")
-        size, first, shape = layout.page_nbytes, layout.rank * layout.heads, (layout.dtype, layout.tokens, layout.dim)
-        offsets = [(head, plane, (2 * head + plane) * size) for head in range(layout.heads) for plane in (0, 1)]
-        found = []
-        for one, block in zip(job.hashes, job.blocks, strict=True):
-            sleep(0)  # lets the engine's thread run
-            name, at = names + one.hex().encode(), block * 2 * layout.heads * size
-            found.append(
-                [
-                    Page(PageKey(name, layer, first + head, 0, plane), memory[at + to : at + to + size], *shape)
-                    for layer, memory in enumerate(self._memory)
-                    for head, plane, to in offsets
-                ]
-            )
-        return found
+        heads, size, first = layout.heads, layout.page_nbytes, layout.rank * layout.heads
+        places = [(i, plane, (2 * (block * heads + i) + plane) * size) for i in range(heads) for plane in (0, 1)]
+        shape = layout.dtype, layout.tokens, layout.dim
+        return [
+            Page(PageKey(name, layer, first + head, 0, plane), memory[at : at + size], *shape)
+            for layer, memory in enumerate(self._memory)
+            for head, plane, at in places
+        ]
 
     @guarded(lambda: None)
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
@@ -287,8 +288,7 @@ class KvpageConnector(KVConnectorBase_V1):
     def start_load_kv(self, /, forward_context: Any, **kwargs: Any) -> None:
         work = self._work_of_step()
         for job in work.loads:
-            make = partial(self._pages, work.names, job)
-            self._loading[job.req_id] = job, self._jobs.load(make, len(job.blocks))
+            self._loading[job.req_id] = job, self._jobs.load(*self._blocks(work.names, job))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: a request is scheduled after its load has ended."""
@@ -300,9 +300,8 @@ class KvpageConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         work = self._work_of_step()
         for job in work.saves:
-            make = partial(self._pages, work.names, job)
             running = [future for future in self._saving.get(job.req_id, []) if not future.done()]
-            self._saving[job.req_id] = [*running, self._jobs.save(make, len(job.blocks))]
+            self._saving[job.req_id] = [*running, self._jobs.save(*self._blocks(work.names, job))]
 
     @guarded(_nothing_finished)
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

@@ -28,6 +28,11 @@ class Paged:
         return self.tokens * self.dim * self.dtype.itemsize
 
     @property
+    def block_nbytes(self) -> int:
+        """Bytes of a block in this rank."""
+        return len(self.layers) * self.heads * 2 * self.page_nbytes
+
+    @property
     def pages(self) -> int:
         """Pages of a block in all ranks."""
         return len(self.layers) * self.heads * 2 * self.ranks

@@ -222,18 +222,16 @@ class KvpageTier(SecondaryTierManager):
 
     def _submit(self, job: TransferJob, move: Any) -> None:
         keys = list(job.keys)
-        rows = [int(row) for row in job.chunk_ids]
-        self._running[job.job_id] = _Running(job, keys, move(partial(self._pages, keys, rows), len(keys)))
+        blocks = [partial(self._row, key, int(row)) for key, row in zip(keys, job.chunk_ids, strict=True)]
+        self._running[job.job_id] = _Running(job, keys, move(blocks, self.block_size_bytes))
         request = self._requests.setdefault(job.req_context.req_id, _Request(job.req_context))
         request.keys += keys
         request.running += 1
 
-    def _pages(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> list[list[Page]]:
-        size, memory = self.block_size_bytes, self._memory
-        return [
-            [Page(PageKey(name, 0, 0, group, 0), memory[row * size : (row + 1) * size], DType.UINT8, 1, size)]
-            for (name, group), row in zip(self._named(keys), rows, strict=True)
-        ]
+    def _row(self, key: OffloadKey, row: int) -> list[Page]:
+        ((name, group),) = self._named([key])
+        size = self.block_size_bytes
+        return [Page(PageKey(name, 0, 0, group, 0), self._memory[row * size : (row + 1) * size], DType.UINT8, 1, size)]
 
     @guarded(_no_jobs)
     def get_finished_jobs(self) -> list[JobResult]:
