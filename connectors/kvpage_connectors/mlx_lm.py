@@ -49,6 +49,10 @@ PIECE = 32 << 20  # bytes of a value that has a part of a named prompt cache
 # -- Contexts of the server --------------------------------------------------------------------------------------------
 
 
+def _nothing() -> tuple[list[Any], int] | None:
+    return None
+
+
 class StoredContexts:
     """Contexts of one model on a kvpage-server. Threads can share it. An error is a miss, which `reasons` logs."""
 
@@ -77,7 +81,7 @@ class StoredContexts:
         for context in filter(None, dropped):
             self._free(context)
 
-    @guarded(lambda: None)
+    @guarded(_nothing)
     def take(self, tokens: Sequence[int], beyond: int) -> tuple[list[Any], int] | None:
         """Return mlx-lm's caches with the beginning of a prompt that `fetch` has found, and its number of tokens; None
         if it has not more than `beyond`.
