@@ -105,7 +105,9 @@ def test_redis_cli_hints_at_the_arguments_of_every_page_command(server: RunningS
     with interactive(server.port) as terminal:
         read_until(terminal, b"> ")
         for name in EXAMPLES:
-            usage = re.sub(r"\[(\w+) \.\.\.\]", r"[\1 [\1 ...]]", TABLE[name].usage)  # how redis-cli spells it
+            usage = re.sub(
+                r"\b(?!(\w+) \[\1 )(\w+) \[(\w+) \.\.\.\]", r"\2 [\3 [\3 ...]]", TABLE[name].usage
+            )  # how redis-cli spells it
             usage = usage.replace(" | ", "|")
             os.write(terminal, name.upper().encode() + b" ")
             read_until(terminal, usage.encode() + b"\x1b[0m")
