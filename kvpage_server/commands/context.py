@@ -266,7 +266,13 @@ class Connection(Protocol):
 
     @property
     def outgoing(self) -> int:
-        """Bytes of memory of replies and messages that wait to be sent."""
+        """Bytes of replies and messages that wait to be sent."""
+
+    @property
+    def unread(self) -> int:
+        """Bytes of memory of replies and messages that wait to be sent. A value that was sent in part counts as a
+        whole, because its memory is not free before the end.
+        """
 
 
 @dataclass(slots=True, eq=False)
@@ -397,7 +403,7 @@ class Client:
         messages.
         """
         queued = self.transaction.size if self.transaction is not None else 0
-        return self.connection.incoming + self.connection.running + self.connection.outgoing + queued
+        return self.connection.incoming + self.connection.running + self.connection.unread + queued
 
     @property
     def held(self) -> int:

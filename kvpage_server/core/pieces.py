@@ -37,6 +37,11 @@ def borrowed_bytes(pieces: Iterable[Piece]) -> int:
     return sum([piece.size for piece in pieces if not isinstance(piece, bytes)])
 
 
+def largest_value(pieces: Iterable[Piece]) -> int:
+    """Return the bytes of the largest value that a piece borrows; 0 if none does."""
+    return max([piece.size for piece in pieces if not isinstance(piece, bytes)], default=0)
+
+
 def frame(size: int) -> bytes:
     """Return the RESP header of a value of `size` bytes."""
     return b"$%d\r\n" % size

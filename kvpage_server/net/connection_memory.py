@@ -128,7 +128,18 @@ class ConnectionMemory:
     Received commands that do not run yet are in the arena, but do not count against maxmemory, so they evict no keys.
     """
 
-    __slots__ = ("_client", "_held", "_keyspace", "_parser", "_queued", "_receiving", "is_empty", "kept", "postponed")
+    __slots__ = (
+        "_client",
+        "_held",
+        "_keyspace",
+        "_parser",
+        "_queued",
+        "_receiving",
+        "_unread",
+        "is_empty",
+        "kept",
+        "postponed",
+    )
 
     def __init__(self, client: Client, parser: Parser) -> None:
         self._client = client
@@ -138,6 +149,7 @@ class ConnectionMemory:
         self._receiving = 0  # bytes of postponed and received commands, as last reported to the keyspace
         self._queued = 0  # bytes of commands queued by MULTI, as last reported to the keyspace
         self._held = 0  # `Client.passing`, as last reported to the server
+        self._unread = 0  # bytes of unread replies, as last reported to the keyspace
         self.kept = 0  # `Client.kept` at the last check of the limits
         self.is_empty = True  # whether no bytes of the connection are counted
 
@@ -177,8 +189,13 @@ class ConnectionMemory:
         if held != self._held or client.kept != self.kept:
             client.server.in_flight += held - self._held
             self._held, self.kept = held, client.kept
+            self._note_unread(0 if client.listens else client.connection.unread)  # messages borrow no values
             self._update_is_empty()
             enforce_limits(client)
+
+    def _note_unread(self, unread: int) -> None:
+        self._keyspace.memory.unread += unread - self._unread
+        self._unread = unread
 
     def _update_is_empty(self) -> None:
         self.is_empty = not (self._held or self._receiving or self._queued)
@@ -189,6 +206,7 @@ class ConnectionMemory:
         self.settle()
         self.unqueue()
         self._client.server.in_flight -= self._held + self._client.kept
+        self._note_unread(0)
         self._held = self._client.kept = 0
         self._update_is_empty()
 

@@ -125,10 +125,12 @@ class Session:
             self._transport.ignore()
 
     def drained(self) -> None:
-        """Continue after the unsent output has fallen to HIGH_WATER bytes, if the session was CROWDED."""
+        """Continue after the unsent output has fallen to HIGH_WATER bytes or to nothing, if the session was CROWDED."""
         self.client.finished = monotonic_ns()
         if self._move(SessionEvent.DRAINED):
             self._run()
+        else:
+            self._memory.account()
 
     def lost(self) -> None:
         """Close the session after its connection has ended.
@@ -218,6 +220,10 @@ class Session:
     @property
     def outgoing(self) -> int:
         return self._transport.queued + self._replies.waiting
+
+    @property
+    def unread(self) -> int:
+        return max(self._transport.queued, self._transport.largest) + self._replies.waiting
 
     # -- commands --------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import socket
 from typing import NamedTuple, Protocol
 
 from kvpage_server.core import Outbox
-from kvpage_server.core.pieces import Piece
+from kvpage_server.core.pieces import Piece, largest_value
 from kvpage_server.net.tls import Encryption
 
 HIGH_WATER = 1024 * 1024  # bytes waiting to be sent, above which a session may stop running commands
@@ -35,7 +35,7 @@ class SocketReader(Protocol):
         """Process bytes that the transport has received and decrypted."""
 
     def drained(self) -> None:
-        """Continue after the unsent output has fallen to HIGH_WATER bytes."""
+        """Continue after the unsent output has fallen to HIGH_WATER bytes, or to nothing."""
 
     def lost(self) -> None:
         """Close the session after the connection has ended."""
@@ -46,6 +46,7 @@ class Transport(Protocol):
 
     bytes_out: int  # bytes sent so far, before encryption
     queued: int  # bytes that wait to be sent
+    largest: int  # bytes of the largest value of which a part waits, or has waited since `queued` was 0
     ignored: bool  # whether receiving has stopped, see `ignore`
 
     def write(self, pieces: list[Piece]) -> None:
@@ -84,7 +85,7 @@ class SocketTransport:
         self._encryption = encryption
         self._outbox = Outbox() if encryption is None else encryption
         self.bytes_out = 0
-        self.queued = 0  # bytes that wait to be sent
+        self.queued = self.largest = 0
         self.ignored = True
         self._writing = False
         self._closing = False
@@ -148,6 +149,7 @@ class SocketTransport:
                 return
         self.queued = outbox.nbytes
         if self.queued or self._closing:
+            self.largest = max(self.largest, largest_value(pieces))
             self._settle()
             self._crowded = self._crowded or self.queued > HIGH_WATER
 
@@ -167,20 +169,24 @@ class SocketTransport:
     def _settle(self) -> None:
         """Watch the socket until it is writable, if output is unsent. Otherwise complete a close, if there was one.
 
-        Call the reader's `drained` if the unsent output has fallen from above HIGH_WATER to at most HIGH_WATER bytes.
+        Call the reader's `drained` if the unsent output has fallen from above HIGH_WATER to at most HIGH_WATER bytes,
+        or if the last of it was sent now.
         """
+        drained = self._crowded and self.queued <= HIGH_WATER
         if self.queued:
             if not self._writing:
                 self._writing = True
                 self._loop.add_writer(self._sock, self._advance)
         else:
+            self.largest = 0
             if self._writing:
                 self._writing = False
                 self._loop.remove_writer(self._sock)
+                drained = True
             if self._closing:
                 self.abort()
                 return
-        if self._crowded and self.queued <= HIGH_WATER:
+        if drained:
             self._crowded = False
             self._loop.call_soon(self._reader.drained)
 

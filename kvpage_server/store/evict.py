@@ -53,6 +53,9 @@ class MemoryAccount(Account):
         super().__init__(contents)
         self.limit = maxmemory
         self.receiving = 0  # bytes of slots whose values are not received completely; they do not count yet
+        # Bytes of unread replies, which may borrow slots of values that have left the store. They count for
+        # `maxmemory-clients`. Without this, unread replies of as many bytes as `maxmemory` would evict all values.
+        self.unread = 0
         self.index = IndexAccount(contents, self)
         self._arena = contents.arena
 
@@ -62,7 +65,7 @@ class MemoryAccount(Account):
         return self._arena.used - self.receiving + self.contents.texts
 
     def goal(self, size: int) -> int:
-        return super().goal(size) + self.contents.tier.held
+        return super().goal(size) + self.contents.tier.held + self.unread
 
     @property
     def is_full(self) -> bool:

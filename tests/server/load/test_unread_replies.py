@@ -1,0 +1,61 @@
+"""Unread replies borrow values. They count for maxmemory-clients until they are read, and evict no other values."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from servers import start_server
+from turns import measured
+from waiting import until
+from wire import encode_command
+
+LARGE, SMALL = 6 << 20, 300 << 10  # bytes of values; a large one does not fit in the kernel's buffers
+READERS, WRITES = 8, 190
+MAXMEMORY = 64 << 20
+
+
+def keys() -> Iterator[str]:
+    return (f"small {i}" for i in range(WRITES))
+
+
+def slow_reader(port: int) -> socket.socket:
+    """A connection for which the kernel keeps little."""
+    reader = socket.socket()
+    reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    reader.connect(("127.0.0.1", port))
+    return reader
+
+
+@pytest.mark.parametrize("store", ["memory", "tiered"])
+def test_unread_replies_evict_and_demote_no_other_values(tmp_path: Path, store: str) -> None:
+    options = ["--maxmemory", "64mb", "--maxmemory-clients", "64mb", "--maxmemory-policy", "allkeys-lru"]
+    with start_server("--store", store, *options, "--dir", str(tmp_path)) as server, server.client() as client:
+        with ExitStack() as readers:
+            for i in range(READERS):
+                client.set(f"large {i}", bytes(LARGE))
+                reader = readers.enter_context(slow_reader(server.port))
+                reader.sendall(encode_command([b"GET", b"large %d" % i]))
+            until(lambda: client.info("memory")["mem_clients_normal"] > READERS * (LARGE - SMALL), "all replies")
+            for key in keys():
+                client.set(key, bytes(SMALL))
+            assert client.exists(*keys()) >= 0.9 * WRITES
+            if store == "tiered":
+                assert client.info("everything")["disk_dropped_from_memory"] <= READERS + 0.1 * WRITES
+        until(lambda: client.info("memory")["used_memory"] <= MAXMEMORY, "the end of the replies")
+
+
+def test_read_replies_are_counted_no_longer() -> None:
+    with measured("--maxmemory", "64mb") as turns:
+        memory = turns.server.keyspace.memory
+        with slow_reader(turns.server.port) as reader:
+            value = bytes(900_000)
+            reader.sendall(encode_command([b"SET", b"k", value]) + 8 * encode_command([b"GET", b"k"]))
+            until(lambda: memory.unread > len(value), "unread replies")
+            left = len(b"+OK\r\n") + 8 * len(b"$900000\r\n%b\r\n" % value)
+            while left:
+                left -= len(reader.recv(1 << 20))
+            until(lambda: (memory.unread, turns.server.in_flight) == (0, 0), "that all replies are read")
