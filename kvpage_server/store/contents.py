@@ -503,7 +503,8 @@ class Contents:
     def _rewrite(self, key: bytes, text: Text, value: bytes, expires: int, event: str) -> None:
         """Replace a short string by another one, and update only the accounts that change."""
         self.texts += len(value) - len(text.data)
-        self.leases.replaced(key, text_size(key, len(value)))
+        if key in self.leases.by_unit:  # without the cost of a call
+            self.leases.replaced(key, text_size(key, len(value)))
         text.data = value
         changed = text.expires != expires
         if changed:

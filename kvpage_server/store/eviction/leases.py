@@ -81,7 +81,7 @@ class Leases:
         self._bytes: dict[object, Bytes] = {}  # protected bytes by account; no entry for 0 bytes
         self._kept: dict[tuple[object, Tenant], Bytes] = {}  # bytes with a lifetime, by account and tenant
         self._kept_units: Counter[Tenant] = Counter()  # number of units with a lifetime, by tenant
-        self._leases: dict[Unit, Lease] = {}
+        self.by_unit: dict[Unit, Lease] = {}
         # Blocks whose lifetime has ended, with its end in monotonic milliseconds; the last one is evicted first.
         self._ended: OrderedDict[Unit, int] = OrderedDict()
         self.on_lifetime: Callable[[Unit, int, Tenant], object] = lambda *_: None
@@ -94,10 +94,10 @@ class Leases:
         self._tickets = count()
 
     def __len__(self) -> int:
-        return len(self._leases)
+        return len(self.by_unit)
 
     def __contains__(self, unit: Unit) -> bool:
-        return unit in self._leases
+        return unit in self.by_unit
 
     @property
     def bytes(self) -> int:
@@ -120,7 +120,7 @@ class Leases:
         """Count all protected bytes again, because the accounts of units have changed."""
         self._bytes.clear()
         self._kept.clear()
-        for unit, lease in self._leases.items():
+        for unit, lease in self.by_unit.items():
             lease.account = self._account_of(unit)
             self._count(lease, lease.size, lease.on_disk, lease.in_index)
 
@@ -132,11 +132,11 @@ class Leases:
 
     def of(self, unit: Unit) -> Lease:
         """Return the lease of a unit; an empty one if it is not protected."""
-        return self._leases.get(unit, _NONE)
+        return self.by_unit.get(unit, _NONE)
 
     def spares(self, unit: Unit, now: int) -> bool:
         """Return whether a unit is protected at `now`, in monotonic milliseconds."""
-        lease = self._leases.get(unit)
+        lease = self.by_unit.get(unit)
         return lease is not None and (lease.pinned or lease.until > now or lease.kept_until > now)
 
     def lease(self, unit: Unit, size: Bytes, until: int, most: Bytes) -> bool:
@@ -203,9 +203,9 @@ class Leases:
 
     def _lease(self, unit: Unit, size: Bytes, most: Bytes) -> Lease | None:
         """Return a unit's `Lease`, which is created if it does not exist; None if it would exceed the limit."""
-        lease = self._leases.get(unit)
+        lease = self.by_unit.get(unit)
         if lease is None and self.have_room(unit, size, most):
-            lease = self._leases[unit] = Lease(*size, account=self._account_of(unit))
+            lease = self.by_unit[unit] = Lease(*size, account=self._account_of(unit))
             self._count(lease, *size)
         return lease
 
@@ -215,7 +215,7 @@ class Leases:
 
     def unpin(self, unit: Unit) -> bool:
         """Remove a pin. Return whether the unit was pinned. A lease and a lifetime of the unit stay."""
-        lease = self._leases.get(unit)
+        lease = self.by_unit.get(unit)
         if lease is None or not lease.pinned:
             return False
         lease.pinned = False
@@ -225,7 +225,7 @@ class Leases:
 
     def grew(self, unit: Unit, size: int) -> None:
         """Add `size` bytes of memory, which may be negative, to a unit if it is protected."""
-        lease = self._leases.get(unit)
+        lease = self.by_unit.get(unit)
         if lease is not None:
             lease.size += size
             self._count(lease, size)
@@ -233,7 +233,7 @@ class Leases:
     def removed(self, unit: Unit) -> None:
         """Remove the protection of a unit, if it has one."""
         self._ended.pop(unit, None)
-        lease = self._leases.pop(unit, None)
+        lease = self.by_unit.pop(unit, None)
         if lease is not None:
             self._end_lifetime(unit, lease)
             self._count(lease, -lease.size, -lease.on_disk, -lease.in_index)
@@ -244,7 +244,7 @@ class Leases:
         A lifetime stays if the account has space for the new value. A lease ends, because a value that was just written
         is not evicted soon.
         """
-        lease = self._leases.get(key)
+        lease = self.by_unit.get(key)
         if lease is None:
             return
         growth = size - lease.size
@@ -262,7 +262,7 @@ class Leases:
             if not self._due or self._due[0][0] > now:
                 return
             due, _, unit, lease = heapq.heappop(self._due)
-            if self._leases.get(unit) is not lease or lease.due != due:
+            if self.by_unit.get(unit) is not lease or lease.due != due:
                 continue
             lease.due, ended = 0, 0
             if lease.until <= now:
@@ -296,7 +296,7 @@ class Leases:
 
     def clear(self) -> None:
         """Remove all leases, pins and lifetimes."""
-        self._leases.clear()
+        self.by_unit.clear()
         self._due.clear()
         self._bytes.clear()
         self._kept.clear()

@@ -82,7 +82,7 @@ def _mistaken_leases(keyspace: Keyspace) -> Iterator[str]:
     """Yield wrong sizes of leases and pins, and wrong shares of them."""
     leases, entries = keyspace.leases, keyspace.contents.catalogue.entries
     protected, on_disk = Counter[object](), Counter[object]()
-    for unit, lease in leases._leases.items():
+    for unit, lease in leases.by_unit.items():
         name = (unit.req_id, unit.page) if isinstance(unit, Block) else unit
         if not (keyspace.index.still_has(unit) if isinstance(unit, Block) else unit in entries):
             yield f"what protects {name!r} has outlived it"
