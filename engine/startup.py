@@ -51,6 +51,11 @@ class Options:
     share: Share = "all"  # which first blocks of contexts the clients of a tenant share
     in_turns: bool = False  # never compute several prompts in one batch
     adapter: Path | None = None  # a directory with an adapter of mlx-lm for the model
+    models: int = 1  # in this process, which have equal parts of `memory`
+
+    def weights_on_disk(self) -> int:
+        """Return the bytes of the model's weights. Raises UnknownModelError if there is no such model."""
+        return sum(path.stat().st_size for path in _directory(self.model).glob("model*.safetensors"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,7 @@ class Engine:
 
     model_id: str
     model: nn.Module
+    weights: int  # bytes
     tokenizer: TokenizerWrapper
     spec: ModelCacheSpec
     pool: BlockPool
@@ -81,8 +87,7 @@ class Engine:
             _make_cold(options.cold.expanduser())
         begun = time.monotonic()
         limits = set_limits()
-        nbytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-        report(f"loading the weights of {options.model}, {nbytes / 1e6:.0f} MB")
+        report(f"loading the weights of {options.model}, {options.weights_on_disk() / 1e6:.0f} MB")
         model, tokenizer = load(directory)
         if options.adapter:
             report(f"adding the adapter in {options.adapter}")
@@ -94,7 +99,7 @@ class Engine:
         if options.in_turns:
             spec = replace(spec, batches=False, resumes=False)
         weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-        pool = BlockPool(total_bytes=limits.contexts(weights, options.memory))
+        pool = BlockPool(total_bytes=limits.contexts(weights, options.memory, options.models))
         report(limits.described(weights, pool.total_bytes))
         within = options.restore_within
         pages = PageTier(options.store, spec, pool, restore_within=within) if options.store else None
@@ -105,7 +110,7 @@ class Engine:
         batch = BlockPoolBatchEngine(model, tokenizer, spec, pool)
         agents = AgentEngine(batch, store)
         report(f"{spec.model_id} was loaded in {time.monotonic() - begun:.1f} s")
-        return cls(spec.model_id, model, tokenizer, spec, pool, batch, pages, store, agents)
+        return cls(spec.model_id, model, weights, tokenizer, spec, pool, batch, pages, store, agents)
 
     def close(self) -> int:
         """Drop unanswered prompts, write contexts that are not stored yet, and close the tiers.

@@ -13,26 +13,34 @@ from starlette.routing import Route
 
 from ..tiers.store import AgentInfo, StoreUnavailableError
 from .auth import Tenant
+from .models import ServedModel
 from .openai.errors import ApiError
 from .openai.schema import ForkBody
 from .service import Service
+
+MODEL = "model"  # the parameter of URLs that names a model
 
 _Answer = TypeVar("_Answer")
 
 
 async def index(request: Request) -> Response:
-    """Reply with all agents of the request's tenant. Raises ApiError: 401, 403."""
+    """Reply with all agents of the request's tenant, of the loaded models or of the parameter `model`. Raises ApiError:
+    401, 403, and as `Service.model`.
+    """
     service, tenant = _service_and_tenant(request)
-    found = await asyncio.to_thread(service.engine.store.agents)
-    return JSONResponse(
-        {"object": "list", "data": [_agent_json(info, tenant) for info in found if tenant.given(info.agent_id)]}
-    )
+    service.check_ready()
+    models = [await _model(request)] if MODEL in request.query_params else service.models.held(request.state.ends)
+    data = []
+    for model in models:
+        found = await asyncio.to_thread(model.engine.store.agents)
+        data += [_agent_json(info, tenant, model) for info in found if tenant.given(info.agent_id)]
+    return JSONResponse({"object": "list", "data": data})
 
 
 async def show(request: Request) -> Response:
     """Reply with one agent. Raises ApiError (404) for an unknown agent."""
-    service, tenant = _service_and_tenant(request)
-    return JSONResponse(await _info(service, tenant, request.path_params["agent"]))
+    _, tenant = _service_and_tenant(request)
+    return JSONResponse(await _info(await _model(request), tenant, request.path_params["agent"]))
 
 
 async def save(request: Request) -> Response:
@@ -40,15 +48,16 @@ async def save(request: Request) -> Response:
 
     Raises ApiError: 404 for an unknown agent, 409 without a tier to save to, 503 if the save fails.
     """
-    service, tenant = _service_and_tenant(request)
+    _, tenant = _service_and_tenant(request)
     given = request.path_params["agent"]
-    store = service.engine.store
-    info = await _info(service, tenant, given)
+    model = await _model(request)
+    store = model.engine.store
+    info = await _info(model, tenant, given)
     if not store.saves:
         raise ApiError(409, "this engine has neither a --store nor a --cold directory to save to", code="no_store")
     if not info["saved"]:
         await asyncio.to_thread(store.flush_dirty, tenant.agent(given, "agent_id"))
-        info = await _info(service, tenant, given)
+        info = await _info(model, tenant, given)
     if not info["saved"]:
         reasons = ", ".join(f"{tier}: {reason}" for tier, reason in store.save_failures.items()) or "evicted"
         raise ApiError(503, f"{given!r} could not be saved ({reasons})", code="not_saved", retry_after=1)
@@ -64,28 +73,38 @@ async def fork(request: Request) -> Response:
     body = await service.parsed(ForkBody, request)
     given = request.path_params["agent"]
     agent_id, new_id = tenant.agent(given, "agent_id"), tenant.agent(body.to, "to")
-    known = None if body.replace else await _call_store(service.engine.store.agent, new_id)
+    model = await _model(request)
+    store = model.engine.store
+    known = None if body.replace else await _call_store(store.agent, new_id)
     if known:
         raise ApiError(409, f"to: there is an agent {body.to!r}; replace: true replaces it", "to", "agent_exists")
-    if not await _call_store(service.engine.store.fork, agent_id, new_id):
+    if not await _call_store(store.fork, agent_id, new_id):
         raise _unknown(given)
-    return JSONResponse(await _info(service, tenant, body.to), 201)
+    return JSONResponse(await _info(model, tenant, body.to), 201)
 
 
 async def delete(request: Request) -> Response:
-    """Delete an agent's context in all tiers.
+    """Delete an agent's contexts in all tiers, of all models.
 
     Raises ApiError: 404 for an unknown agent, 500 if its cold file cannot be removed, 503 if the page server is needed
     and does not answer.
     """
     service, tenant = _service_and_tenant(request)
     given = request.path_params["agent"]
+    agent_id = tenant.agent(given, "agent_id")
+    service.check_ready()
+    models = await service.models.settled(request.state.ends) or [await _model(request)]
     try:
-        known = await _call_store(service.engine.store.delete, tenant.agent(given, "agent_id"))
+        known = await asyncio.to_thread(service.models.delete_files, agent_id)
+        deletes = (_call_store(model.engine.store.delete, agent_id) for model in models)
+        found = await asyncio.gather(*deletes, return_exceptions=True)
+        for one in found:
+            if isinstance(one, BaseException):
+                raise one
     except OSError as error:
         why = error.strerror or str(error)
         raise ApiError(500, f"{given!r} is forgotten but for its cold file, which cannot be removed: {why}") from None
-    if not known:
+    if not (known or any(found)):
         raise _unknown(given)
     return JSONResponse({"id": given, "object": "agent.deleted", "deleted": True})
 
@@ -114,13 +133,21 @@ def _service_and_tenant(request: Request) -> tuple[Service, Tenant]:
     return service, service.tokens.tenant(request)
 
 
-async def _info(service: Service, tenant: Tenant, given: str) -> dict[str, Any]:
+async def _model(request: Request) -> ServedModel:
+    """Return the model that the parameter `model` of the URL names, the first one without it. Raises as
+    `Service.model`.
+    """
+    service, tenant = _service_and_tenant(request)
+    return await service.model(request, tenant, request.query_params.get(MODEL, service.models.first.name))
+
+
+async def _info(model: ServedModel, tenant: Tenant, given: str) -> dict[str, Any]:
     """Return the tenant's agent with the name `given` for JSON. Raises ApiError: 404 for an unknown agent, 503."""
     agent_id = tenant.agent(given, "agent_id")
-    info = await _call_store(service.engine.store.agent, agent_id)
+    info = await _call_store(model.engine.store.agent, agent_id)
     if not info:
         raise _unknown(given)
-    return _agent_json(info, tenant)
+    return _agent_json(info, tenant, model)
 
 
 async def _call_store(ask: Callable[..., _Answer], *agents: str) -> _Answer:
@@ -134,11 +161,12 @@ async def _call_store(ask: Callable[..., _Answer], *agents: str) -> _Answer:
         raise ApiError(503, f"{error}: ask again when it is back", code="store_unavailable", retry_after=1) from error
 
 
-def _agent_json(info: AgentInfo, tenant: Tenant) -> dict[str, Any]:
+def _agent_json(info: AgentInfo, tenant: Tenant, model: ServedModel) -> dict[str, Any]:
     """Return an agent for JSON, with the tenant's name for it."""
     return {
         "id": tenant.given(info.agent_id),
         "object": "agent",
+        "model": model.name,
         "tokens": info.tokens,
         "tiers": info.tiers,
         "bytes": info.nbytes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -21,11 +21,13 @@ from ..pool import PoolExhaustedError
 from ..scheduling.request import EngineClosedError, Token
 from .auth import Tenant
 from .diagnosis import common_prefix
+from .models import ServedModel
 from .openai.errors import ApiError, invalid
+from .openai.prompts import Prompts
 from .openai.reading import Reader
 from .openai.schema import MAX_ANSWERS, Breakpoint, ChatBody, CompletionBody, CompletionFields
 from .openai.shapes import CHAT, TEXT, ChatLikelihoods, ChatShape, Envelope, Kind, Reply, TextLikelihoods, TextShape
-from .service import Service
+from .service import Service, client_disconnects, unless_disconnected
 from .worker import Answers, Prompt
 
 # -- Replies: one JSON object, or a stream of server-sent events -------------------------------------------------------
@@ -114,21 +116,6 @@ def _best(choices: list[dict[str, Any]], shapes: Sequence[Shape], body: Completi
     return [choice | {"index": index} for index, choice in enumerate(best)]
 
 
-async def unless_disconnected(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Return the result of the coroutine `work`. If the client disconnects first, cancel `work` and raise
-    ClientDisconnect.
-    """
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_client_disconnects(request.receive))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        working.cancel()
-        leaving.cancel()
-
-
 def refusal(error: Exception, service: Service) -> ApiError:
     """Return the API error for an exception of the engine. An unexpected exception is logged, and becomes status
     500.
@@ -149,14 +136,8 @@ def refusal(error: Exception, service: Service) -> ApiError:
     return ApiError(500, "the engine has failed; its log says why", code="internal_error")
 
 
-async def _client_disconnects(receive: Receive) -> None:
-    """Wait until the client has disconnected."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 async def _cancel_on_disconnect(answers: Answers, receive: Receive) -> None:
-    await _client_disconnects(receive)
+    await client_disconnects(receive)
     answers.abandon(ClientDisconnect())
 
 
@@ -242,17 +223,19 @@ async def chat(request: Request) -> Response:
     service: Service = request.app.state.service
     tenant = service.tokens.tenant(request)
     body = await service.parsed(ChatBody, request)
-    asked, given, readers = await conversation(service, request, tenant, body)
-    envelope = _envelope(service, CHAT, body, given, asked[0].boundaries)
+    model = await service.model(request, tenant, body.model)
+    asked, given, readers = await conversation(service, model, request, tenant, body)
+    envelope = _envelope(model, CHAT, body, given, asked[0].boundaries)
     shapes = []
     for i, reader in enumerate(readers):
-        likelihoods = ChatLikelihoods(service.prompts.token_text, body.top_logprobs) if body.logprobs else None
+        likelihoods = ChatLikelihoods(model.prompts.token_text, body.top_logprobs) if body.logprobs else None
         shapes.append(ChatShape(envelope, i, reader, likelihoods))
-    return await answer(service, request, service.ask(asked), shapes, envelope, body)
+    return await answer(service, request, service.ask(model, asked), shapes, envelope, body)
 
 
 async def conversation(
     service: Service,
+    model: ServedModel,
     request: Request,
     tenant: Tenant,
     body: ChatBody,
@@ -261,21 +244,19 @@ async def conversation(
     """Return the prompts of a conversation for the engine, one for each choice, the client's name for the agent, and a
     reader of each answer. `breakpoints` are by default those of the body.
 
-    Raises ApiError: 404 for another model, 400 for a conversation that the model or its template refuses. Raises
-    ClientDisconnect.
+    Raises ApiError (400) for a conversation that the model or its template refuses, and ClientDisconnect.
     """
-    service.check_model(body.model)
-    prompts = service.prompts
+    prompts = model.prompts
     logprobs = body.top_logprobs if body.logprobs else None
     tokens = await unless_disconnected(request, prompts.of_chat(body))
     constraint, written = await unless_disconnected(request, prompts.constraint(body))
     first = next((message.content for message in body.messages if message.role == "user"), None)
     continues = prompts.keeps_space or body.continue_final_message
     asked, given = _prompts(
-        service, request, tenant, body, [(tokens, first)], body.limit, logprobs, constraint, continues=continues
+        service, model, request, tenant, body, [(tokens, first)], body.limit, logprobs, constraint, continues=continues
     )
     marks = body.breakpoints if breakpoints is None else breakpoints
-    boundaries = sorted([Boundary(await _boundary(service, request, mark, tokens), mark.ttl) for mark in marks])
+    boundaries = sorted([Boundary(await _boundary(prompts, request, mark, tokens), mark.ttl) for mark in marks])
     kept = (boundaries[-1].tokens if boundaries else 0) if body.prompt_cache_options.mode == "explicit" else None
     asked = [replace(prompt, boundaries=boundaries, kept_tokens=kept) for prompt in asked]
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
@@ -285,14 +266,14 @@ async def conversation(
     return asked, given, readers
 
 
-async def _boundary(service: Service, request: Request, mark: Breakpoint, tokens: Sequence[int]) -> int:
+async def _boundary(prompts: Prompts, request: Request, mark: Breakpoint, tokens: Sequence[int]) -> int:
     """Return the number of tokens before a breakpoint in the prompt `tokens`; 0 if the model's template refuses a
     conversation that ends there.
     """
     if not mark.altered:
         return len(tokens)
     try:
-        return common_prefix(tokens, await unless_disconnected(request, service.prompts.of_chat(mark.altered)))
+        return common_prefix(tokens, await unless_disconnected(request, prompts.of_chat(mark.altered)))
     except ApiError:
         return 0
 
@@ -302,8 +283,8 @@ async def complete(request: Request) -> Response:
     service: Service = request.app.state.service
     tenant = service.tokens.tenant(request)
     body = await service.parsed(CompletionBody, request)
-    service.check_model(body.model)
-    prompts = service.prompts
+    model = await service.model(request, tenant, body.model)
+    prompts = model.prompts
     texts = [
         (await unless_disconnected(request, prompts.of_text(prompt, body.suffix)), prompt) for prompt in body.prompt
     ]
@@ -312,19 +293,20 @@ async def complete(request: Request) -> Response:
     constraint, _ = await unless_disconnected(request, prompts.constraint(body))
     logprobs = body.logprobs if body.choices == body.n else max(1, body.logprobs or 0)  # best_of compares them
     labelled = [(tokens, prompt if isinstance(prompt, str) else None) for tokens, prompt in texts]
-    asked, given = _prompts(service, request, tenant, body, labelled, body.max_tokens, logprobs, constraint)
-    envelope = _envelope(service, TEXT, body, given)
+    asked, given = _prompts(service, model, request, tenant, body, labelled, body.max_tokens, logprobs, constraint)
+    envelope = _envelope(model, TEXT, body, given)
     shapes = []
     for i, one in enumerate(asked):
         likelihoods = None if body.logprobs is None else TextLikelihoods(prompts.token_text, one.tokens, body.logprobs)
         prompt = texts[i // body.choices][1]
         echo = "" if not body.echo else prompt if isinstance(prompt, str) else prompts.token_text.of(prompt)
         shapes.append(TextShape(envelope, i, likelihoods, echo))
-    return await answer(service, request, service.ask(asked), shapes, envelope, body)
+    return await answer(service, request, service.ask(model, asked), shapes, envelope, body)
 
 
 def _prompts(
     service: Service,
+    model: ServedModel,
     request: Request,
     tenant: Tenant,
     body: CompletionFields,
@@ -349,13 +331,13 @@ def _prompts(
     limit = max_tokens or service.limits.max_tokens
     if body.min_tokens > limit:
         raise invalid(f"min_tokens: {body.min_tokens} is above the limit of {limit} tokens", "min_tokens")
-    service.prompts.check_ids(body.stop_token_ids, "stop_token_ids")
-    service.prompts.check_ids(body.logit_bias, "logit_bias")
-    sampling = body.sampling(service.prompts.kept_by_xtc)
+    model.prompts.check_ids(body.stop_token_ids, "stop_token_ids")
+    model.prompts.check_ids(body.logit_bias, "logit_bias")
+    sampling = body.sampling(model.prompts.kept_by_xtc)
     asked: list[Prompt] = []
     for tokens, text in texts:
         leader, label = len(asked), service.label(text or "")
-        end_of_reasoning = service.prompts.end_of_reasoning(tokens) if constraint else ()
+        end_of_reasoning = model.prompts.end_of_reasoning(tokens) if constraint else ()
         for i in range(body.choices):
             named = given is not None and not i
             seed = None if sampling.seed is None else sampling.seed + i
@@ -379,11 +361,11 @@ def _prompts(
 
 
 def _envelope(
-    service: Service,
+    model: ServedModel,
     kind: Kind,
     body: CompletionFields,
     given: str | None,
     boundaries: Sequence[Boundary] | None = None,
 ) -> Envelope:
     counts = body.stream_options.include_usage
-    return Envelope(kind, body.model, service.engine.spec.fingerprint, given, boundaries, counts=counts)
+    return Envelope(kind, body.model, model.engine.spec.fingerprint, given, boundaries, counts=counts)

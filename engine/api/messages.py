@@ -13,10 +13,10 @@ from starlette.routing import Route
 from .anthropic.schema import NAMES, CountBody, MessagesBody
 from .anthropic.shapes import MessageEnvelope, MessageShape, message_id
 from .auth import Tenant
-from .completions import answer, conversation, unless_disconnected
+from .completions import answer, conversation
 from .diagnosis import AskedPrompt, difference
 from .openai.errors import ApiError, renamed
-from .service import Service
+from .service import Service, unless_disconnected
 
 
 async def create_message(request: Request) -> Response:
@@ -26,7 +26,8 @@ async def create_message(request: Request) -> Response:
     body = await service.parsed(MessagesBody, request)
     try:
         chat = body.chat()
-        (prompt,), given, (reader,) = await conversation(service, request, tenant, chat, body.breakpoints())
+        model = await service.model(request, tenant, chat.model)
+        (prompt,), given, (reader,) = await conversation(service, model, request, tenant, chat, body.breakpoints())
     except ApiError as error:
         raise renamed(error, NAMES) from error
     reply_id = message_id()
@@ -34,7 +35,7 @@ async def create_message(request: Request) -> Response:
     diagnostics = _diagnostics(service, tenant, body, asked)
     envelope = MessageEnvelope(reply_id, body.model, given, len(prompt.tokens), prompt.boundaries, diagnostics)
     shape = MessageShape(envelope, reader, silent=not body.max_tokens)
-    answers = service.ask([prompt])
+    answers = service.ask(model, [prompt])
     service.prompt_log.add(reply_id, asked)
     return await answer(service, request, answers, [shape], envelope, chat)
 
@@ -42,11 +43,11 @@ async def create_message(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """Reply to POST /v1/messages/count_tokens with the number of tokens of a prompt."""
     service: Service = request.app.state.service
-    service.tokens.tenant(request)
+    tenant = service.tokens.tenant(request)
     body = await service.parsed(CountBody, request)
-    service.check_model(body.model)
     try:
-        tokens = await unless_disconnected(request, service.prompts.of_chat(body.chat(), answered=False))
+        model = await service.model(request, tenant, body.model)
+        tokens = await unless_disconnected(request, model.prompts.of_chat(body.chat(), answered=False))
     except ApiError as error:
         raise renamed(error, NAMES) from error
     return JSONResponse({"input_tokens": len(tokens)})

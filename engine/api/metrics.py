@@ -14,6 +14,7 @@ from ..agent_engine import Answer
 from ..startup import Engine
 from ..tiers.metrics import PageServer
 from .auth import WATCHER, Tenant, tenant_of
+from .models import Models
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
@@ -27,43 +28,43 @@ class _Answers:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         shared: dict[str, Any] = {"registry": self.registry}
-        self._answers = Counter(PREFIX + "answers", "Answers", ["tier", "finish_reason"], **shared)
-        self._prompt = Counter(PREFIX + "prompt_tokens", "Prompt tokens", **shared)
-        self._reused = Counter(PREFIX + "reused_tokens", "Prompt tokens that were reused", ["tier"], **shared)
-        self._generated = Counter(PREFIX + "generated_tokens", "Generated tokens", **shared)
+        self._answers = Counter(PREFIX + "answers", "Answers", ["model", "tier", "finish_reason"], **shared)
+        self._prompt = Counter(PREFIX + "prompt_tokens", "Prompt tokens", ["model"], **shared)
+        self._reused = Counter(PREFIX + "reused_tokens", "Prompt tokens that were reused", ["model", "tier"], **shared)
+        self._generated = Counter(PREFIX + "generated_tokens", "Generated tokens", ["model"], **shared)
         self._first = Histogram(
             PREFIX + "time_to_first_token_seconds",
             "Time from the request to the first token",
-            ["tier"],
+            ["model", "tier"],
             buckets=SECONDS,
             **shared,
         )
         self._restore = Histogram(
             PREFIX + "restore_seconds",
             "Duration of the lookup and the load of a context",
-            ["tier"],
+            ["model", "tier"],
             buckets=SECONDS,
             **shared,
         )
         help = "Prompts that reused less than possible, by reason"
-        self._misses = Counter(PREFIX + "misses", help, ["reason"], **shared)
+        self._misses = Counter(PREFIX + "misses", help, ["model", "reason"], **shared)
 
-    def count(self, answer: Answer) -> None:
+    def count(self, answer: Answer, model: str) -> None:
         reuse = answer.reuse
-        self._answers.labels(reuse.tier, answer.finish_reason).inc()
-        self._prompt.inc(answer.prompt_tokens)
-        self._reused.labels(reuse.tier).inc(reuse.tokens)
-        self._generated.inc(len(answer.tokens))
-        self._first.labels(reuse.tier).observe(reuse.time_to_first_token)
-        self._restore.labels(reuse.tier).observe(reuse.restore_seconds)
+        self._answers.labels(model, reuse.tier, answer.finish_reason).inc()
+        self._prompt.labels(model).inc(answer.prompt_tokens)
+        self._reused.labels(model, reuse.tier).inc(reuse.tokens)
+        self._generated.labels(model).inc(len(answer.tokens))
+        self._first.labels(model, reuse.tier).observe(reuse.time_to_first_token)
+        self._restore.labels(model, reuse.tier).observe(reuse.restore_seconds)
         if reuse.why:
-            self._misses.labels(reuse.why).inc()
+            self._misses.labels(model, reuse.why).inc()
 
 
 class Metrics:
-    """Metrics of one server. `pending` returns the number of unfinished answers."""
+    """Metrics of one server with `models`. `pending` returns the number of unfinished answers."""
 
-    def __init__(self, pending: Callable[[], int]) -> None:
+    def __init__(self, models: Models, pending: Callable[[], int]) -> None:
         self._answers = _Answers()
         self._of_tenants: defaultdict[str, _Answers] = defaultdict(_Answers)  # by tenant; tokens limit their number
         self._registry = self._answers.registry
@@ -75,16 +76,13 @@ class Metrics:
         )
         waiting = Gauge(PREFIX + "pending", "Requests that are running or waiting", **shared)
         waiting.set_function(pending)
+        self._registry.register(_EngineCollector(models))
 
-    def watch(self, engine: Engine) -> None:
-        """Add the metrics of the engine's memory and tiers."""
-        self._registry.register(_EngineCollector(engine))
-
-    def answered(self, answer: Answer, agent_id: str) -> None:
-        """Count a complete answer, in the metrics of all answers and of the agent's tenant."""
-        self._answers.count(answer)
+    def answered(self, answer: Answer, agent_id: str, model: str) -> None:
+        """Count a complete answer of a model, in the metrics of all answers and of the agent's tenant."""
+        self._answers.count(answer, model)
         if tenant := tenant_of(agent_id):
-            self._of_tenants[tenant].count(answer)
+            self._of_tenants[tenant].count(answer, model)
 
     def exposition(self, who: Tenant) -> bytes:
         """Return the metrics in Prometheus's text format: all of them for WATCHER and without tenants, otherwise the
@@ -95,38 +93,52 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, models: Models) -> None:
+        self._models = models
 
     def collect(self) -> Iterator[Metric]:
-        pool, store = self._engine.pool, self._engine.store.metrics()
-        yield _gauge("pool_used_bytes", "Bytes of contexts in memory", pool.used_bytes)
-        yield _gauge("pool_bytes", "Limit of the bytes of contexts in memory", pool.total_bytes)
-        yield _gauge("pool_used_blocks", "Blocks of contexts in memory", pool.used_blocks)
-        yield _gauge("hot_agents", "Agents whose contexts are in memory", store.hot_agents)
-        yield _gauge("dirty_agents", "Agents with dirty contexts, which are not saved yet", store.dirty_agents)
-        yield _gauge("dirty_bytes", "Bytes of dirty contexts", store.dirty_bytes)
-        yield _gauge("prefix_bytes", "Bytes of shared prefixes in memory", store.prefix_bytes)
-        tiers = {"hot": store.hot, "prefix": store.prefix, "page": store.page, "cold": store.cold}
-        for what, help in (
-            ("hits", "Loads of contexts from a tier"),
-            ("loaded_bytes", "Bytes loaded from a tier"),
-            ("load_seconds", "Duration of loads from a tier"),
-            ("saves", "Contexts saved to a tier"),
-            ("saved_bytes", "Bytes saved to a tier"),
-            ("save_seconds", "Duration of saves to a tier"),
-        ):
-            yield _counter(f"tier_{what}", help, "tier", {name: getattr(tier, what) for name, tier in tiers.items()})
-        if store.server is not None:
-            yield from _page_server(store.server)
-        yield _counter("store_misses", "Loads without a result, by reason", "reason", store.misses)
-        yield _counter("store_unsaved", "Failed saves, by tier", "tier", store.unsaved)
-        unnamed = {"written": store.unnamed_written, "left": store.unnamed_left}
-        help = "Contexts without an agent id: written to the page server, or left out as not worth storing"
-        yield _counter("unnamed", help, "what", unnamed)
-        yield _counter("evictions", "Contexts evicted from memory", "", {"": store.evictions})
-        yield _counter("flushes", "Dirty contexts saved to all their tiers", "", {"": store.dirty_flushes})
-        yield _counter("lost", "Contexts lost because no tier could be written", "", {"": store.lost})
+        """Yield which models are loaded, and the metrics of each loaded one with the label `model`."""
+        loaded = {name: float(model.loaded) for name, model in self._models.by_name.items()}
+        yield _labelled(GaugeMetricFamily, "model_loaded", "1 if the model is in memory", "model", loaded)
+        found: dict[str, Metric] = {}
+        for model in self._models.loaded:
+            for metric in _metrics(model.engine, model.weights):
+                whole = found.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                whole.samples += [one._replace(labels={"model": model.name, **one.labels}) for one in metric.samples]
+        yield from found.values()
+
+
+def _metrics(engine: Engine, weights: int) -> Iterator[Metric]:
+    """Yield the metrics of an engine's memory and tiers."""
+    pool, store = engine.pool, engine.store.metrics()
+    yield _gauge("weights_bytes", "Bytes of the model's weights", weights)
+    yield _gauge("pool_used_bytes", "Bytes of contexts in memory", pool.used_bytes)
+    yield _gauge("pool_bytes", "Limit of the bytes of contexts in memory", pool.total_bytes)
+    yield _gauge("pool_used_blocks", "Blocks of contexts in memory", pool.used_blocks)
+    yield _gauge("hot_agents", "Agents whose contexts are in memory", store.hot_agents)
+    yield _gauge("dirty_agents", "Agents with dirty contexts, which are not saved yet", store.dirty_agents)
+    yield _gauge("dirty_bytes", "Bytes of dirty contexts", store.dirty_bytes)
+    yield _gauge("prefix_bytes", "Bytes of shared prefixes in memory", store.prefix_bytes)
+    tiers = {"hot": store.hot, "prefix": store.prefix, "page": store.page, "cold": store.cold}
+    for what, help in (
+        ("hits", "Loads of contexts from a tier"),
+        ("loaded_bytes", "Bytes loaded from a tier"),
+        ("load_seconds", "Duration of loads from a tier"),
+        ("saves", "Contexts saved to a tier"),
+        ("saved_bytes", "Bytes saved to a tier"),
+        ("save_seconds", "Duration of saves to a tier"),
+    ):
+        yield _counter(f"tier_{what}", help, "tier", {name: getattr(tier, what) for name, tier in tiers.items()})
+    if store.server is not None:
+        yield from _page_server(store.server)
+    yield _counter("store_misses", "Loads without a result, by reason", "reason", store.misses)
+    yield _counter("store_unsaved", "Failed saves, by tier", "tier", store.unsaved)
+    unnamed = {"written": store.unnamed_written, "left": store.unnamed_left}
+    help = "Contexts without an agent id: written to the page server, or left out as not worth storing"
+    yield _counter("unnamed", help, "what", unnamed)
+    yield _counter("evictions", "Contexts evicted from memory", "", {"": store.evictions})
+    yield _counter("flushes", "Dirty contexts saved to all their tiers", "", {"": store.dirty_flushes})
+    yield _counter("lost", "Contexts lost because no tier could be written", "", {"": store.lost})
 
 
 def _page_server(server: PageServer) -> Iterator[Metric]:
@@ -160,7 +172,13 @@ def _gauge(name: str, help: str, value: float) -> Metric:
 
 def _counter(name: str, help: str, label: str, values: Mapping[str, float]) -> Metric:
     """Return a counter with `values` by value of the label. Without a label, `label` and the only key are ""."""
-    family = CounterMetricFamily(PREFIX + name, help, labels=[label] if label else [])
+    return _labelled(CounterMetricFamily, name, help, label, values)
+
+
+def _labelled(
+    kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, help: str, label: str, values: Mapping[str, float]
+) -> Metric:
+    family = kind(PREFIX + name, help, labels=[label] if label else [])
     for value in values:
         family.add_metric([value] if label else [], values[value])
     return family

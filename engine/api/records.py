@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from pydantic_core import from_json
@@ -16,7 +16,8 @@ from pydantic_core import from_json
 from kvpage_server import bounded
 from kvpage_server.client.questions import Question, integer, ok, text
 
-from ..tiers.pages import PageTier
+from ..tiers.pages import DEADLINE
+from ..tiers.server.connection import ServerConnection
 from .openai.errors import ApiError
 
 SECONDS = 30 * 24 * 3600  # as OpenAI's API
@@ -31,15 +32,21 @@ class Records:
     They raise ApiError (503) if the page server does not answer, and its values are needed.
     """
 
-    def __init__(self) -> None:
-        self.pages: PageTier | None = None  # set when the engine is loaded
+    def __init__(self, url: str | None, restore_within: float) -> None:
+        """Store values on the page server at `url`, or in memory without one. `restore_within` is as for PageTier.
+
+        Raises ValueError for an invalid URL.
+        """
+        self._server = ServerConnection(url, min(DEADLINE, restore_within / 2), 1) if url else None
         self._kept: dict[str, bytes] = {}  # by key, the oldest first: values that are not on the page server
         self._bytes = 0
 
     async def put(self, values: Mapping[str, bytes]) -> None:
         """Store values, the last one last. If the page server does not answer, they are kept in memory."""
-        if self.pages and await self._ask(self.pages, [_set(key, value) for key, value in values.items()]) is not None:
-            return
+        if self._server:
+            questions = [_set(key, value) for key, value in values.items()]
+            if await self._ask(self._server, self._server.ask(questions)) is not None:
+                return
         for key, value in values.items():
             self._keep(key, value)
 
@@ -47,8 +54,9 @@ class Records:
         """Return the values of keys: those in memory, or else those of the page server."""
         absent = [key for key in keys if key not in self._kept]
         found: dict[str, bytes | None] = {}
-        if self.pages and absent:
-            values = await self._ask(self.pages, [Question(["GETEX", key, "EX", str(SECONDS)], text) for key in absent])
+        if self._server and absent:
+            questions = [Question(["GETEX", key, "EX", str(SECONDS)], text) for key in absent]
+            values = await self._ask(self._server, self._server.ask(questions))
             if values is None:
                 raise _away()
             found = dict(zip(absent, values, strict=True))
@@ -58,7 +66,7 @@ class Records:
         """Replace a value by `change` of it, although other engines may change it, too. Return False if there is none.
         `change` may be called again, and its exceptions are raised.
         """
-        if self.pages and key not in self._kept:
+        if self._server and key not in self._kept:
             known = False
 
             def changed(value: bytes | None) -> list[Question]:
@@ -66,7 +74,8 @@ class Records:
                 known = value is not None
                 return [] if value is None else [_set(key, change(value))]
 
-            if await asyncio.wrap_future(self.pages.change(key, changed)) is None:
+            work = self._server.transaction([key], Question(["GET", key], text), changed)
+            if await self._ask(self._server, work) is None:
                 raise _away()
             return known
         if (kept := self._kept.get(key)) is None:
@@ -76,7 +85,9 @@ class Records:
 
     async def delete(self, keys: Sequence[str]) -> bool:
         """Delete values. Return whether there was one."""
-        deleted = await self._ask(self.pages, [Question(["DEL", key], integer) for key in keys]) if self.pages else [0]
+        deleted: list[Any] | None = [0]
+        if self._server:
+            deleted = await self._ask(self._server, self._server.ask([Question(["DEL", key], integer) for key in keys]))
         if deleted is None:
             raise _away()
         kept = [self._kept.pop(key, b"") for key in keys]
@@ -94,9 +105,9 @@ class Records:
             ((largest, _),) = sizes.most_common(1)
             self._bytes -= len(self._kept.pop(next(other for other in self._kept if _tenant(other) == largest)))
 
-    async def _ask(self, pages: PageTier, questions: Sequence[Question]) -> list[Any] | None:
-        """Return the replies of the page server; None if it does not answer."""
-        return await asyncio.wrap_future(pages.ask(questions))
+    async def _ask(self, server: ServerConnection, work: Coroutine[Any, Any, list[Any]]) -> list[Any] | None:
+        """Return the replies of the page server to `work`; None if it does not answer."""
+        return await asyncio.wrap_future(server.loop.start(server.attempt(work, lambda _: None)))
 
 
 def parsed(raw: bytes | None) -> dict[str, Any] | None:

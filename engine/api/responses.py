@@ -37,7 +37,8 @@ async def create_response(request: Request) -> Response:
         items = await _items_of(service, tenant.name, body.conversation.id)
     try:
         chat = body.chat(items)
-        (prompt,), given, (reader,) = await conversation(service, request, tenant, chat)
+        model = await service.model(request, tenant, chat.model)
+        (prompt,), given, (reader,) = await conversation(service, model, request, tenant, chat)
     except ApiError as error:
         raise renamed(error, NAMES) from error
     response_id = f"resp_{uuid4().hex}"
@@ -49,7 +50,7 @@ async def create_response(request: Request) -> Response:
     store = partial(_store, service, tenant.name, body, ancestors)
     fields = {"id": response_id, "prompt_cache_diagnostics": diagnostics}
     reply = ResponseReply(fields, body, given, reader, prompt.boundaries, store)
-    answers = service.ask([prompt])
+    answers = service.ask(model, [prompt])
     service.prompt_log.add(response_id, asked)
     return await answer(service, request, answers, [reply], reply, chat)
 
@@ -107,11 +108,13 @@ async def delete_response(request: Request) -> Response:
     """Reply to DELETE /v1/responses/{id}: the stored response is deleted, and its context."""
     service: Service = request.app.state.service
     tenant, response_id = service.tokens.tenant(request), request.path_params["response_id"]
-    store, turn = service.engine.store, await service.responses.turn(tenant.name, response_id)
+    turn = await service.responses.turn(tenant.name, response_id)
+    response = await service.responses.response(tenant.name, response_id)
     if not await service.responses.delete(tenant.name, response_id):
         raise _not_found(response_id)
-    if turn and turn.context:
-        await asyncio.to_thread(store.forget, turn.context)
+    if turn and turn.context and response and response.get("model") in service.models.by_name:
+        model = await service.model(request, tenant, response["model"])
+        await asyncio.to_thread(model.engine.store.forget, turn.context)
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 

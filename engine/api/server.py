@@ -12,7 +12,8 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import uvloop
@@ -31,15 +32,17 @@ from kvpage_server.http import ConnectionLimiter, Guards, HttpServer, Unanswered
 from kvpage_server.system import signals
 from kvpage_server.tracing import continued
 
-from ..startup import CANNOT_OPEN, Engine, Options, model_name
+from ..memory.limits import set_limits
+from ..startup import CANNOT_OPEN, Options
 from . import agents, conversations, messages, responses
 from .anthropic.shapes import error_body
 from .auth import Tokens
 from .completions import UNREAD_SECONDS, chat, complete
+from .models import Models, ServedModel
 from .openai.errors import ApiError
 from .openapi import OPENAPI_ROUTES
+from .records import Records
 from .service import PAGE_ROUTES, Limits, Service
-from .worker import EngineThread
 
 # -- The routes, and the middleware of every request -------------------------------------------------------------------
 
@@ -58,15 +61,16 @@ def make_app(service: Service, host: str, origins: Sequence[str] = ()) -> Starle
     started = int(time.time())
 
     async def models(request: Request) -> Response:
-        """Reply with the list of the served model."""
+        """Reply with the list of the served models."""
         service.tokens.tenant(request)
-        return JSONResponse({"object": "list", "data": [_model(service.model_id, started)]})
+        return JSONResponse(
+            {"object": "list", "data": [_model(one, started) for one in service.models.by_name.values()]}
+        )
 
     async def model(request: Request) -> Response:
-        """Reply with the served model."""
+        """Reply with a served model."""
         service.tokens.tenant(request)
-        service.check_model(request.path_params["model"])
-        return JSONResponse(_model(service.model_id, started))
+        return JSONResponse(_model(service.models.named(request.path_params["model"]), started))
 
     async def live(request: Request) -> Response:
         """Reply whether only a restart of the engine would help: status 503."""
@@ -120,8 +124,9 @@ def make_app(service: Service, host: str, origins: Sequence[str] = ()) -> Starle
     return app
 
 
-def _model(model_id: str, created: int) -> dict[str, object]:
-    return {"id": model_id, "object": "model", "created": created, "owned_by": "kvpage"}
+def _model(model: ServedModel, created: int) -> dict[str, object]:
+    kvpage = {"loaded": model.loaded, "weights_bytes": model.weights, "contexts_bytes": model.contexts}
+    return {"id": model.name, "object": "model", "created": created, "owned_by": "kvpage", "kvpage": kvpage}
 
 
 def _health(well: bool, more: dict[str, object]) -> Response:
@@ -157,7 +162,9 @@ async def _no_such_page(request: Request, error: Exception) -> Response:
 
 
 class _Replies:
-    """ASGI middleware that counts requests by endpoint and status, and gives each reply the id of its request."""
+    """ASGI middleware that counts requests by endpoint and status, and gives each reply the id of its request. At the
+    end of each request, it closes the ExitStack `request.state.ends`.
+    """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
@@ -175,7 +182,10 @@ class _Replies:
                 MutableHeaders(scope=message)[header] = f"req_{uuid.uuid4().hex}"
             await send(message)
 
-        return await self._app(scope, receive, counted)
+        with ExitStack() as ends:
+            scope.setdefault("state", {})["ends"] = ends
+            await self._app(scope, receive, counted)
+        return None
 
 
 class _Traced:
@@ -203,33 +213,37 @@ class ServeError(RuntimeError):
 
 
 def run(
-    options: Options,
+    options: Mapping[str, Options],
     listener: socket.socket,
     tokens: Tokens,
     limits: Limits,
     *,
     host: str,
-    name: str | None,
     origins: Sequence[str],
     grace: float,
     sanitize: bool,
     hash_labels: bool,
     report: Callable[[str], object],
 ) -> int:
-    """Serve until a signal arrives. Return the exit code: 0, or 1 if a context could not be saved or the engine failed.
+    """Serve until a signal arrives. Return the exit code: 0, or 1 if a context could not be saved or an engine failed.
 
-    `report` is called with a text before each long step of the start. `host` is the name on which `listener` listens,
-    `name` the model's name in the API, and `origins` are sites whose web pages may call the API. `sanitize` and
-    `hash_labels` are as for `Service`.
+    `options` are those of each model, by its name in the API; all have the same page server. `report` is called with a
+    text before each long step of a load. `host` is the name on which `listener` listens, and `origins` are sites whose
+    web pages may call the API. With `sanitize`, control tokens in the content of users and tools are encoded as text.
+    `hash_labels` is as for `Service`.
 
     The first signal ends listening, and gives running requests `grace` seconds. A second one, except SIGHUP, ends the
     process immediately. Raises ServeError if the engine cannot be started.
     """
     signals.begin()
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
-    worker = EngineThread(lambda: Engine.open(options, report))
-    model = name or model_name(options.model, options.adapter)
-    service = Service(worker, model, tokens, limits, sanitize=sanitize, hash_labels=hash_labels)
+    first = next(iter(options.values()))
+    try:
+        models = Models(options, set_limits(), report, sanitize=sanitize)
+    except CANNOT_OPEN as error:
+        raise ServeError(str(error)) from error
+    records = Records(first.store, first.restore_within)
+    service = Service(models, tokens, limits, records, hash_labels=hash_labels)
     limiter = ConnectionLimiter(
         limits.connections,
         limits.for_each,
@@ -239,36 +253,34 @@ def run(
     )
     server = HttpServer(make_app(service, host, origins), limiter, grace=grace + UNREAD_SECONDS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(server, service, worker, listener, grace))
+        return runner.run(_serve(server, service, listener, grace))
 
 
-async def _serve(
-    server: HttpServer, service: Service, worker: EngineThread, listener: socket.socket, grace: float
-) -> int:
-    """Run the server until a signal arrives or the engine fails, and stop the engine. Return the exit code as `run`."""
+async def _serve(server: HttpServer, service: Service, listener: socket.socket, grace: float) -> int:
+    """Run the server until a signal arrives or an engine fails, and stop all engines. Return the exit code as `run`."""
+    models = service.models
     stopping = asyncio.Event()
     signals.attend(asyncio.get_running_loop(), partial(_signalled, stopping), _nothing_to_renew)
-    worker.start()
     serving = asyncio.create_task(server.serve([listener]))
     try:
-        await _first_of(service.load(), stopping.wait())
+        await _first_of(service.start(), stopping.wait())
         if service.ready:
             host, port = listener.getsockname()[:2]
-            print(f"{service.model_id} is served on http://{host}:{port}", flush=True)
+            for name in models.by_name:
+                print(f"{name} is served on http://{host}:{port}", flush=True)
         while not stopping.is_set() and service.alive:
             await _first_of(stopping.wait(), asyncio.sleep(LOOK_EVERY_SECONDS))
-    except CANNOT_OPEN as error:
+    except (*CANNOT_OPEN, ApiError) as error:
         raise ServeError(str(error)) from error
     finally:
         failed = not service.alive
         service.closing = True
         server.should_exit = True  # it stops listening
-        await worker.finish(grace)
+        models.stop_loading()
+        await asyncio.gather(*(worker.finish(grace) for worker in models.workers))
         await serving
-        if worker.loading:
-            os._exit(0)  # there is nothing to save, and the load of a model cannot be interrupted
-        await worker.stop()
-    return int(failed or worker.unsaved > 0)
+        await models.close()
+    return int(failed or models.unsaved > 0)
 
 
 def _refused(refusal: Unanswered) -> Response:

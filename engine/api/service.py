@@ -1,37 +1,38 @@
-"""State and functions that all endpoints share: the web page, the request's tenant and body, and the engine."""
+"""State and functions that all endpoints share: the web page, the request's tenant, body and model, and the queue."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import hashlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
+from starlette.types import Receive
 
 from kvpage_server.web import page_response
 
 from ..chains import is_unnamed, unnamed_agent
-from ..startup import Engine
+from ..tiers.store import AgentCacheStore
 from .auth import AGENT_HEADER, Tenant, Tokens, credential, tenant_of
 from .conversation_records import ConversationRecords
 from .diagnosis import PromptLog
 from .metrics import Metrics
+from .models import Models, ServedModel
 from .openai.errors import ApiError, invalid, shortened
-from .openai.prompts import Prompts
 from .openai.schema import CompletionFields, RequestBody
-from .openai.templates import Renderer
 from .records import Records
 from .response_records import ResponseRecords
 from .watching import MOST_WATCHERS, Watching
-from .worker import Answers, EngineThread, Prompt
+from .worker import Answers, Prompt
 
 # -- /: the page in the browser, and its events ------------------------------------------------------------------------
 
@@ -51,7 +52,8 @@ async def events(request: Request) -> Response:
     watchers, share = service.watching.watchers, service.tokens.share(MOST_WATCHERS)
     if watchers.total() >= MOST_WATCHERS and watchers[tenant.name] >= share:
         raise ApiError(503, f"{MOST_WATCHERS} pages are shown already, as many as may", retry_after=10)
-    events = service.watching.events(service.engine, tenant, lambda: service.store_health)
+    service.check_ready()
+    events = service.watching.events(tenant, ready=lambda: service.ready, store_health=lambda: service.store_health)
     return StreamingResponse(events, media_type="text/event-stream")
 
 
@@ -67,6 +69,7 @@ BODY_SECONDS = 30.0  # time limit for a client to send a body
 SHORT_BODY_BYTES = 4096  # a body up to this size is parsed on the event loop, in a fraction of a millisecond
 
 _Parsed = TypeVar("_Parsed", bound=RequestBody)
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,90 +85,84 @@ class Limits:
 
 
 class Service:
-    """State of a server of one model. All endpoints share it."""
+    """State of a server. All endpoints share it."""
 
     def __init__(
-        self,
-        worker: EngineThread,
-        model_id: str,
-        tokens: Tokens,
-        limits: Limits,
-        *,
-        sanitize: bool = False,
-        hash_labels: bool = False,
+        self, models: Models, tokens: Tokens, limits: Limits, records: Records, *, hash_labels: bool = False
     ) -> None:
-        """Serve the engine of `worker` under the name `model_id`.
-
-        With `sanitize`, control tokens in the content of users and tools are encoded as text. With `hash_labels`,
-        contexts without a name are shown as a hash, and not by their first words.
+        """Serve `models`. With `hash_labels`, contexts without a name are shown as a hash, and not by their first
+        words.
         """
-        self.worker = worker
-        self.model_id = model_id
+        self.models = models
         self.tokens = tokens
         self.limits = limits
-        self.metrics = Metrics(lambda: worker.pending)
-        self.watching = Watching(worker)
+        self.metrics = Metrics(models, lambda: self._pending)
+        self.watching = Watching(models)
         self.prompt_log = PromptLog()
-        self.records = Records()
-        self.responses = ResponseRecords(self.records)
-        self.conversations = ConversationRecords(self.records)
+        self.responses = ResponseRecords(records)
+        self.conversations = ConversationRecords(records)
         self.closing = False
-        self._sanitize = sanitize
         self._hash_labels = hash_labels
         self._parser = ThreadPoolExecutor(1, "bodies")
-        self._engine: Engine | None = None
-        self._prompts: Prompts | None = None
+        self._started = False
+        self._waiting: Counter[str] = Counter()  # requests that wait for a model, by tenant
 
-    async def load(self) -> None:
-        """Wait until the engine accepts prompts. Raises the exception of its construction."""
-        renderer = Renderer()  # started first, because its process is ready before the model
-        engine = await self.worker.loaded()
-        self._prompts = Prompts(engine.tokenizer, engine.spec, renderer, sanitize=self._sanitize)
-        await self._prompts.prepare()
-        self.metrics.watch(engine)
-        self.records.pages = engine.pages
-        self._engine = engine
+    async def start(self) -> None:
+        """Load the first model, and accept prompts. Raises the exceptions of `Models.start`."""
+        await self.models.start()
         gc.collect()
         gc.freeze()  # otherwise a collection would visit all imported objects, for a tenth of a second
+        self._started = True
 
     @property
     def alive(self) -> bool:
-        """Whether the engine accepts prompts or is loading. If not, only a restart of the process helps."""
-        return self._engine is None or self.worker.running
+        """Whether no engine has failed. If one has, only a restart of the process helps."""
+        return not any(model.failed for model in self.models.by_name.values())
 
     @property
     def ready(self) -> bool:
-        """Whether the engine accepts prompts."""
-        return self._engine is not None and self.worker.running and not self.closing
+        """Whether prompts are accepted."""
+        return self._started and self.alive and not self.closing
 
     @property
     def store_health(self) -> dict[str, object]:
-        """State of the page server for a health check; empty if the engine has none.
+        """State of the page server for a health check; empty if there is none, or no model is loaded. It is that of the
+        first loaded model that has a failure.
 
         The engine accepts prompts without its page server, so an outage does not make it unready.
         """
-        store = self._engine.store if self._engine else None
-        if not store or not self._engine or not self._engine.pages:
-            return {}
-        if outage := store.outage:
-            return {"store": "unreachable", "reason": outage.reason, "seconds": round(outage.seconds)}
-        failure = store.save_failures.get("page")
-        return {"store": "not saving", "reason": failure} if failure else {"store": "ok"}
+        found = [_store_health(model.engine.store) for model in self.models.loaded if model.engine.pages]
+        return next((one for one in found if one["store"] != "ok"), found[0] if found else {})
 
-    @property
-    def engine(self) -> Engine:
-        """The engine. Only the worker's thread may use its arrays. Raises ApiError (503) unless it accepts prompts."""
-        if not self._engine or not self.ready:
-            doing = "being stopped" if self.closing else "loading its model" if not self._engine else "out of order"
+    def check_ready(self) -> None:
+        """Raise ApiError (503) unless prompts are accepted."""
+        if not self.ready:
+            doing = "being stopped" if self.closing else "out of order" if self._started else "loading its model"
             raise ApiError(503, f"the engine is {doing}", code="not_ready", retry_after=1)
-        return self._engine
 
-    @property
-    def prompts(self) -> Prompts:
-        """The encoder of the model's prompts. Raises ApiError (503) unless the engine accepts prompts."""
-        assert self.engine
-        assert self._prompts
-        return self._prompts
+    async def model(self, request: Request, tenant: Tenant, name: str) -> ServedModel:
+        """Return the model with this name, which stays loaded until the end of the request. If it is not loaded, wait
+        for that.
+
+        Raises ApiError: 404 for an unknown name; 429 if the request has to wait, and the queue is full; 503 if the
+        model cannot be loaded; 504 if it is not loaded in time. Raises ClientDisconnect.
+        """
+        model = self.models.named(name)
+        self.check_ready()
+        if model.loaded:
+            request.state.ends.enter_context(model.in_use())
+            return model
+        self._check_queue(tenant.name, 1)
+        self._waiting[tenant.name] += 1
+        try:
+            async with asyncio.timeout(self.limits.seconds):
+                await unless_disconnected(request, self.models.wait_for(model, request.state.ends))
+        except TimeoutError as error:
+            message = f"model: {name!r} was not loaded within {self.limits.seconds:g} seconds"
+            raise ApiError(504, message, "model", "timeout") from error
+        finally:
+            self._waiting -= Counter({tenant.name: 1})
+        return model
 
     async def body(self, request: Request) -> bytes:
         """Return the bytes of a request's body. Raises ApiError: 413 if it is too long, 408 after BODY_SECONDS."""
@@ -196,13 +193,6 @@ class Service:
         if len(raw) <= SHORT_BODY_BYTES:
             return kind.parse(raw)
         return await asyncio.get_running_loop().run_in_executor(self._parser, kind.parse, raw)
-
-    def check_model(self, model: str) -> None:
-        """Raise ApiError (404) if `model` is not the name of the served model."""
-        if model != self.model_id:
-            raise ApiError(
-                404, f"model: {shortened(model)} is not served here, {self.model_id!r} is", "model", "model_not_found"
-            )
 
     def agent(self, request: Request, tenant: Tenant, body: CompletionFields) -> tuple[str, str | None]:
         """Return the engine's id of a prompt's agent, and the client's name for the agent.
@@ -242,17 +232,58 @@ class Service:
         for generation in answers.generations:
             assert generation.answer
             prompt = generation.prompt
-            self.metrics.answered(generation.answer, prompt.agent_id)
-            self.watching.answered(generation.answer, kept=prompt.keep, label=prompt.label)
+            self.metrics.answered(generation.answer, prompt.agent_id, answers.model)
+            self.watching.answered(generation.answer, answers.model, kept=prompt.keep, label=prompt.label)
 
-    def ask(self, prompts: Sequence[Prompt]) -> Answers:
+    def ask(self, model: ServedModel, prompts: Sequence[Prompt]) -> Answers:
         """Queue the prompts of a request, and return their answers. Raises ApiError (429) if the queue has no room for
         all of them and the tenant has its share of it.
         """
-        assert self.engine
-        tenant, queue = tenant_of(prompts[0].agent_id), self.limits.queue
-        has, share, more = self.worker.pending_of(tenant), self.tokens.share(queue), len(prompts) - 1
-        if self.worker.pending + more >= queue and has + more >= share:
+        self.check_ready()
+        assert model.worker
+        tenant = tenant_of(prompts[0].agent_id)
+        self._check_queue(tenant, len(prompts))
+        return model.worker.generate(prompts, tenant)
+
+    @property
+    def _pending(self) -> int:
+        """Number of unfinished answers, and of requests that wait for a model."""
+        return self._waiting.total() + sum(worker.pending for worker in self.models.workers)
+
+    def _check_queue(self, tenant: str, prompts: int) -> None:
+        """Raise ApiError (429) if the queue has no room for so many prompts of a tenant, and the tenant has its share
+        of it.
+        """
+        queue, more = self.limits.queue, prompts - 1
+        has = self._waiting[tenant] + sum(worker.pending_of(tenant) for worker in self.models.workers)
+        if self._pending + more >= queue and has + more >= self.tokens.share(queue):
             yours = f", {has} of them yours" if tenant else ""
             raise ApiError(429, f"{queue} prompts wait already{yours}: the queue is full", None, "queue_full", 1)
-        return self.worker.generate(prompts, tenant)
+
+
+def _store_health(store: AgentCacheStore) -> dict[str, object]:
+    if outage := store.outage:
+        return {"store": "unreachable", "reason": outage.reason, "seconds": round(outage.seconds)}
+    failure = store.save_failures.get("page")
+    return {"store": "not saving", "reason": failure} if failure else {"store": "ok"}
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Return the result of the coroutine `work`. If the client disconnects first, cancel `work` and raise
+    ClientDisconnect.
+    """
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(client_disconnects(request.receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def client_disconnects(receive: Receive) -> None:
+    """Wait until the client has disconnected."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

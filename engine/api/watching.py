@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ from ..agent_engine import AgentEngine, Answer, JobProgress
 from ..startup import Engine
 from ..tiers.store import AgentInfo
 from .auth import Tenant, tenant_of
-from .worker import EngineThread
+from .models import Models
 
 LATELY = 500  # recent answers of each tenant that are kept
 EVERY_SECONDS = 1.0
@@ -34,6 +35,7 @@ class Answered:
     """A complete answer, as the page shows it. Durations are in seconds, counts in tokens."""
 
     number: int  # counts the answers of its tenant, from 1, so that a tenant does not see the number of all requests
+    model: str
     at: float  # unix seconds
     agent: str | None  # its tenant's name for the agent; None without a name
     label: str  # the first words of a prompt without a name, or a hash
@@ -74,19 +76,19 @@ class _History:
 
 
 class Watching:
-    """State for the web page of one engine, for all open pages."""
+    """State for the web page of a server with `models`, for all open pages."""
 
-    def __init__(self, worker: EngineThread) -> None:
+    def __init__(self, models: Models) -> None:
         self.watchers: Counter[str] = Counter()  # open pages, by tenant
-        self._worker = worker
+        self._models = models
         self._tenants: dict[str, _History] = {}
-        self._running: list[JobProgress] = []
-        self._agents: list[AgentInfo] = []
+        self._running: list[tuple[str, JobProgress]] = []  # with the names of their models
+        self._agents: list[tuple[str, AgentInfo]] = []
         self._again = 0.0  # time of the next query of the agents, in monotonic seconds
         self._queries: dict[str, asyncio.Task[None]] = {}
 
-    def answered(self, answer: Answer, *, kept: bool, label: str) -> None:
-        """Add an answer to its tenant's history. It has the agent's name if the context is `kept`, otherwise
+    def answered(self, answer: Answer, model: str, *, kept: bool, label: str) -> None:
+        """Add an answer of a model to its tenant's history. It has the agent's name if the context is `kept`, otherwise
         `label`.
         """
         tenant = Tenant(tenant_of(answer.agent_id))
@@ -99,6 +101,7 @@ class Watching:
         seen.answers.append(
             Answered(
                 totals.answers,
+                model,
                 time.time(),
                 tenant.given(answer.agent_id) if kept else None,
                 "" if kept else label,
@@ -114,9 +117,9 @@ class Watching:
         )
 
     async def events(
-        self, engine: Engine, tenant: Tenant, store_health: Callable[[], dict[str, object]]
+        self, tenant: Tenant, *, ready: Callable[[], bool], store_health: Callable[[], dict[str, object]]
     ) -> AsyncIterator[bytes]:
-        """Yield server-sent events once a second, as long as the engine runs: `state`, new `answers`, and `agents`
+        """Yield server-sent events once a second, while the server is `ready`: `state`, new `answers`, and `agents`
         after a change.
 
         They have only the tenant's prompts, answers and agents. `store_health` returns the state of the page server.
@@ -124,14 +127,14 @@ class Watching:
         self.watchers[tenant.name] += 1
         last_sent, agents = 0, None
         try:
-            while self._worker.running:
+            while ready():
                 self._start_query("running", self._query_batch())
                 if time.monotonic() >= self._again:
-                    self._start_query("agents", self._query_agents(engine))
+                    self._start_query("agents", self._query_agents())
                 seen = self._tenants.setdefault(tenant.name, _History())
                 new = [answer for answer in seen.answers if answer.number > last_sent]
                 last_sent = new[-1].number if new else last_sent
-                yield _event("state", self._state(engine, tenant, seen.totals, store_health()))
+                yield _event("state", self._state(tenant, seen.totals, store_health()))
                 if new:
                     yield _event("answers", [asdict(answer) for answer in new])
                 if agents is not self._agents:
@@ -141,21 +144,23 @@ class Watching:
         finally:
             self.watchers -= Counter({tenant.name: 1})
 
-    def _state(self, engine: Engine, tenant: Tenant, totals: Totals, store_health: dict[str, object]) -> dict[str, Any]:
+    def _state(self, tenant: Tenant, totals: Totals, store_health: dict[str, object]) -> dict[str, Any]:
         """Return the data of the event `state`, as `tenant` may see it."""
-        pool = engine.pool
+        loaded = self._models.loaded
+        pools = [model.engine.pool for model in loaded]
+        used, total = sum(pool.used_bytes for pool in pools), sum(pool.total_bytes for pool in pools)
         return {
             "at": time.time(),
             "totals": totals.shown(),
             "running": [
-                _progress_json(progress, given)
-                for progress in self._running
+                _progress_json(progress, given, model)
+                for model, progress in self._running
                 if (given := tenant.given(progress.agent_id))
             ],
             # A tenant does not see the memory of others.
-            "memory": None if tenant.name else {"used": pool.used_bytes, "total": pool.total_bytes},
+            "memory": None if tenant.name else {"used": used, "total": total},
             "store": store_health,
-            "saves": engine.store.saves,
+            "saves": any(model.engine.store.saves for model in loaded),
         }
 
     def _start_query(self, what: str, work: Coroutine[Any, Any, None]) -> None:
@@ -167,11 +172,16 @@ class Watching:
         return None
 
     async def _query_batch(self) -> None:
-        self._running = await self._worker.call(_progress_of)
+        with ExitStack() as ends:
+            models = self._models.held(ends)
+            found = await asyncio.gather(*(model.worker.call(_progress_of) for model in models if model.worker))
+        self._running = [(model.name, one) for model, those in zip(models, found, strict=True) for one in those]
 
-    async def _query_agents(self, engine: Engine) -> None:
+    async def _query_agents(self) -> None:
         begun = time.monotonic()
-        found = await asyncio.to_thread(engine.store.agents)
+        with ExitStack() as ends:
+            models = self._models.held(ends)
+            found = [(one.name, info) for one in models for info in await asyncio.to_thread(one.engine.store.agents)]
         took = time.monotonic() - begun
         self._again = time.monotonic() + max(AGENTS_SECONDS, took / AGENTS_SHARE)
         if found != self._agents:
@@ -183,18 +193,29 @@ def _progress_of(engine: Engine) -> list[JobProgress]:
     return agents.progress()
 
 
-def _progress_json(progress: JobProgress, given: str) -> dict[str, Any]:
-    return asdict(progress) | {"agent_id": given if progress.kept else None, "stage": progress.stage.name.lower()}
+def _progress_json(progress: JobProgress, given: str, model: str) -> dict[str, Any]:
+    return asdict(progress) | {
+        "model": model,
+        "agent_id": given if progress.kept else None,
+        "stage": progress.stage.name.lower(),
+    }
 
 
-def _agents_json(agents: Iterable[AgentInfo], tenant: Tenant) -> dict[str, Any]:
-    visible = [(info, given) for info in agents if (given := tenant.given(info.agent_id)) is not None]
-    visible.sort(key=lambda each: (-each[0].nbytes, each[1]))
+def _agents_json(agents: Iterable[tuple[str, AgentInfo]], tenant: Tenant) -> dict[str, Any]:
+    visible = [(info, given, model) for model, info in agents if (given := tenant.given(info.agent_id)) is not None]
+    visible.sort(key=lambda each: (-each[0].nbytes, *each[1:]))
     return {
         "count": len(visible),
         "agents": [
-            {"id": given, "tokens": info.tokens, "tiers": info.tiers, "bytes": info.nbytes, "saved": info.saved}
-            for info, given in visible[:MOST_AGENTS]
+            {
+                "id": given,
+                "model": model,
+                "tokens": info.tokens,
+                "tiers": info.tiers,
+                "bytes": info.nbytes,
+                "saved": info.saved,
+            }
+            for info, given, model in visible[:MOST_AGENTS]
         ],
     }
 

@@ -98,7 +98,8 @@ class Answers:
     The last event of an answer is the complete Answer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
+        self.model = model  # the name of the model for clients
         self.events: asyncio.Queue[tuple[Generation, Event]] = asyncio.Queue()
         self.generations: list[Generation] = []
 
@@ -143,14 +144,15 @@ class Answers:
 
 
 class EngineThread:
-    """The thread that creates an engine with `make`, and runs it until `stop`.
+    """The thread that creates an engine with `make`, and runs it until `stop`. `model` is the model's name for clients.
 
     The engine runs prompts in the order of their submission. To be fair to tenants, this class keeps the waiting
     prompts, and submits at most PROMPTS_IN_ENGINE at a time, one of each tenant in turn.
     """
 
-    def __init__(self, make: Callable[[], Engine]) -> None:
+    def __init__(self, make: Callable[[], Engine], model: str) -> None:
         self._make = make
+        self._model = model
         self._made: Future[Engine] = Future()
         self._calls: deque[Callable[[Engine], None]] = deque()
         # the event loop uses these five
@@ -179,10 +181,6 @@ class EngineThread:
         """Whether there is an engine that accepts prompts."""
         return self._made.done() and not self._made.exception() and self._thread.is_alive() and not self._closing
 
-    @property
-    def loading(self) -> bool:
-        return not self._made.done()
-
     def start(self) -> None:
         """Start the thread, which loads the model."""
         self._thread.start()
@@ -198,7 +196,7 @@ class EngineThread:
         """Queue the prompts of a tenant's request, and return their answers. The iteration over them raises exceptions
         of the engine.
         """
-        answers = Answers()
+        answers = Answers(self._model)
         for index, prompt in enumerate(prompts):
             leader = None if prompt.leader is None else answers.generations[prompt.leader]
             generation = Generation(prompt, tenant, index, leader, self._remove, self._drop, answers.events)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..startup import Engine, Options
 
 STORES = ("redis://", "rediss://", "unix://", "valkey-cluster://", "redis-cluster://", "rediss-cluster://")
+MODEL = "models/smollm2"  # the default
 UNITS = {"": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30}
 
 
@@ -30,11 +31,17 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--model",
-        default="models/smollm2",
+        default=MODEL,
         metavar="DIR_OR_ID",
         help="directory of the model, or its id in the local Hugging Face cache (default: %(default)s)",
     )
     add("--adapter", type=Path, metavar="DIR", help="adapter of mlx-lm (LoRA, DoRA, full) for the model")
+    add_tiers(parser)
+
+
+def add_tiers(parser: argparse.ArgumentParser) -> None:
+    """Add the options for the contexts of models, and their tiers."""
+    add = parser.add_argument
     add(
         "--store",
         metavar="URL",
@@ -82,13 +89,13 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def options(args: argparse.Namespace) -> Options:
+def options(args: argparse.Namespace, model: str, adapter: Path | None) -> Options:
     """Return the options of an engine, from the arguments of the command line."""
     import_engine()
     from ..startup import Options
 
     return Options(
-        args.model,
+        model,
         args.store,
         args.cold,
         args.kv_bits,
@@ -98,13 +105,13 @@ def options(args: argparse.Namespace) -> Options:
         args.keep,
         args.share,
         args.in_turns,
-        args.adapter,
+        adapter,
     )
 
 
 def open_engine(args: argparse.Namespace) -> Engine:
     """Open the engine, and report progress on stderr. Raises Failure."""
-    wanted = options(args)
+    wanted = options(args, args.model, args.adapter)
     from ..startup import CANNOT_OPEN, Engine
 
     try:

@@ -8,9 +8,10 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, NoReturn
+from urllib.parse import quote, urlsplit
 
 from kvpage_server import tracing
 from kvpage_server.system.descriptors import room_for
@@ -18,16 +19,34 @@ from kvpage_server.system.text import log_to_standard_error
 
 from ..platform import OTHERS
 from . import Failure
-from .options import add_engine, count, import_engine, options, port, report, seconds, size
+from .options import MODEL, add_tiers, count, import_engine, options, port, report, seconds, size
+
+if TYPE_CHECKING:
+    from ..startup import Options
 
 
 def add_to(commands: Any) -> None:
     parser = commands.add_parser("serve", help="serve the OpenAI-compatible HTTP API")
-    add_engine(parser)
     add = parser.add_argument
+    add(
+        "--model",
+        action="append",
+        metavar="[NAME=]DIR_OR_ID",
+        help="directory of a model, or its id in the local Hugging Face cache, and its name for clients (default: "
+        f"{MODEL}, and the directory's name or the id). Can be given several times: the first model is loaded at the "
+        "start, each other one for its first request, and unloaded when others need its memory",
+    )
+    add(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="[NAME=]DIR",
+        help="adapter of mlx-lm (LoRA, DoRA, full) for the model, with several models for the one of this name",
+    )
+    add_tiers(parser)
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=port, default=8000, help="port to listen on, 0 for any free one (default: %(default)s)")
-    add("--name", help="name of the model for clients (default: its directory's name, or its id)")
+    add("--name", help="name for clients, if there is one model")
     add("--token-file", type=Path, metavar="FILE", help='lines "NAME TOKEN"; each name is a tenant')
     add(
         "--allow-origin",
@@ -80,7 +99,6 @@ def serve(args: argparse.Namespace) -> NoReturn:
         )
         asked = {
             "host": args.host,
-            "name": args.name,
             "origins": args.allow_origin,
             "grace": args.grace,
             "report": report,
@@ -89,7 +107,7 @@ def serve(args: argparse.Namespace) -> NoReturn:
         asked |= {"sanitize": args.sanitize_control_tokens, "hash_labels": labels == "hash"}
         try:
             tokens = Tokens.read(args.token_file) if args.token_file else Tokens({})
-            code = run(options(args), listener, tokens, limits, **asked)
+            code = run(_models(args), listener, tokens, limits, **asked)
         except (TokenFileError, ServeError) as error:
             raise Failure(str(error)) from error
     # All contexts are written. An ordinary exit can abort: MLX's threads outlive the thread that started them.
@@ -98,6 +116,39 @@ def serve(args: argparse.Namespace) -> NoReturn:
         with suppress(OSError):  # a full disk, or a closed pipe
             stream.flush()
     os._exit(code)
+
+
+def _models(args: argparse.Namespace) -> dict[str, Options]:
+    """Return the options of each model by its name for clients. Raises Failure for unclear names."""
+    from ..startup import model_name
+
+    given = [_named(text) for text in args.model or [MODEL]]
+    if args.name:
+        if len(given) > 1:
+            raise Failure("--name is for one model; with several, give a name with --model NAME=DIR")
+        given = [(args.name, given[0][1])]
+    adapters: dict[str | None, Path] = {name: Path(path) for name, path in map(_named, args.adapter)}
+    found: dict[str, Options] = {}
+    for name, model in given:
+        known_as = name or model_name(model)
+        adapter = adapters.pop(known_as, None) or (adapters.pop(None, None) if len(given) == 1 else None)
+        name = name or model_name(model, adapter)
+        if name in found:
+            raise Failure(f"two models have the name {name!r}: give them other names with --model NAME=DIR")
+        found[name] = replace(options(args, model, adapter), models=len(given))
+    if None in adapters:
+        raise Failure("--adapter with several models names one of them: --adapter NAME=DIR")
+    if adapters:
+        raise Failure(f"--adapter: there is no model {', '.join(map(repr, adapters))}")
+    if args.cold and len(found) > 1:  # an agent has a file for each model
+        return {name: replace(one, cold=args.cold / quote(name, safe="")) for name, one in found.items()}
+    return found
+
+
+def _named(text: str) -> tuple[str | None, str]:
+    """Split the name from the directory or id, if `text` has one and is no directory."""
+    name, equals, path = text.partition("=")
+    return (name, path) if name and equals and not Path(text).is_dir() else (None, text)
 
 
 def origin(text: str) -> str:

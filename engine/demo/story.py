@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -90,7 +91,7 @@ def save(url: str) -> None:
     deadline = time.monotonic() + ANSWER_SECONDS
     while time.monotonic() < deadline:
         with urlopen(f"{url}/metrics", timeout=ANSWER_SECONDS) as reply:
-            if b"\nkvpage_engine_dirty_bytes 0.0\n" in reply.read():
+            if re.search(rb"^kvpage_engine_dirty_bytes\{.*\} 0\.0$", reply.read(), re.MULTILINE):
                 return
         time.sleep(0.05)
     raise OSError("the context is not saved in time")

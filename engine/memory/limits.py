@@ -26,20 +26,22 @@ class MemoryLimits(NamedTuple):
     cache: int  # freed buffers
     wired: int  # memory of the GPU that the system never pages out; 0 without a GPU
 
-    def contexts(self, weights: int, wanted: int | None) -> int:
-        """Return the limit of the contexts: `wanted`, or a share of the machine's memory, or less if the weights leave
-        less room.
+    def contexts(self, weights: int, wanted: int | None, models: int = 1) -> int:
+        """Return the limit of a model's contexts: an equal part of `wanted`, or of a share of the machine's memory, or
+        less if the weights leave less room. The parts are those of `models` models.
         """
-        return wanted or max(1, min(self.machine // CONTEXTS_SHARE, self.mlx - self.cache - weights))
+        if wanted:
+            return max(1, wanted // models)
+        return max(1, min(self.machine // CONTEXTS_SHARE // models, self.mlx - self.cache - weights))
 
     def described(self, weights: int, contexts: int) -> str:
         """Return a line about all limits."""
-        line = f"memory: weights {_gb(weights)}, contexts up to {_gb(contexts)}, freed buffers up to {_gb(self.cache)}"
-        line += f"; MLX's limit is {_gb(self.mlx)} of {_gb(self.machine)}"
+        line = f"memory: weights {as_gb(weights)}, contexts up to {as_gb(contexts)}"
+        line += f", freed buffers up to {as_gb(self.cache)}; MLX's limit is {as_gb(self.mlx)} of {as_gb(self.machine)}"
         if self.wired:
-            line += f", {_gb(self.wired)} are wired"
+            line += f", {as_gb(self.wired)} are wired"
         if (total := weights + contexts + self.cache) > self.mlx:
-            line += f". These may take {_gb(total)}, more than the limit: set a smaller --memory"
+            line += f". These may take {as_gb(total)}, more than the limit: set a smaller --memory"
         return line
 
 
@@ -54,5 +56,6 @@ def set_limits() -> MemoryLimits:
     return limits
 
 
-def _gb(nbytes: int) -> str:
+def as_gb(nbytes: int) -> str:
+    """Return bytes in GB, or in MB below one."""
     return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"

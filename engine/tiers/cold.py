@@ -92,6 +92,11 @@ class _LoadCancelledError(Exception):
     """Error: the load was cancelled."""
 
 
+def path_of(directory: Path, agent_id: str) -> Path:
+    """Return the path of an agent's file. Raises BlockError for an invalid agent id."""
+    return directory.expanduser() / f"{check_agent_id(agent_id)}{SUFFIX}"
+
+
 class SafetensorsCacheAdapter:
     """Store of contexts in safetensors files. Several threads may load at the same time, and one may save.
 
@@ -187,8 +192,7 @@ class SafetensorsCacheAdapter:
         return remove(self._path(agent_id))
 
     def _path(self, agent_id: str) -> Path:
-        """Return the path of the agent's file. Raises BlockError for an invalid agent id."""
-        return self._directory / f"{check_agent_id(agent_id)}{SUFFIX}"
+        return path_of(self._directory, agent_id)
 
     def _load(
         self, agent_id: str, reader: TensorReader, tokens: Sequence[int] | None, is_cancelled: Callable[[], bool]

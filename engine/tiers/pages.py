@@ -24,7 +24,6 @@ from __future__ import annotations
 import uuid
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -53,6 +52,7 @@ from .server.tails import least_tail
 
 T = TypeVar("T")
 Work = Coroutine[Any, Any, T]
+DEADLINE = 5.0  # default time limit of a request, in seconds
 RESTORE_SECONDS = 10.0  # default time limit of a load
 
 
@@ -93,7 +93,7 @@ class PageTier:
         spec: ModelCacheSpec,
         pool: BlockPool,
         *,
-        deadline: float = 5.0,
+        deadline: float = DEADLINE,
         restore_within: float | None = None,
         connections: int = 2,
     ) -> None:
@@ -384,17 +384,6 @@ class PageTier:
 
         await self._connection.transaction([key], Question(["GET", key], text), change)
         return ours
-
-    def ask(self, questions: Sequence[Question]) -> Future[list[Any] | None]:
-        """Send commands, and return the future of their parsed replies; of None if the server does not answer."""
-        return self.loop.start(self._attempt(self._connection.ask(questions), self.unasked))
-
-    def change(self, key: str, change: Callable[[bytes | None], Sequence[Question]]) -> Future[list[Any] | None]:
-        """Send the commands that `change` makes of a key's value, in a transaction. Return the future of their parsed
-        replies; of None if the server does not answer.
-        """
-        work = self._connection.transaction([key], Question(["GET", key], text), change)
-        return self.loop.start(self._attempt(work, self.unasked))
 
     def _ask(self, work: Work[T]) -> T | None:
         """Wait for the result of `work`, and return it. Without an answer, count the reason and return None."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import engine  # noqa: F401 - picks the BLAS before mlx is imported
 
 # isort: split
 import mlx.core as mx
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import llama
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 from mlx_lm.tuner.lora import LoRALinear
+from mlx_lm.tuner.utils import linear_to_lora_layers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -65,6 +68,20 @@ def adapt(model: llama.Model, adapter: int) -> None:
             lora.lora_b = mx.random.normal(lora.lora_b.shape, scale=0.2)
             lora.scale = scale
     mx.eval(model.parameters())
+
+
+def write_adapter(directory: Path, seed: int, *, scale: float = 20.0, kind: str = "lora", **changes: Any) -> Path:
+    """Files of an adapter for `tiny_llama` as mlx_lm.lora writes them, with random weights."""
+    model = tiny_llama(**changes)
+    config = {"fine_tune_type": kind, "num_layers": 2, "lora_parameters": {"rank": 4, "dropout": 0.0, "scale": scale}}
+    model.freeze()
+    linear_to_lora_layers(model, 2, config["lora_parameters"], use_dora=kind == "dora")
+    mx.random.seed(seed)
+    weights = {name: mx.random.normal(w.shape, scale=0.1) for name, w in tree_flatten(model.trainable_parameters())}
+    directory.mkdir(parents=True)
+    mx.save_safetensors(str(directory / "adapters.safetensors"), weights)
+    (directory / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return directory
 
 
 def random_weight(like: mx.array) -> mx.array:

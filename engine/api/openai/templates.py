@@ -13,6 +13,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
@@ -228,14 +229,15 @@ class TemplateFailedError(ValueError):
 
 
 class Renderer:
-    """Client of the process that renders templates, one at a time. Its methods block, so they must be called on a
-    thread other than the event loop's, and on the same one.
+    """Client of the process that renders the templates of all models, one at a time. Its methods block, so they must
+    be called on a thread other than the event loop's.
     """
 
     def __init__(self) -> None:
         """Start the process. It is ready after a tenth of a second, for which the first `render` waits."""
         self._process = _begin()
         self._ready = False
+        self._turn = threading.Lock()
 
     def render(self, messages: list[dict[str, Any]], template: str, arguments: Mapping[str, Any]) -> str:
         """Return the text of a conversation. `arguments` are further arguments of transformers'
@@ -244,10 +246,12 @@ class Renderer:
         Raises TemplateFailedError if the template fails or takes too long, RuntimeError if the process has ended.
         """
         request = {"messages": messages, "chat_template": template, **arguments}
-        if not self._ready:
-            self._ask(b"")
-            self._ready = True
-        reply = self._ask(json.dumps(request).encode() + b"\n")
+        line = json.dumps(request).encode() + b"\n"
+        with self._turn:
+            if not self._ready:
+                self._ask(b"")
+                self._ready = True
+            reply = self._ask(line)
         if "text" not in reply:
             raise TemplateFailedError(reply["error"])
         return reply["text"]

@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from api_engines import start_engine, write_tiny
-from engine_models import letter_tokenizer, tiny_llama
+from engine_models import letter_tokenizer, tiny_llama, write_adapter
 from servers import RunningServer
 
 # isort: split
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
-from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from engine import cli
 from engine.model import UnknownModelError, adapt
 from engine.spec import ModelCacheSpec
 
 MESSAGES = [{"role": "user", "content": "hello " * 60}]
-
-
-def write_adapter(directory: Path, seed: int, *, scale: float = 20.0, kind: str = "lora", **changes: Any) -> Path:
-    """Write files as mlx_lm.lora does, with random weights."""
-    model = tiny_llama(**changes)
-    config = {"fine_tune_type": kind, "num_layers": 2, "lora_parameters": {"rank": 4, "dropout": 0.0, "scale": scale}}
-    model.freeze()
-    linear_to_lora_layers(model, 2, config["lora_parameters"], use_dora=kind == "dora")
-    mx.random.seed(seed)
-    weights = {name: mx.random.normal(w.shape, scale=0.1) for name, w in tree_flatten(model.trainable_parameters())}
-    directory.mkdir(parents=True)
-    mx.save_safetensors(str(directory / "adapters.safetensors"), weights)
-    (directory / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-    return directory
 
 
 def spec(adapter: Path | None) -> tuple[ModelCacheSpec, Any]:
