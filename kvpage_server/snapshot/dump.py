@@ -193,7 +193,8 @@ class _Dump:
             same_process = bool(self._run_id) and summary.run_id == self._run_id  # under another name
             if summary.server and self._server and summary.server != self._server and not same_process:
                 raise DumpError(
-                    f"{self._path} holds a dump of {summary.server:.200}, not of {self._server}: name another directory"
+                    f"{self._path} holds a dump of {summary.server:.200}, not of {self._server}: "
+                    "name another directory, or the old URL of a server that was restarted"
                 )
         old = format.dump_files(self._path)
         files = dict(self._unchanged(old))

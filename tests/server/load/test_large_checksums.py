@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import redis
@@ -70,6 +71,21 @@ def test_much_is_hashed_in_short_turns(turns: Turns, before: list[list[bytes]], 
         turns.join(stack, encode_command([b"CONFIG", b"SET", b"maxmemory-clients", b"1gb"]))
     first = b"".join(map(encode_command, [[b"FLUSHALL"], *before]))
     assert min(turns.cost(first, encode_command(words)).longest for _ in range(TRIES)) < LONGEST
+
+
+def test_a_split_block_is_demoted_without_hashing_it(tmp_path: Path) -> None:
+    """The thread that wrote its pages to disk has hashed them."""
+    size = 16_000_000
+    before = [
+        [b"KVBLOCKSET", b"s", b"0", b"4", b"1", b"1", b"0", b"1", b"0", b"8", b"%d" % size, bytes(4 * size)],
+        [b"KVPAGESET", b"s", b"0", b"0", b"0", b"0", b"8", b"1", b"%d" % size, b"0", bytes(size)],
+        [b"SAVE"],
+    ]
+    demoting = encode_command([b"CONFIG", b"SET", b"maxmemory", b"1mb"]) + encode_command([b"SET", b"k", b"v"])
+    with measured(directory=tmp_path) as turns:
+        cost = turns.cost(b"".join(map(encode_command, before)), demoting)
+        assert turns.server.keyspace.memory.used < 1 << 20
+    assert cost.longest < LONGEST
 
 
 @pytest.mark.parametrize("in_exec", [False, True], ids=["alone", "in EXEC"])

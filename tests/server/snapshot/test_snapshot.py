@@ -417,6 +417,7 @@ def test_the_dump_of_another_server_is_not_updated(server: RunningServer, client
         code, _, errors = kvpage("dump", str(tmp_path), "--update", "--url", other.url)
         assert code == 1
         assert f"holds a dump of {server.url}, not of {other.url}: name another directory" in errors
+        assert errors.endswith(", or the old URL of a server that was restarted\n")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     assert kvpage("dump", str(tmp_path), "--update", "--url", server.url)[0] == 0
     other_name = server.url.replace("127.0.0.1", "localhost")

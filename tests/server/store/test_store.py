@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
 import tracemalloc
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from kvpage_server.core import Slot
 from kvpage_server.core.arguments import PageName
@@ -262,12 +263,31 @@ class KeyspaceMachine(RuleBasedStateMachine):
         assert (len(keys.index), keys.index.blocks, keys.listing.keys()) == (0, 0, [])
 
     def teardown(self) -> None:
-        """Deleting key by key leaves as little as a flush does."""
+        """Deleting key by key leaves as little as a flush does.
+
+        After a failure nothing is checked: the traceback refers to values, and the error would hide the failure.
+        """
+        if sys.exc_info()[0] is not None:
+            return
         for key in list(self.model):
             assert self.keys.contents.delete(key)
         self.nothing_is_left()
         gone = [key for event, key in self.events if event in ("del", "expired", "evicted")]
         assert len(gone) >= len(set(self.model))
+
+
+class FailingMachine(KeyspaceMachine):
+    """An invariant fails while it refers to a value."""
+
+    @invariant()
+    def no_key_exists(self) -> None:
+        entries = [self.keys.contents.find(key) for key in self.model]
+        assert entries == [], "the failure"
+
+
+def test_the_teardown_does_not_hide_a_failure() -> None:
+    with pytest.raises(AssertionError, match="the failure"):
+        run_state_machine_as_test(FailingMachine, settings=settings(max_examples=20, stateful_step_count=3))  # type: ignore[no-untyped-call]
 
 
 TestKeyspace = KeyspaceMachine.TestCase
