@@ -55,6 +55,7 @@ class Reuse:
     restore_seconds: float = 0.0  # spent in loads from the store
     waited_seconds: float = 0.0  # spent in waits for another prompt that computed the same prefix
     time_to_first_token: float = 0.0  # seconds since submit
+    prefill_seconds: float = 0.0  # of these, for the computation of the other prompt tokens
     why: str | None = None  # the reason if the store did not have the whole prompt
 
 
@@ -177,6 +178,7 @@ class Job:
             restore_seconds=self.restore_seconds,
             waited_seconds=self.waited,
             time_to_first_token=self.joined - self.submitted + done.time_to_first_token,
+            prefill_seconds=done.prefill_seconds,
             why=loaded.why if loaded else None,
         )
         return Answer(

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
+from uuid import uuid4
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -20,7 +21,7 @@ from ..generation.tokens import PromptError
 from ..pool import PoolExhaustedError
 from ..scheduling.request import EngineClosedError, Token
 from .auth import Tenant
-from .diagnosis import common_prefix
+from .diagnosis import AskedPrompt, PromptLog, common_prefix, without_volatile
 from .models import ServedModel
 from .openai.errors import ApiError, invalid
 from .openai.prompts import Prompts
@@ -224,7 +225,7 @@ async def chat(request: Request) -> Response:
     tenant = service.tokens.tenant(request)
     body = await service.parsed(ChatBody, request)
     model = await service.model(request, tenant, body.model)
-    asked, given, readers = await conversation(service, model, request, tenant, body)
+    asked, given, readers, _ = await conversation(service, model, request, tenant, body, f"chat_{uuid4().hex}")
     envelope = _envelope(model, CHAT, body, given, asked[0].boundaries)
     shapes = []
     for i, reader in enumerate(readers):
@@ -239,31 +240,51 @@ async def conversation(
     request: Request,
     tenant: Tenant,
     body: ChatBody,
+    reply_id: str,
     breakpoints: Sequence[Breakpoint] | None = None,
-) -> tuple[list[Prompt], str | None, list[Reader]]:
-    """Return the prompts of a conversation for the engine, one for each choice, the client's name for the agent, and a
-    reader of each answer. `breakpoints` are by default those of the body.
+) -> tuple[list[Prompt], str | None, list[Reader], AskedPrompt]:
+    """Return the prompts of a conversation for the engine, one for each choice, the client's name for the agent, a
+    reader of each answer, and the prompt for a comparison with later ones, which is logged as that of `reply_id`.
+    `breakpoints` are by default those of the body.
 
     Raises ApiError (400) for a conversation that the model or its template refuses, and ClientDisconnect.
     """
     prompts = model.prompts
     logprobs = body.top_logprobs if body.logprobs else None
+    log, comparable = service.prompt_log, AskedPrompt.of(tenant.name, service.agent(request, tenant, body)[1], body)
+    if before := log.last(comparable):
+        comparable.find_volatile(before)
+    volatile = partial(without_volatile, lines=sorted(comparable.volatile), mode=service.volatile_lines)
+    body = volatile(body)
     tokens = await unless_disconnected(request, prompts.of_chat(body))
+    comparable.tokens.extend(tokens)
     constraint, written = await unless_disconnected(request, prompts.constraint(body))
     first = next((message.content for message in body.messages if message.role == "user"), None)
     continues = prompts.keeps_space or body.continue_final_message
     asked, given = _prompts(
         service, model, request, tenant, body, [(tokens, first)], body.limit, logprobs, constraint, continues=continues
     )
-    marks = body.breakpoints if breakpoints is None else breakpoints
+    marks = body.breakpoints
+    if breakpoints is not None:
+        marks = [mark._replace(altered=mark.altered and volatile(mark.altered)) for mark in breakpoints]
     boundaries = sorted([Boundary(await _boundary(prompts, request, mark, tokens), mark.ttl) for mark in marks])
     kept = (boundaries[-1].tokens if boundaries else 0) if body.prompt_cache_options.mode == "explicit" else None
     asked = [replace(prompt, boundaries=boundaries, kept_tokens=kept) for prompt in asked]
+    log.add(reply_id, comparable)
+    asked[0] = replace(asked[0], explain=partial(_explanation, log, reply_id, comparable, before))
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
     streams = not (body.stop or body.stop_token_ids)
     several = body.parallel_tool_calls
     readers = [Reader(prompts.markup, tokens, tools, several=several, written=written, streams=streams) for _ in asked]
-    return asked, given, readers
+    return asked, given, readers, comparable
+
+
+def _explanation(
+    log: PromptLog, reply_id: str, prompt: AskedPrompt, before: AskedPrompt | None, answer: Answer
+) -> str | None:
+    """Log the answer to a prompt. Return why less was reused than the client's last prompt, `before`, had."""
+    log.answered(reply_id, answer.tokens)
+    return prompt.why(before, answer.reuse.tokens) if before else None
 
 
 async def _boundary(prompts: Prompts, request: Request, mark: Breakpoint, tokens: Sequence[int]) -> int:

@@ -1,8 +1,8 @@
-"""Comparison of a prompt with an earlier one of the same client: the first difference, and the tokens it costs.
+"""Comparison of a prompt with an earlier one of the same client: the first difference, and its cost.
 
 The clouds' APIs name an earlier reply (`diagnostics.previous_message_id`), and say why less of its prompt was found in
 the cache than expected. The prompts of the latest replies are kept in memory for this, without their text: token ids,
-and a digest of each part.
+and a digest of each part and of each line of the system's text.
 """
 
 from __future__ import annotations
@@ -11,76 +11,136 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 from pydantic_core import to_json
 
-from .openai.schema import ChatBody
+from ..agent_engine import Answer
+from .openai.schema import ChatBody, Message
 
 MAX_BYTES = 32 << 20  # of all kept prompts; a prompt of 4,000 tokens has 16 KB
 _PART_BYTES = 200  # of a kept prompt without its tokens, and of each of its digests
+FEW_TOKENS = 16  # fewer are no loss: see `tiers.server.tails.least_tail`
+FEW_LINES = 3  # of a system's text may be volatile
+
+VolatileLines = Literal["keep", "move", "drop"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AskedPrompt:
-    """The prompt of a reply: the tenant, the tokens, and digests of its parts."""
+    """The prompt of a reply: the tenant, the client, the tokens, and digests of its parts."""
 
     tenant: str
+    client: str  # the agent's id; without a name, a digest of the first text of a user
     model: str
     tools: bytes
+    options: bytes  # of the variables of the chat template
     messages: tuple[bytes, ...]
     system: int  # the number of messages of the system at the beginning
-    tokens: array[int]
+    lines: tuple[bytes, ...]  # of the first message, if it is the system's
+    tokens: array[int] = field(default_factory=lambda: array("I"))
+    answer: array[int] = field(default_factory=lambda: array("I"))  # empty until it is complete
+    volatile: frozenset[int] = frozenset()  # lines that differ from one prompt of the client to the next
 
     @classmethod
-    def of(cls, tenant: str, body: ChatBody, tokens: Sequence[int]) -> AskedPrompt:
-        """Return the prompt of a conversation, of which `tokens` are the ids."""
+    def of(cls, tenant: str, agent_id: str | None, body: ChatBody) -> AskedPrompt:
+        """Return the prompt of a conversation, without its tokens. `agent_id` is the client's name for the agent."""
         messages = tuple(_digest(message.model_dump()) for message in body.messages)
-        system = next((i for i, one in enumerate(body.messages) if one.role not in ("system", "developer")), 0)
-        tools = _digest([tool.model_dump() for tool in body.tools])
-        return cls(tenant, body.model, tools, messages, system, array("I", tokens))
+        system = next((i for i, one in enumerate(body.messages) if not _is_system(one)), len(messages))
+        first = next((one.content for one in body.messages if one.role == "user"), None)
+        client = f"agent {agent_id}" if agent_id is not None else _digest(first).hex()
+        lines = tuple(map(_digest, _lines(body)))
+        tools, options = _digest([tool.model_dump() for tool in body.tools]), _digest(body.variables)
+        return cls(tenant, client, body.model, tools, options, messages, system, lines)
 
     @property
     def size(self) -> int:
         """Memory in bytes."""
-        return len(self.tokens) * self.tokens.itemsize + (1 + len(self.messages)) * _PART_BYTES
+        return 4 * (len(self.tokens) + len(self.answer)) + (1 + len(self.messages) + len(self.lines)) * _PART_BYTES
+
+    def find_volatile(self, before: AskedPrompt) -> None:
+        """Find the volatile lines, by comparison with the client's last prompt: the conversation goes on, and a few
+        lines of the system's text differ.
+        """
+        same = (self.model, self.tools, self.options) == (before.model, before.tools, before.options)
+        known = before.messages[before.system :]
+        if not same or len(self.lines) != len(before.lines) or self.messages[self.system :][: len(known)] != known:
+            return
+        differ = {i for i, (one, other) in enumerate(zip(self.lines, before.lines, strict=True)) if one != other}
+        if len(found := before.volatile | differ) <= FEW_LINES:
+            self.volatile = found
+
+    def why(self, before: AskedPrompt, reused: int) -> str | None:
+        """Return why the client's last prompt and its answer are not the beginning of this one, of which `reused`
+        tokens were reused; None if they are, or if another part of the request has changed.
+        """
+        differ = [i for i in sorted(self.volatile) if self.lines[i] != before.lines[i]]
+        if differ and reused < len(before.tokens) - FEW_TOKENS:
+            return f"volatile line {differ[0] + 1} of system"
+        same = common_prefix(before.tokens + before.answer, self.tokens)
+        known = min(len(before.tokens) + len(before.answer), len(self.tokens))
+        if same < known and not _difference(before, self):
+            return f"history rewritten from token {same}"
+        return None
 
 
-class Difference(NamedTuple):
-    """Why a prompt does not begin with an earlier one."""
+class Diagnosis(NamedTuple):
+    """Why less than an earlier prompt was reused."""
 
-    part: str  # "model", "tools", "system" or "messages": the first part that differs, in the order of the prompt
+    part: str | None  # "model", "tools", "system", "messages", "options": the first that differs; None if none does
     message: int | None  # index of the first message that differs
     reusable: int  # tokens of the earlier prompt that both have in common at their beginning
     missed: int  # the other tokens of the earlier prompt
+    evicted: int  # reusable tokens that are not in the cache any more
+    seconds: float  # for the computation of missed and evicted tokens
+
+    @property
+    def own_fields(self) -> dict[str, Any]:
+        """Fields that the clouds do not have."""
+        return {"message": self.message, "evicted_tokens": self.evicted, "seconds": round(self.seconds, 3)}
 
 
-def difference(earlier: AskedPrompt, prompt: AskedPrompt) -> Difference | None:
-    """Return the difference of a prompt from an earlier one; None if it begins with all messages of the earlier one,
-    and has the same model and tools.
-    """
-    before, after = earlier.messages, prompt.messages
-    count = min(len(before), len(after))
-    first = next((i for i in range(count) if before[i] != after[i]), count)
-    if earlier.model != prompt.model:
-        part = "model"
-    elif earlier.tools != prompt.tools:
-        part = "tools"
-    elif first < max(earlier.system, prompt.system):
-        part = "system"
-    elif first < len(before):
-        part = "messages"
-    else:
-        return None
+def diagnosis(earlier: AskedPrompt, prompt: AskedPrompt, answer: Answer | None) -> Diagnosis:
+    """Compare a prompt with an earlier one. Without its answer, nothing is known of evicted tokens and of seconds."""
+    part, message = _difference(earlier, prompt) or (None, None)
+    size = len(earlier.tokens)
     same = 0 if part == "model" else common_prefix(earlier.tokens, prompt.tokens)
-    return Difference(part, first if first < len(before) else None, same, len(earlier.tokens) - same)
+    if part and part != "model" and same == size:
+        part, message = None, None
+    missed, evicted, seconds = size - same if part else 0, 0, 0.0
+    if answer:
+        reused, computed = answer.reuse.tokens, answer.prompt_tokens - answer.reuse.tokens
+        lost = min(same, answer.prompt_tokens - 1) - reused
+        evicted = lost if part is None and lost > FEW_TOKENS else 0
+        seconds = answer.reuse.prefill_seconds * min(computed, missed + evicted) / computed
+    return Diagnosis(part, message, same, missed, evicted, seconds)
+
+
+def _difference(before: AskedPrompt, after: AskedPrompt) -> tuple[str, int | None] | None:
+    """Return the first part that differs, and the first message; None if `after` begins with all messages of `before`,
+    and has the same model, tools and options.
+    """
+    count = min(len(before.messages), len(after.messages))
+    first = next((i for i in range(count) if before.messages[i] != after.messages[i]), count)
+    message = first if first < len(before.messages) else None
+    if before.model != after.model:
+        return "model", message
+    if before.tools != after.tools:
+        return "tools", message
+    if first < max(before.system, min(after.system, len(before.messages))):
+        return "system", message
+    if message is not None:
+        return "messages", message
+    return ("options", None) if before.options != after.options else None
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     """Return the number of tokens that two prompts have in common at their beginning."""
     count = min(len(first), len(second))
-    return next((i for i in range(count) if first[i] != second[i]), count)
+    if first[:count] == second[:count]:
+        return count
+    return next(i for i in range(count) if first[i] != second[i])
 
 
 class PromptLog:
@@ -88,19 +148,65 @@ class PromptLog:
 
     def __init__(self) -> None:
         self._prompts: OrderedDict[str, AskedPrompt] = OrderedDict()
+        self._last: dict[tuple[str, str], str] = {}  # reply ids, by tenant and client
         self._bytes = 0
 
     def add(self, reply_id: str, prompt: AskedPrompt) -> None:
         self._prompts[reply_id] = prompt
+        self._last[prompt.tenant, prompt.client] = reply_id
         self._bytes += prompt.size
-        while self._bytes > MAX_BYTES:
-            _, oldest = self._prompts.popitem(last=False)
-            self._bytes -= oldest.size
+        self._trim()
 
-    def find(self, reply_id: str, tenant: str) -> AskedPrompt | None:
+    def answered(self, reply_id: str, answer: Sequence[int]) -> None:
+        """Add the tokens of the answer to a prompt."""
+        if prompt := self._prompts.get(reply_id):
+            prompt.answer = array("I", answer)
+            self._bytes += 4 * len(answer)
+            self._trim()
+
+    def find(self, reply_id: str | None, tenant: str) -> AskedPrompt | None:
         """Return the prompt of a reply; None if it is not kept, or another tenant's."""
-        found = self._prompts.get(reply_id)
+        found = self._prompts.get(reply_id) if reply_id else None
         return found if found and found.tenant == tenant else None
+
+    def last(self, prompt: AskedPrompt) -> AskedPrompt | None:
+        """Return the last prompt of the same client; None if it is not kept."""
+        reply_id = self._last.get((prompt.tenant, prompt.client))
+        return self._prompts.get(reply_id) if reply_id else None
+
+    def _trim(self) -> None:
+        while self._bytes > MAX_BYTES:
+            reply_id, oldest = self._prompts.popitem(last=False)
+            self._bytes -= oldest.size
+            if self._last.get((oldest.tenant, oldest.client)) == reply_id:
+                del self._last[oldest.tenant, oldest.client]
+
+
+def without_volatile(body: ChatBody, lines: Sequence[int], mode: VolatileLines) -> ChatBody:
+    """Return a conversation without these lines of the system's text. With `mode` "move", the last message has them at
+    its end; a conversation whose last message is the assistant's is not changed.
+    """
+    last, texts = body.messages[-1], _lines(body)
+    lines = [i for i in lines if i < len(texts)]
+    if mode == "keep" or not lines or (mode == "move" and last.role not in ("user", "tool")):
+        return body
+    system, *others = body.messages
+    left = "\n".join(text for i, text in enumerate(texts) if i not in lines)
+    messages = [system.model_copy(update={"content": left}), *others]
+    if mode == "move":
+        moved = "\n".join([last.content or "", "", *(texts[i] for i in lines)])
+        messages[-1] = last.model_copy(update={"content": moved})
+    return body.model_copy(update={"messages": messages})
+
+
+def _is_system(message: Message) -> bool:
+    return message.role in ("system", "developer")
+
+
+def _lines(body: ChatBody) -> list[str]:
+    """Return the lines of the first message, if it is the system's."""
+    first = body.messages[0]
+    return (first.content or "").split("\n") if _is_system(first) else []
 
 
 def _digest(part: Any) -> bytes:

@@ -4,17 +4,18 @@ answer in a chat.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from ..agent_engine import Answer
 from .anthropic.schema import NAMES, CountBody, MessagesBody
 from .anthropic.shapes import MessageEnvelope, MessageShape, message_id
-from .auth import Tenant
 from .completions import answer, conversation
-from .diagnosis import AskedPrompt, difference
+from .diagnosis import AskedPrompt, diagnosis
 from .openai.errors import ApiError, renamed
 from .service import Service, unless_disconnected
 
@@ -24,20 +25,19 @@ async def create_message(request: Request) -> Response:
     service: Service = request.app.state.service
     tenant = service.tokens.tenant(request)
     body = await service.parsed(MessagesBody, request)
+    reply_id = message_id()
     try:
         chat = body.chat()
         model = await service.model(request, tenant, chat.model)
-        (prompt,), given, (reader,) = await conversation(service, model, request, tenant, chat, body.breakpoints())
+        (prompt,), given, (reader,), asked = await conversation(
+            service, model, request, tenant, chat, reply_id, body.breakpoints()
+        )
     except ApiError as error:
         raise renamed(error, NAMES) from error
-    reply_id = message_id()
-    asked = AskedPrompt.of(tenant.name, chat, prompt.tokens)
-    diagnostics = _diagnostics(service, tenant, body, asked)
+    diagnostics = partial(_diagnostics, body, service.prompt_log.find(body.compared, tenant.name), asked)
     envelope = MessageEnvelope(reply_id, body.model, given, len(prompt.tokens), prompt.boundaries, diagnostics)
     shape = MessageShape(envelope, reader, silent=not body.max_tokens)
-    answers = service.ask(model, [prompt])
-    service.prompt_log.add(reply_id, asked)
-    return await answer(service, request, answers, [shape], envelope, chat)
+    return await answer(service, request, service.ask(model, [prompt]), [shape], envelope, chat)
 
 
 async def count_tokens(request: Request) -> Response:
@@ -59,17 +59,19 @@ MESSAGE_ROUTES = [
 ]
 
 
-def _diagnostics(service: Service, tenant: Tenant, body: MessagesBody, prompt: AskedPrompt) -> dict[str, Any] | None:
-    """Return the field `diagnostics`: why the prompt does not begin with that of the message that the request names;
-    None if it does, or if the request names none.
+def _diagnostics(
+    body: MessagesBody, earlier: AskedPrompt | None, prompt: AskedPrompt, answer: Answer | None
+) -> dict[str, Any] | None:
+    """Return the field `diagnostics`: why less than the prompt of the message that the request names was reused; None
+    if nothing less was, or if the request names none. Without the answer, nothing is known of evicted tokens.
     """
-    if not body.diagnostics or body.diagnostics.previous_message_id is None:
+    if body.compared is None:
         return None
-    earlier = service.prompt_log.find(body.diagnostics.previous_message_id, tenant.name)
     if not earlier:
         return {"cache_miss_reason": {"type": "previous_message_not_found"}}
-    found = difference(earlier, prompt)
-    if not found:
-        return None
+    found = diagnosis(earlier, prompt, answer)
+    own = {"reusable_input_tokens": found.reusable, **found.own_fields}
+    if found.part in (None, "options"):
+        return {"cache_miss_reason": {"type": "unavailable", **own}} if found.part or found.evicted else None
     reason: dict[str, Any] = {"type": f"{found.part}_changed", "cache_missed_input_tokens": found.missed}
-    return {"cache_miss_reason": reason | {"reusable_input_tokens": found.reusable, "message": found.message}}
+    return {"cache_miss_reason": reason | own}

@@ -13,17 +13,18 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from ..agent_engine import Answer
 from ..chains import ContextNames
 from .completions import answer, conversation
-from .diagnosis import AskedPrompt, difference
+from .diagnosis import AskedPrompt, diagnosis
 from .openai.errors import ApiError, invalid, renamed, shortened
 from .openai.response_schema import NAMES, Item, ResponseBody
-from .openai.response_shapes import ResponseReply
+from .openai.response_shapes import Notes, ResponseReply
 from .response_records import MAX_TURNS, StoredTurn
 from .service import Service
 
 MAX_ITEMS = 100  # in a list, as OpenAI's API
-_PARTS = {"model": "model_changed", "tools": "tools_changed"}  # all others are parts of the input
+_PARTS = {"model": "model_changed", "tools": "tools_changed", "options": "reasoning_effort_changed"}  # else the input
 
 
 async def create_response(request: Request) -> Response:
@@ -35,24 +36,21 @@ async def create_response(request: Request) -> Response:
     items = [item for turn in earlier for item in (*turn.input, *turn.output)]
     if body.conversation:
         items = await _items_of(service, tenant.name, body.conversation.id)
+    response_id = f"resp_{uuid4().hex}"
     try:
         chat = body.chat(items)
         model = await service.model(request, tenant, chat.model)
-        (prompt,), given, (reader,) = await conversation(service, model, request, tenant, chat)
+        (prompt,), given, (reader,), asked = await conversation(service, model, request, tenant, chat, response_id)
     except ApiError as error:
         raise renamed(error, NAMES) from error
-    response_id = f"resp_{uuid4().hex}"
-    asked = AskedPrompt.of(tenant.name, chat, prompt.tokens)
-    diagnostics = _diagnostics(service, tenant.name, body, asked)
+    compared = body.prompt_cache_options.comparison_response_id
+    diagnostics = partial(_diagnostics, compared, service.prompt_log.find(compared, tenant.name), asked)
     if not body.store:
         prompt = replace(prompt, keep=False, written=False)
     ancestors = [*earlier[-1].ancestors, body.previous_response_id] if earlier and body.previous_response_id else []
     store = partial(_store, service, tenant.name, body, ancestors)
-    fields = {"id": response_id, "prompt_cache_diagnostics": diagnostics}
-    reply = ResponseReply(fields, body, given, reader, prompt.boundaries, store)
-    answers = service.ask(model, [prompt])
-    service.prompt_log.add(response_id, asked)
-    return await answer(service, request, answers, [reply], reply, chat)
+    reply = ResponseReply(response_id, body, given, reader, Notes(prompt.boundaries, diagnostics), store)
+    return await answer(service, request, service.ask(model, [prompt]), [reply], reply, chat)
 
 
 async def get_response(request: Request) -> Response:
@@ -198,23 +196,23 @@ def _shown(item: dict[str, Any]) -> dict[str, Any]:
     return {**item, "status": "completed"}
 
 
-def _diagnostics(service: Service, tenant: str, body: ResponseBody, prompt: AskedPrompt) -> dict[str, Any] | None:
-    """Return the field `prompt_cache_diagnostics`: whether the prompt begins with that of the response that the request
-    names; None if it names none.
+def _diagnostics(
+    compared: str | None, earlier: AskedPrompt | None, prompt: AskedPrompt, answer: Answer | None
+) -> dict[str, Any] | None:
+    """Return the field `prompt_cache_diagnostics`: why less than the prompt of the response `compared` was reused; None
+    if the request names none. Without the answer, nothing is known of evicted tokens.
     """
-    response_id = body.prompt_cache_options.comparison_response_id
-    if response_id is None:
+    if compared is None:
         return None
-    earlier = service.prompt_log.find(response_id, tenant)
     if not earlier:
         return {"type": "comparison_response_not_found"}
-    found = difference(earlier, prompt)
-    if not found:
-        return {"type": "cache_hit"}
+    found = diagnosis(earlier, prompt, answer)
+    if not found.part:
+        return {"type": "unavailable", **found.own_fields} if found.evicted else {"type": "cache_hit"}
     return {
         "type": "cache_miss",
         "reason": _PARTS.get(found.part, "input_changed"),
         "cache_missed_tokens": found.missed,
         "comparison_reusable_tokens": found.reusable,
-        "message": found.message,
+        **found.own_fields,
     }

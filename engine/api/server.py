@@ -38,6 +38,7 @@ from . import agents, conversations, messages, responses
 from .anthropic.shapes import error_body
 from .auth import Tokens
 from .completions import UNREAD_SECONDS, chat, complete
+from .diagnosis import VolatileLines
 from .models import Models, ServedModel
 from .openai.errors import ApiError
 from .openapi import OPENAPI_ROUTES
@@ -223,6 +224,7 @@ def run(
     grace: float,
     sanitize: bool,
     hash_labels: bool,
+    volatile_lines: VolatileLines,
     report: Callable[[str], object],
 ) -> int:
     """Serve until a signal arrives. Return the exit code: 0, or 1 if a context could not be saved or an engine failed.
@@ -230,7 +232,7 @@ def run(
     `options` are those of each model, by its name in the API; all have the same page server. `report` is called with a
     text before each long step of a load. `host` is the name on which `listener` listens, and `origins` are sites whose
     web pages may call the API. With `sanitize`, control tokens in the content of users and tools are encoded as text.
-    `hash_labels` is as for `Service`.
+    `hash_labels` is as for `Service`, `volatile_lines` as for `without_volatile`.
 
     The first signal ends listening, and gives running requests `grace` seconds. A second one, except SIGHUP, ends the
     process immediately. Raises ServeError if the engine cannot be started.
@@ -244,6 +246,7 @@ def run(
         raise ServeError(str(error)) from error
     records = Records(first.store, first.restore_within)
     service = Service(models, tokens, limits, records, hash_labels=hash_labels)
+    service.volatile_lines = volatile_lines
     limiter = ConnectionLimiter(
         limits.connections,
         limits.for_each,

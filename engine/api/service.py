@@ -24,7 +24,7 @@ from ..chains import is_unnamed, unnamed_agent
 from ..tiers.store import AgentCacheStore
 from .auth import AGENT_HEADER, Tenant, Tokens, credential, tenant_of
 from .conversation_records import ConversationRecords
-from .diagnosis import PromptLog
+from .diagnosis import PromptLog, VolatileLines
 from .metrics import Metrics
 from .models import Models, ServedModel
 from .openai.errors import ApiError, invalid, shortened
@@ -102,6 +102,7 @@ class Service:
         self.responses = ResponseRecords(records)
         self.conversations = ConversationRecords(records)
         self.closing = False
+        self.volatile_lines: VolatileLines = "keep"
         self._hash_labels = hash_labels
         self._parser = ThreadPoolExecutor(1, "bodies")
         self._started = False

@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Self, TypeVar
 
@@ -53,6 +53,7 @@ class Prompt:
     boundaries: Sequence[Boundary] = ()  # the breakpoints, in ascending order
     kept_tokens: int | None = None  # tokens of the context to keep, from its beginning; None for all
     written: bool = True  # whether tiers below memory may get the context
+    explain: Callable[[Answer], str | None] | None = None  # called with the answer: returns why less was reused
 
 
 @dataclass(slots=True, eq=False)
@@ -114,6 +115,8 @@ class Answers:
         if isinstance(event, Exception):
             raise event
         if isinstance(event, Answer):
+            if generation.prompt.explain and (why := generation.prompt.explain(event)):
+                event = replace(event, reuse=replace(event.reuse, why=why))
             generation.answer = event
         return generation.index, event
 

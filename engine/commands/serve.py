@@ -67,6 +67,13 @@ def add_to(commands: Any) -> None:
         help="label of a context without a name: the first words of its user message, or their hash (default: words; "
         "hash with --share none and --share system, so that clients do not see each other's words)",
     )
+    add(
+        "--volatile-lines",
+        choices=("keep", "move", "drop"),
+        default="keep",
+        help="up to 3 lines of a system message that change from one prompt of a client to the next, such as a date: "
+        "keep them, move them to the end of the last message, or drop them (default: %(default)s)",
+    )
     add("--max-tokens", type=count, default=512, metavar="N", help="default limit of an answer (%(default)s)")
     add("--max-body", type=size, default=1 << 20, metavar="SIZE", help="largest request (default: 1mb)")
     add("--max-queue", type=count, default=64, metavar="N", help="requests running or waiting (default: %(default)s)")
@@ -105,6 +112,7 @@ def serve(args: argparse.Namespace) -> NoReturn:
         }
         labels = args.labels or ("words" if args.share == "all" else "hash")
         asked |= {"sanitize": args.sanitize_control_tokens, "hash_labels": labels == "hash"}
+        asked["volatile_lines"] = args.volatile_lines
         try:
             tokens = Tokens.read(args.token_file) if args.token_file else Tokens({})
             code = run(_models(args), listener, tokens, limits, **asked)

@@ -199,6 +199,7 @@ class CountBody(RequestBody):
     thinking: Thinking = Thinking(type="adaptive")
     output_config: OutputConfig = OutputConfig()
     cache_control: CacheControl | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # as in a chat
 
     @model_validator(mode="after")
     def _few_breakpoints(self) -> CountBody:
@@ -266,6 +267,7 @@ class CountBody(RequestBody):
             "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
             "enable_thinking": {"enabled": True, "disabled": False}.get(self.thinking.type),
             "reasoning_effort": self.output_config.effort,
+            "chat_template_kwargs": self.chat_template_kwargs,
             "continue_final_message": messages[-1].role == "assistant",
             **self.more_fields(),
         }
@@ -292,6 +294,11 @@ class MessagesBody(CountBody):
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     diagnostics: Diagnostics | None = None
+
+    @property
+    def compared(self) -> str | None:
+        """The id of the message with whose prompt this one is compared."""
+        return self.diagnostics.previous_message_id if self.diagnostics else None
 
     def more_fields(self) -> dict[str, Any]:
         return {

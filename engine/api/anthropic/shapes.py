@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic_core import from_json, to_json
@@ -44,11 +44,11 @@ class MessageEnvelope:
         agent_id: str | None,
         prompt_tokens: int,
         boundaries: Sequence[Boundary],
-        diagnostics: Event | None,
+        diagnostics: Callable[[Answer | None], Event | None],
     ) -> None:
         """Set the fields. `agent_id` is the client's name for the agent.
 
-        `boundaries` are in ascending order.
+        `boundaries` are in ascending order. `diagnostics` returns the field of this name.
         """
         self._opening = {"id": message_id, "type": "message", "role": "assistant", "model": model}
         self._agent_id = agent_id
@@ -56,19 +56,20 @@ class MessageEnvelope:
         self._boundaries = boundaries
         self._diagnostics = diagnostics
 
-    def message(self, content: list[Event], ending: Event, usage: Event) -> Event:
+    def message(self, content: list[Event], ending: Event, usage: Event, answer: Answer | None) -> Event:
         """Return a message. `ending` has its `stop_reason` and `stop_sequence`."""
-        return {**self._opening, "content": content, **ending, "usage": usage, "diagnostics": self._diagnostics}
+        return {**self._opening, "content": content, **ending, "usage": usage, "diagnostics": self._diagnostics(answer)}
 
     def start(self) -> Event:
         """Return the first event of a stream. The numbers of reused and kept tokens follow in `message_delta`."""
         usage = self._usage(self._prompt_tokens, 0, {"5m": 0, "1h": 0}, 0)
-        return {"type": "message_start", "message": self.message([], _ending(None, None), usage)}
+        return {"type": "message_start", "message": self.message([], _ending(None, None), usage, None)}
 
     def delta(self, ending: Event, answer: Answer, output_tokens: int) -> Event:
         """Return the event at the end of a message."""
         usage, kvpage = self.usage(answer, output_tokens), kvpage_of(answer, self._agent_id)
-        return {"type": "message_delta", "delta": ending, "usage": usage, "kvpage": kvpage}
+        own = {"kvpage": kvpage, "diagnostics": self._diagnostics(answer)}
+        return {"type": "message_delta", "delta": ending, "usage": usage, **own}
 
     async def whole(self, choices: Sequence[Event], prompts: Sequence[Answer], answers: Sequence[Answer]) -> Event:
         """Return the whole reply: the one message of `choices`."""
@@ -144,7 +145,7 @@ class MessageShape:
         for _ in self._finish(answer):
             pass
         usage = self._envelope.usage(answer, self._output_tokens(answer))
-        return self._envelope.message(self._content, self._ending(answer), usage)
+        return self._envelope.message(self._content, self._ending(answer), usage, answer)
 
     def _finish(self, answer: Answer) -> Iterable[Event]:
         if not self._silent:

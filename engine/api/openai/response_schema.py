@@ -204,6 +204,7 @@ class ResponseBody(RequestBody):
     user: ShortText | None = None
     prompt_cache_key: ShortText | None = None
     prompt_cache_options: PromptCacheOptions = PromptCacheOptions()
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # as in a chat
 
     @model_validator(mode="after")
     def _one_conversation(self) -> ResponseBody:
@@ -235,6 +236,7 @@ class ResponseBody(RequestBody):
             "stream": self.stream,
             "agent_id": self.agent_id,
             "user": self.user,
+            "chat_template_kwargs": self.chat_template_kwargs,
         }
         wanted = self.text.format
         if wanted.type == "json_schema":

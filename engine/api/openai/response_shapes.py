@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from pydantic_core import to_json
@@ -21,6 +21,13 @@ from .shapes import Reply, kvpage_of, written
 _PREFIXES = {"message": "msg", "function_call": "fc", "reasoning": "rs"}  # of the ids of items
 
 
+class Notes(NamedTuple):
+    """Facts about the prompt cache."""
+
+    boundaries: Sequence[Boundary]  # of the prompt, in ascending order
+    diagnostics: Callable[[Answer | None], Reply | None]  # returns the field `prompt_cache_diagnostics`
+
+
 class ResponseReply:
     """Format of a reply, which has one answer. It makes the events of a stream, and the items of the whole response
     from the same parts.
@@ -28,20 +35,21 @@ class ResponseReply:
 
     def __init__(
         self,
-        fields: Reply,
+        response_id: str,
         body: ResponseBody,
         agent_id: str | None,
         reader: Reader,
-        boundaries: Sequence[Boundary],
+        notes: Notes,
         store: Callable[[Reply, ContextNames | None], Awaitable[None]],
     ) -> None:
-        """Create a format. `fields` are further fields of the response, such as its id. `agent_id` is the client's name
-        for the agent. `boundaries` are in ascending order. `store` keeps the complete
-        response, with the names of its context.
+        """Create a format. `agent_id` is the client's name for the agent. `store` keeps the complete response, with the
+        names of its context.
         """
         options = body.prompt_cache_options
         self._response: Reply = {
+            "id": response_id,
             "object": "response",
+            "prompt_cache_diagnostics": notes.diagnostics(None),
             "created_at": int(time.time()),
             "status": "in_progress",
             "background": False,
@@ -71,10 +79,9 @@ class ResponseReply:
             "truncation": "disabled",
             "usage": None,
             "user": body.user,
-            **fields,
         }
         self._agent_id = agent_id
-        self._boundaries = boundaries
+        self._notes = notes
         self._silent = options.prewarm
         self._reader = reader
         self._store = store
@@ -122,7 +129,7 @@ class ResponseReply:
         (answer,) = answers
         cut = answer.finish_reason == "length" and not self._silent
         reused, generated = answer.reuse.tokens, 0 if self._silent else len(answer.tokens)
-        kept = written(answer, self._boundaries)
+        kept = written(answer, self._notes.boundaries)
         usage = {
             "input_tokens": answer.prompt_tokens,
             "input_tokens_details": {
@@ -140,6 +147,7 @@ class ResponseReply:
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": self._output,
             "usage": usage,
+            "prompt_cache_diagnostics": self._notes.diagnostics(answer),
             "kvpage": kvpage_of(answer, self._agent_id),
         }
         await self._store(response, answer.context)
