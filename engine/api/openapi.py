@@ -17,7 +17,8 @@ from kvpage_server import __version__
 
 from .anthropic.schema import CountBody, MessagesBody
 from .auth import AGENT_HEADER
-from .openai.response_schema import ResponseBody
+from .hints import HintsBody
+from .openai.response_schema import ConversationBody, ItemsBody, MetadataBody, ResponseBody
 from .openai.schema import ChatBody, CompletionBody, ForkBody, RequestBody
 
 _BODIES: dict[str, type[RequestBody]] = {  # by endpoint
@@ -27,6 +28,10 @@ _BODIES: dict[str, type[RequestBody]] = {  # by endpoint
     "create_message": MessagesBody,
     "count_tokens": CountBody,
     "fork": ForkBody,
+    "create_conversation": ConversationBody,
+    "update_conversation": MetadataBody,
+    "add_items": ItemsBody,
+    "kv_hints": HintsBody,
 }
 _STREAMED = (
     "chat",

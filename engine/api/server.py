@@ -39,6 +39,7 @@ from .anthropic.shapes import error_body
 from .auth import Tokens
 from .completions import UNREAD_SECONDS, chat, complete
 from .diagnosis import VolatileLines
+from .hints import HINT_ROUTES
 from .models import Models, ServedModel
 from .openai.errors import ApiError
 from .openapi import OPENAPI_ROUTES
@@ -95,6 +96,7 @@ def make_app(service: Service, host: str, origins: Sequence[str] = ()) -> Starle
             *responses.RESPONSE_ROUTES,
             *conversations.CONVERSATION_ROUTES,
             *agents.AGENT_ROUTES,
+            *HINT_ROUTES,
             Route("/health", ready),
             Route("/health/live", live),
             Route("/health/ready", ready),

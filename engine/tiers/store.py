@@ -340,6 +340,26 @@ class AgentCacheStore:
         """Allow the agent's context to be evicted again. Return whether it was in memory."""
         return self._pin(agent_id, False)
 
+    def pinned(self) -> set[str]:
+        """Return the agents whose contexts `pin` keeps in memory."""
+        with self._lock:
+            return {entry.context.agent_id for entry in self._hot if entry.pinned}
+
+    def demote(self, agent_id: str) -> bool | None:
+        """Save an agent's context to the tiers below memory, and free its memory. Return whether this was done: not for
+        a pinned context, nor if no tier has the context; None if it is not in memory.
+        """
+        self.flush_dirty(check_agent_id(agent_id))
+        with self._lock:
+            entry = self._hot.look(agent_id)
+            if not entry:
+                return None
+            if not self.saves or entry.unwritten_tiers or entry.pinned:
+                return False
+            self._drop(agent_id)
+            self._tree.forget(entry.context, [other.context for other in self._hot])
+        return True
+
     def evict_lru(self, n: int = 1) -> int:
         """Evict the `n` least recently used agents from memory, and return their number. A dirty one stays until it is
         written."""
