@@ -30,6 +30,7 @@ from .generation.sampling import Sampling
 from .generation.tokens import token_ids
 from .generation.unbatched import Processor, Sampler
 from .memory.blocks import AgentBlocks
+from .memory.lifetimes import KeptContext, Lifetimes
 from .scheduling.request import CompletedGeneration, EngineClosedError, PromptReceiver, Token, TokenReceiver
 from .tiers.loading import Loaded, Loading
 from .tiers.metrics import Tier
@@ -73,6 +74,7 @@ class Answer:
     reuse: Reuse
     not_kept: str | None = None  # the reason if the context could not be kept
     context: ContextNames | None = None  # the names of the context, if it is kept without a name
+    kept: KeptContext | None = None  # the part with a lifetime, if the prompt has lifetimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,7 @@ class Job:
     leader: Job | None = None  # a prompt with the same tokens, which is computed for both
     boundaries: Collection[int] = ()  # positions in the prompt after which later prompts may differ
     written: bool = True  # whether tiers below memory may get the context
+    lifetimes: Lifetimes | None = None
     submitted: float = field(default_factory=time.perf_counter)
     stage: Stage = Stage.SUBMITTED
     error: Exception | None = None  # raised by the checks in `submit`; the next step passes it to `on_error`
@@ -245,6 +248,7 @@ class AgentEngine:
         boundaries: Collection[int] = (),
         kept_tokens: int | None = None,
         written: bool = True,
+        lifetimes: Lifetimes | None = None,
         on_token: TokenReceiver | None = None,
         on_done: Callable[[Answer], None],
         on_error: Callable[[Exception], None],
@@ -256,7 +260,8 @@ class AgentEngine:
         only, and its context is shared without a name; then `label` is the text that `kvpage ls` shows for it. With
         `leader`, the uid of a prompt of the same tokens, the prompt is computed once for both. With `kept_tokens`, only
         these first tokens of the context are kept; with 0, nothing is loaded or kept. A context that is not `written`
-        stays in memory.
+        stays in memory. With `lifetimes`, its first tokens are protected from eviction, and `on_done` is called when it
+        is known how many: on another thread.
 
         `on_done` is called with the answer, or `on_error` with an exception, in a later `step`. All other arguments,
         and the exceptions, are those of `BlockPoolBatchEngine.submit`; this method itself raises none. A prompt waits
@@ -273,9 +278,8 @@ class AgentEngine:
             "kept_tokens": kept_tokens,
         }
         of = None if leader is None else self._jobs.get(leader)
-        job = Job(
-            next(self._uids), agent_id, (), options, keep, label, on_token, on_done, on_error, of, boundaries, written
-        )
+        callbacks = on_token, on_done, on_error
+        job = Job(next(self._uids), agent_id, (), options, keep, label, *callbacks, of, boundaries, written, lifetimes)
         job.span.set(agent=agent_id, model=self._batch.spec.model_id)
         try:
             job.tokens = tuple(token_ids(tokens, self._batch.spec.vocab_size))
@@ -545,16 +549,21 @@ class AgentEngine:
             answer = replace(answer, context=self._store.names_of(done.blocks))
         if self._store and not done.error:
             self._store.answered(answer.reuse.tier, answer.reuse.tokens, computed)
+        lifetimes = None if done.error else job.lifetimes
+        if lifetimes:
+            lifetimes.on_report(lambda kept: _notify(job.on_done, replace(answer, kept=kept)))
         if self._store and done.blocks.blocks:
             if job.keep:
-                self._store.save(done.blocks)
+                self._store.save(done.blocks, lifetimes)
             else:
-                self._store.publish(done.blocks, label=job.label, written=job.written)
+                self._store.publish(done.blocks, label=job.label, written=job.written, lifetimes=lifetimes)
+        elif lifetimes:
+            lifetimes.report(KeptContext(0, 0, done.not_kept or "this engine keeps no contexts"))
         self._batch.pool.free(done.blocks.block_ids, job.agent_id)
         _end_span(job, done, answer.reuse)
         if done.error:
             _notify(job.on_error, done.error)
-        else:
+        elif not lifetimes:
             _notify(job.on_done, answer)
         return None
 

@@ -115,8 +115,12 @@ class Tokens:
         """Return the share of `places`, such as the places of the queue, that is guaranteed to each tenant: an equal
         share, and at least one place.
         """
-        names = {tenant.name for tenant in self._tenants.values()} - {WATCHER}
-        return max(1, places // max(1, len(names)))
+        return max(1, places // self.count)
+
+    @property
+    def count(self) -> int:
+        """The number of tenants; 1 without a file of tokens."""
+        return max(1, len({tenant.name for tenant in self._tenants.values()} - {WATCHER}))
 
     def tenant(self, request: Request) -> Tenant:
         """Return the tenant of a request. Raises ApiError: 401 as `who`, 403 for the token of WATCHER."""

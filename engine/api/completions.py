@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from ..agent_engine import Answer, Boundary
 from ..generation.structure import Constraint, ConstraintError
 from ..generation.tokens import PromptError
+from ..memory.lifetimes import Lifetimes
 from ..pool import PoolExhaustedError
 from ..scheduling.request import EngineClosedError, Token
 from .auth import Tenant
@@ -224,6 +225,8 @@ async def chat(request: Request) -> Response:
     service: Service = request.app.state.service
     tenant = service.tokens.tenant(request)
     body = await service.parsed(ChatBody, request)
+    if any(mark.ttl == "12h" for message in body.messages for mark in message.marks):
+        raise invalid("prompt_cache_breakpoint: this API has no ttl of 12h, /v1/responses has it", "messages")
     model = await service.model(request, tenant, body.model)
     asked, given, readers, _ = await conversation(service, model, request, tenant, body, f"chat_{uuid4().hex}")
     envelope = _envelope(model, CHAT, body, given, asked[0].boundaries)
@@ -267,11 +270,15 @@ async def conversation(
     marks = body.breakpoints
     if breakpoints is not None:
         marks = [mark._replace(altered=mark.altered and volatile(mark.altered)) for mark in breakpoints]
-    boundaries = sorted([Boundary(await _boundary(prompts, request, mark, tokens), mark.ttl) for mark in marks])
+    found = [(Boundary(await _boundary(prompts, request, mark, tokens), mark.ttl), mark.seconds) for mark in marks]
+    boundaries = sorted(boundary for boundary, _ in found)
+    wanted = [(boundary.tokens, seconds) for boundary, seconds in found if boundary.tokens and seconds]
     kept = (boundaries[-1].tokens if boundaries else 0) if body.prompt_cache_options.mode == "explicit" else None
     asked = [replace(prompt, boundaries=boundaries, kept_tokens=kept) for prompt in asked]
     log.add(reply_id, comparable)
     asked[0] = replace(asked[0], explain=partial(_explanation, log, reply_id, comparable, before))
+    if wanted:
+        asked[0] = replace(asked[0], lifetimes=Lifetimes(wanted, tenant.name, service.tokens.count))
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
     streams = not (body.stop or body.stop_token_ids)
     several = body.parallel_tool_calls

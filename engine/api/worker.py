@@ -21,6 +21,7 @@ from typing import Self, TypeVar
 from ..agent_engine import AgentEngine, Answer, Boundary
 from ..generation.sampling import Sampling
 from ..generation.structure import Constraint
+from ..memory.lifetimes import Lifetimes
 from ..scheduling.request import EngineClosedError, Token
 from ..startup import Engine
 
@@ -50,6 +51,7 @@ class Prompt:
     logprobs: int = 0
     leader: int | None = None  # the index of a prompt of the same tokens, before it in the request
     label: str = ""  # the text that `kvpage` and the web pages show for a context without a name
+    lifetimes: Lifetimes | None = None
     boundaries: Sequence[Boundary] = ()  # the breakpoints, in ascending order
     kept_tokens: int | None = None  # tokens of the context to keep, from its beginning; None for all
     written: bool = True  # whether tiers below memory may get the context
@@ -331,6 +333,7 @@ def _submit_to(engine: AgentEngine, generation: Generation) -> None:
             keep=prompt.keep,
             label=prompt.label,
             leader=generation.leader.uid if generation.leader else None,
+            lifetimes=prompt.lifetimes,
             boundaries=[boundary.tokens for boundary in prompt.boundaries],
             kept_tokens=prompt.kept_tokens,
             written=prompt.written,

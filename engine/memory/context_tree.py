@@ -8,11 +8,16 @@ of a block. Each tenant has a root of its own, so tenants share nothing, and pri
 
 from __future__ import annotations
 
+import sys
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
+from typing import NamedTuple
 
+from kvpage_server.page import unix_ms
 from kvpage_server.store.eviction.prefix import Prefix
 from kvpage_server.store.eviction.queues import BURST
 
@@ -20,8 +25,10 @@ from ..chains import Chain, common_prefix
 from ..pool import BlockPool
 from ..spec import ModelCacheSpec
 from .blocks import AgentBlocks, KVBlock, block_names
+from .lifetimes import KeptContext, Lifetimes
 
 HOLDER = "contexts in memory"  # the holder's name in the pool; it is no valid agent id
+FULL = "the contexts with a lifetime take half of the engine's memory, or the tenant's share of that"
 MOST_NEIGHBOURS = 64  # siblings that are compared on either side of a prompt, so that a lookup is linear in the prompt
 
 
@@ -56,6 +63,11 @@ class _Node:
         return same and self.block.states.keys() >= other.block.states.keys()
 
 
+class _Lifetime(NamedTuple):
+    until: float  # monotonic seconds
+    tenant: str
+
+
 class ContextTree:
     """Contexts of one model in memory. Their blocks have at most `max_bytes` in total.
 
@@ -79,6 +91,9 @@ class ContextTree:
         # the last result of `names`, and its arguments: `adopt`, `mark_stored` and `label` of a context follow each
         # other
         self._named: tuple[str, Sequence[int], tuple[str, ...]] = "", (), ()
+        self._kept: dict[str, _Lifetime] = {}  # by chain hash
+        self._first_end = inf  # no lifetime ends earlier, in monotonic seconds
+        self._ended: dict[str, float] = {}  # ends of lifetimes, in monotonic seconds, of blocks that are evicted first
 
     def __len__(self) -> int:
         """Return the number of blocks."""
@@ -123,8 +138,8 @@ class ContextTree:
         blocks = [self._known(node).block for node in path]
         self._pool.share((block.block_id for block in blocks), context.agent_id)
         self._add(path)
-        while self.nbytes > self._max_bytes:
-            self.evict()
+        while self.nbytes > self._max_bytes and (self.evict() or self.evict(kept=True)):
+            pass
         return replace(context, blocks=tuple(blocks))
 
     def unstored(self, context: AgentBlocks) -> int:
@@ -166,12 +181,64 @@ class ContextTree:
     @property
     def idle(self) -> float | None:
         """Seconds since the last use of the block that is evicted next; None if the tree is empty."""
-        victim = self._victim
+        victim = self._find_victim()
         return None if victim is None else time.monotonic() - victim.used
 
-    def evict(self) -> bool:
-        """Evict the least valuable leaf. Return False if the tree is empty."""
-        victim = self._victim
+    def keep(self, context: AgentBlocks, lifetimes: Lifetimes) -> KeptContext:
+        """Keep the first blocks of a context of the tree for their lifetimes: others are evicted before them. All kept
+        blocks take at most half of the tree's memory, and those of a tenant its share of that.
+        """
+        now, wall = time.monotonic(), unix_ms()
+        sizes = Counter[str]()
+        for name, kept in self._kept.items():
+            sizes[kept.tenant] += self._nodes[name].block.nbytes
+        most, tenant, total = self._max_bytes // 2, lifetimes.tenant, sizes.total()
+        end, tokens, until = 0, 0, 0
+        for one in self._nodes_of(context):
+            start, end = end, end + len(one.tokens)
+            if not (seconds := lifetimes.seconds(start)):
+                break
+            node = self._holder(one)
+            if node is None:
+                return KeptContext(tokens, until, "the engine's memory has no room for the context")
+            known = self._kept.get(node.name)
+            if known is None:
+                sizes[tenant] += node.block.nbytes
+                total += node.block.nbytes
+                if total > most or sizes[tenant] > most // lifetimes.tenants:
+                    return KeptContext(tokens, until, FULL)
+            if known is None or known.until < now + seconds:
+                self._kept[node.name] = _Lifetime(now + seconds, tenant)
+                self._ended.pop(node.name, None)
+                self._first_end = min(self._first_end, now + seconds)
+            tokens, until = min(end, lifetimes.tokens), min(until or sys.maxsize, wall + 1000 * seconds)
+        return KeptContext(tokens, until)
+
+    def _holder(self, node: _Node) -> _Node | None:
+        """Return the node of the tree that has the tokens of `node` at its beginning; None if there is none."""
+        longer, _ = self._sides(node.parent, node.tokens)
+        return self._nodes.get(node.name) or next((other for other in longer if other.covers(node)), None)
+
+    @property
+    def kept(self) -> tuple[int, int]:
+        """The number of blocks in their lifetimes, and their bytes."""
+        self._settle()
+        return len(self._kept), sum(self._nodes[name].block.nbytes for name in self._kept)
+
+    def _settle(self) -> None:
+        """Remove lifetimes that have ended."""
+        now = time.monotonic()
+        if now < self._first_end:
+            return
+        for name, kept in list(self._kept.items()):
+            if kept.until <= now:
+                del self._kept[name]
+                self._ended[name] = kept.until
+        self._first_end = min((kept.until for kept in self._kept.values()), default=inf)
+
+    def evict(self, *, kept: bool = False) -> bool:
+        """Evict the least valuable leaf, with `kept` also one in its lifetime. Return False if there is none."""
+        victim = self._find_victim(kept=kept)
         if victim is None:
             return False
         self._order.evicted(victim.key)
@@ -297,19 +364,24 @@ class ContextTree:
         known = self._nodes.get(node.name)
         if known and (known.covers(node) or (known.block.state is not None and node.block.state is None)):
             return known
+        lifetime: _Lifetime | None = None
         # A longer sibling may cover this node, and this node may cover shorter siblings.
         longer, shorter = self._sides(node.parent, node.tokens)
         if known:
             node.used, node.stored = known.used, known.stored and known.block.states == node.block.states
+            lifetime = self._kept.get(known.name)
             self._drop(known)
         elif covering := next((other for other in longer if other.covers(node)), None):
             return covering
         for other in shorter:
             if len(other.tokens) < len(node.tokens) and node.covers(other):
+                lifetime = self._kept.get(other.name, lifetime)
                 self._order.removed(other.key)
                 self._drop(other)
         self._pool.share([node.block.block_id], HOLDER)
         self._nodes[node.name] = node
+        if lifetime:
+            self._kept[node.name] = lifetime
         at, siblings = self._place(node.parent, node.tokens)
         siblings.insert(at, node)
         self._children[node.parent] = siblings
@@ -319,6 +391,8 @@ class ContextTree:
     def _drop(self, node: _Node) -> None:
         """Remove a node from the tree. The caller updates the eviction policy."""
         del self._nodes[node.name]
+        self._kept.pop(node.name, None)
+        self._ended.pop(node.name, None)
         at, siblings = self._place(node.parent, node.tokens)
         del siblings[at]
         if not siblings:
@@ -345,11 +419,20 @@ class ContextTree:
         for node in path:
             node.used = now
 
-    @property
-    def _victim(self) -> _Node | None:
-        """The node that is evicted next; None if the tree is empty."""
-        victim = next(self._order.victims(), None)
-        if victim is None:
-            return None
-        assert isinstance(victim, bytes)
-        return self._nodes[victim.hex()]
+    def _find_victim(self, *, kept: bool = False) -> _Node | None:
+        """Return the node that is evicted next, with `kept` also one in its lifetime; None if there is none.
+
+        The first ones are nodes that were not used since the end of their lifetime.
+        """
+        self._settle()
+        for name, end in reversed(list(self._ended.items())):
+            node = self._nodes[name]
+            if node.used > end:
+                del self._ended[name]
+            elif name not in self._children:
+                return node
+        for victim in self._order.victims():
+            assert isinstance(victim, bytes)
+            if kept or victim.hex() not in self._kept:
+                return self._nodes[victim.hex()]
+        return None

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..event_loop import EventLoop
 from ..memory.blocks import AgentBlocks
+from ..memory.lifetimes import KeptContext, Lifetimes
 from .cold import SafetensorsCacheAdapter
 from .hot import CacheEntry, HotTier, LowerTier
 from .metrics import Tally
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 Save = Callable[[AgentBlocks], Coroutine[Any, Any, int | None]]  # returns the bytes written, or None if it failed
 UNREACHABLE = FAILING | {"open", "late"}  # reasons of failures that `Reachability` logs
 RETRY_SECONDS = 1.0  # from a failed write to the next write to this tier
+NOT_WRITTEN = KeptContext(0, 0, "the page server has not stored the context")
 IDLE_SECONDS = 5.0  # a context is written to its file after this time without a use
 
 
@@ -38,6 +40,7 @@ class Publication:
     owner: tuple[str, str]  # the tenant, and the client whose prompts can reuse it
     names: tuple[str, ...]  # of its blocks
     on_end: Callable[[], object] | None = None  # called once: when it is written, or when the server fails
+    lifetimes: Lifetimes | None = None  # for which the server keeps it
 
     @property
     def nbytes(self) -> int:
@@ -48,6 +51,8 @@ class Publication:
         on_end, self.on_end = self.on_end, None
         if on_end:
             on_end()
+        if self.lifetimes:  # without effect if it was written
+            self.lifetimes.report(NOT_WRITTEN)
 
     def covers(self, other: Publication) -> bool:
         """Return whether every prompt that can reuse `other` can reuse as much of this context."""
@@ -281,6 +286,9 @@ class Flusher:
                 assert self._pages
                 saved = await self._pages.publish_async(context, label=publication.label)
                 failed = saved is None
+                if saved and publication.lifetimes:
+                    kept = await self._pages.keep_async(context, publication.lifetimes, named=False)
+                    publication.lifetimes.report(kept)
                 return saved.nbytes if saved else None
 
             written = await self._save_and_free("page", save, publication.context) is not None
@@ -336,7 +344,7 @@ class Flusher:
                     return True
                 context = entry.context
                 self._pool.share(context.block_ids, agent_id)
-            nbytes = await self._save_and_free(tier, partial(self._save, tier), context)
+            nbytes = await self._save_and_free(tier, partial(self._save, tier, entry.lifetimes), context)
             self._log_failure(tier)
             with self._lock:
                 self._note_result(entry, tier, succeeded=nbytes is not None)
@@ -344,12 +352,15 @@ class Flusher:
             self._changed.set()
         return nbytes is not None
 
-    async def _save(self, tier: LowerTier, context: AgentBlocks) -> int | None:
+    async def _save(self, tier: LowerTier, lifetimes: Lifetimes | None, context: AgentBlocks) -> int | None:
         if tier == "cold":
             assert self._cold
             return await self._loop.on_file_thread(partial(self._cold.save, context))
         assert self._pages
         saved = await self._pages.save_async(context)
+        if lifetimes:
+            keeps = saved is not None and saved.whole
+            lifetimes.report(await self._pages.keep_async(context, lifetimes, named=True) if keeps else NOT_WRITTEN)
         return saved.nbytes if saved else None
 
     async def _save_and_free(self, tier: LowerTier, save: Save, context: AgentBlocks) -> int | None:

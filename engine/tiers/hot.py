@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..memory.blocks import AgentBlocks
+from ..memory.lifetimes import Lifetimes
 from ..pool import BlockPool
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ class CacheEntry:
     pinned: bool = False
     leaving: bool = False  # True for an evicted context that is not written yet
     kept: bool = False  # True once a tier below has stored it, even if that tier has evicted it since
+    lifetimes: Lifetimes | None = None  # for which the page server keeps it
     used: float = field(default_factory=time.monotonic)
     dirty_since: float = field(default_factory=time.monotonic)
     sizes: dict[int, int] = field(default_factory=dict)  # bytes of its blocks, by id
@@ -88,14 +90,20 @@ class HotTier:
         return entry
 
     def put(
-        self, context: AgentBlocks, unwritten_tiers: Collection[LowerTier], *, whole: bool, kept: bool = False
+        self,
+        context: AgentBlocks,
+        unwritten_tiers: Collection[LowerTier],
+        *,
+        whole: bool,
+        kept: bool = False,
+        lifetimes: Lifetimes | None = None,
     ) -> None:
         """Keep a context in place of the agent's last one, and take over the caller's references.
 
         `kept` is True for a context that was loaded from a tier below.
         """
         before = self._entries.get(context.agent_id)
-        entry = CacheEntry(context, set(unwritten_tiers), whole, kept=kept)
+        entry = CacheEntry(context, set(unwritten_tiers), whole, kept=kept, lifetimes=lifetimes)
         entry.sizes = {block.block_id: block.nbytes for block in context.blocks}
         if before:
             entry.pinned = before.pinned

@@ -29,7 +29,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any, Protocol, TypeVar
 
-from kvpage_server.client import Refused
+from kvpage_server.client import Refused, Unsupported
 from kvpage_server.client.cluster.plan import GONE
 from kvpage_server.client.questions import Question, ok_or_not, text, up_to
 from kvpage_server.page import SEGMENT, tag_of
@@ -38,6 +38,7 @@ from kvpage_server.tracing import current, span
 from ..chains import ContextNames, root_of
 from ..event_loop import EventLoop
 from ..memory.blocks import AgentBlocks, BlockError, KVBlock, check_agent_id
+from ..memory.lifetimes import KeptContext, Lifetimes
 from ..pool import BlockPool
 from ..spec import ModelCacheSpec
 from .server import block_writer, reference_counts, reference_marks, tails
@@ -48,7 +49,7 @@ from .server.lookup import FetchRequest, Remote
 from .server.manifest import BlockLayout, BlockPlace, ContextManifest, Miss, manifest_key
 from .server.reference_counts import ManifestMaker, label_key
 from .server.restore_planner import Rates
-from .server.tails import least_tail
+from .server.tails import Parent, least_tail
 
 T = TypeVar("T")
 Work = Coroutine[Any, Any, T]
@@ -248,6 +249,51 @@ class PageTier:
             return replace(saved, whole=False)
         return saved
 
+    async def keep_async(self, context: AgentBlocks, lifetimes: Lifetimes, *, named: bool) -> KeptContext:
+        """Keep a stored context on the server for its lifetimes, and return the part that is kept. A context that is
+        not `named` has records of partial blocks in place of a manifest.
+        """
+        size = self._spec.block_tokens
+        full = len(context) // size * size
+        if not named and len(context) - full < least_tail(self._spec):
+            context = replace(context, tokens=context.tokens[:full], blocks=context.blocks[: full // size])
+        if not context.blocks:
+            return KeptContext(0, 0, "the context is too short")
+        manifest, parts = await self.loop.on_block_thread(lambda: self._parts(context, context.stored_states))
+        failures: Counter[str] = Counter()
+        kept = await self._attempt(self._keep(manifest, list(parts), lifetimes, named=named), failures)
+        self.unasked.update(failures)
+        return kept or KeptContext(0, 0, f"the page server has not kept it: {', '.join(failures)}")
+
+    async def _keep(
+        self, manifest: ContextManifest, places: list[BlockPlace], lifetimes: Lifetimes, *, named: bool
+    ) -> KeptContext:
+        keep = partial(self._connection.server.keep, tenant=lifetimes.tenant, tenants=lifetimes.tenants)
+        reach, until = 0, 0
+        for seconds, run in _runs(lifetimes, sorted(places, key=lambda place: (place.start, place.end))):
+            keys = [(key, place) for place in run for key in self._layout.keys(place)]
+            try:
+                kept = await keep([key for key, _ in keys], seconds)
+            except Unsupported as error:
+                return KeptContext(0, 0, str(error))
+            if kept.keys < len(keys):
+                return KeptContext(min(keys[kept.keys][1].start, lifetimes.tokens), until or kept.until, kept.why)
+            reach, until = max(place.end for place in run), min(until or kept.until, kept.until)
+            # The last block is found by its record or by the manifest. Some may not exist.
+            name = manifest_key(manifest.agent_id, self._spec.fingerprint)
+            for key in [name] if named else self._records(manifest, reach):
+                await keep([key.encode()], seconds)
+            self._connection.progressed()
+        return KeptContext(min(reach, lifetimes.tokens), until)
+
+    def _records(self, manifest: ContextManifest, end: int) -> list[str]:
+        """Return the keys of the records that have the block of a context which ends at `end`."""
+        size = self._spec.block_tokens
+        start = (end - 1) // size * size
+        chain = self._spec.chain(manifest.agent_id, manifest.tokens)
+        parent = Parent(manifest.names[: start // size], chain, self._layout.together)
+        return parent.records(manifest.tokens[start:end], self._spec)
+
     def _parts(self, context: AgentBlocks, states: Sequence[int]) -> tuple[ContextManifest, block_writer.Parts]:
         """Return the manifest of a context with states after the positions `states`, and the arrays of its places."""
         spec, together = self._spec, self._layout.together
@@ -404,3 +450,15 @@ def _claim_key(name: str) -> str:
 
 def _milliseconds(seconds: float) -> int:
     return max(1, round(1000 * seconds))
+
+
+def _runs(lifetimes: Lifetimes, places: Sequence[BlockPlace]) -> list[tuple[int, list[BlockPlace]]]:
+    """Return the places that are to be kept, in order, grouped by their seconds."""
+    found: list[tuple[int, list[BlockPlace]]] = []
+    for place in places:
+        if not (seconds := lifetimes.seconds(place.start)):
+            continue
+        if not found or found[-1][0] != seconds:
+            found.append((seconds, []))
+        found[-1][1].append(place)
+    return found

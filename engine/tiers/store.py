@@ -28,10 +28,11 @@ from ..event_loop import EventLoop
 from ..generation.tokens import token_ids
 from ..memory.blocks import AgentBlocks, BlockError, block_names, check_agent_id
 from ..memory.context_tree import ContextTree
+from ..memory.lifetimes import KeptContext, Lifetimes
 from ..pool import BlockPool
 from ..spec import ModelCacheSpec
 from .cold import SafetensorsCacheAdapter
-from .flush import Flusher, Publication
+from .flush import NOT_WRITTEN, Flusher, Publication
 from .hot import CacheEntry, HotTier, LowerTier
 from .loading import Found, Loaded, Loading, LoadSources, Wanted, beginning
 from .metrics import StoreMetrics, Tally, Tier, figures, publish_statistics
@@ -192,8 +193,10 @@ class AgentCacheStore:
         self._loadings.add(loading)
         return loading
 
-    def save(self, context: AgentBlocks) -> None:
+    def save(self, context: AgentBlocks, lifetimes: Lifetimes | None = None) -> None:
         """Keep a context as its agent's last one, and queue it for write-behind. The store takes references of its own.
+
+        It is kept for its `lifetimes`, as far as memory and the page server allow, which is reported.
 
         An empty context changes nothing. Raises IncompatibleBlocksError for blocks of
         another model, ValueError for blocks that were freed.
@@ -204,36 +207,48 @@ class AgentCacheStore:
         with self._lock:
             adopted = self._tree.adopt(context)
             self._tree.mark_stored(adopted)
-            self._replace(adopted)
+            kept = self._keep_in_memory(adopted, lifetimes)
+            self._replace(adopted, lifetimes)
+        if lifetimes and kept:
+            lifetimes.report(kept)
 
     def publish(
-        self, context: AgentBlocks, claim: Claim | None = None, *, label: str | None = "", written: bool = True
+        self,
+        context: AgentBlocks,
+        claim: Claim | None = None,
+        *,
+        label: str | None = "",
+        written: bool = True,
+        lifetimes: Lifetimes | None = None,
     ) -> None:
         """Share a context without a name, or the prompt of an agent whose answer is not complete. Release `claim` when
         it is written. `label` is the text that people see for a context without a name. It is None for the prompt of a
         named agent, of which only the full blocks are written, because `save` writes the rest.
 
         A context without a name is written if `CacheConfig.keep` is "all", or if it is "worth" it: computing the blocks
-        that are not stored yet takes WORTH_SECONDS, or another prompt has reused it. If it may not be `written`, it
-        stays in memory only.
+        that are not stored yet takes WORTH_SECONDS, or another prompt has reused it. With `lifetimes` it is always
+        written, and kept as by `save`. If it may not be `written`, it stays in memory only.
 
         The store takes references of its own. Raises the errors of `save`.
         """
         context.validate(self.spec)
         with self._lock:
             adopted = self._tree.adopt(context)
+            kept = self._keep_in_memory(adopted, lifetimes, written=written)
             stays = not written
-            written = written and (label is None or self._is_worth_writing(adopted))
+            written = written and (label is None or lifetimes is not None or self._is_worth_writing(adopted))
             if written or stays:  # one that stays in memory is not written when it is reused, either
                 self._tree.mark_stored(adopted)
             elif label:
                 self._tree.label(adopted, label)
+        if lifetimes and kept:
+            lifetimes.report(kept)
         if claim:
             claim.published()
         if label is not None and self._pages:
             self._tally.count("unnamed_written" if written else "unnamed_left")
         if written:
-            self._flusher.publish(self._publication(adopted, label, claim.release if claim else None))
+            self._flusher.publish(self._publication(adopted, label, claim.release if claim else None, lifetimes))
             return
         self._pool.free(adopted.block_ids, adopted.agent_id)
         if claim:
@@ -566,12 +581,30 @@ class AgentCacheStore:
             self._tally.count("unnamed_written")
             self._flusher.publish(self._publication(context, self._tree.label_of(context)))
 
+    def _keep_in_memory(
+        self, context: AgentBlocks, lifetimes: Lifetimes | None, *, written: bool = True
+    ) -> KeptContext | None:
+        """Keep a context in the tree. Return the part that is kept if the page server will not report it, because it
+        does not answer, or because the context is not `written`.
+        """
+        if lifetimes is None:
+            return None
+        kept = self._tree.keep(context, lifetimes)
+        if not self._pages:
+            return kept
+        why = NOT_WRITTEN.why if self.outage else "" if written else "it may not be stored"
+        return replace(kept, why=f"only this engine keeps it: {why}") if why else None
+
     def _publication(
-        self, context: AgentBlocks, label: str | None, on_end: Callable[[], object] | None = None
+        self,
+        context: AgentBlocks,
+        label: str | None,
+        on_end: Callable[[], object] | None = None,
+        lifetimes: Lifetimes | None = None,
     ) -> Publication:
         chain = self.spec.chain(context.agent_id, context.tokens)
         names = self._tree.names(context.agent_id, context.tokens)
-        return Publication(context, label, (chain.root, chain.client), names, on_end)
+        return Publication(context, label, (chain.root, chain.client), names, on_end, lifetimes)
 
     def _missing(self, tokens: Sequence[int], reach: int) -> bool:
         """Return whether the prompt has a full block, without its last token, beyond the first `reach` tokens."""
@@ -604,10 +637,10 @@ class AgentCacheStore:
             else:
                 self._pool.free(adopted.block_ids, blocks.agent_id)
 
-    def _replace(self, context: AgentBlocks) -> None:
+    def _replace(self, context: AgentBlocks, lifetimes: Lifetimes | None = None) -> None:
         """Replace the agent's last context, mark the new one as dirty, and take over its references."""
         self._versions.pop(context.agent_id, None)
-        self._hot.put(context, self._flusher.tiers, whole=True)
+        self._hot.put(context, self._flusher.tiers, whole=True, lifetimes=lifetimes)
         self._hot.trim(self._flusher.failing)
         self._flusher.wake()
 
@@ -629,8 +662,8 @@ class AgentCacheStore:
         one."""
         agents, tree = self._hot.idle, self._tree.idle
         if tree is None or (agents is not None and agents > tree):
-            return self._hot.evict(failing) or self._tree.evict()
-        return self._tree.evict() or self._hot.evict(failing)
+            return self._hot.evict(failing) or self._tree.evict() or self._tree.evict(kept=True)
+        return self._tree.evict() or self._hot.evict(failing) or self._tree.evict(kept=True)
 
     def _make_room_for(self, tokens: int) -> None:
         self.make_room(self.spec.blocks_for(max(tokens, 0)), max(tokens, 0) * self.spec.token_nbytes)

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from ..openai.errors import shortened
 from ..openai.schema import (
+    LIFETIMES,
     MAX_BREAKPOINTS,
     MAX_STOP,
     MAX_STOPS,
@@ -49,7 +50,7 @@ NAMES = {
 
 
 class CacheControl(RequestBody):
-    """A breakpoint: the prompt up to here is kept. The lifetime `ttl` is not enforced."""
+    """A breakpoint: the prompt up to here is kept, at least for the lifetime `ttl` if there is room."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
@@ -215,7 +216,7 @@ class CountBody(RequestBody):
 
     def breakpoints(self) -> list[Breakpoint]:
         """Return the places up to which the client wants the prompt to be kept, in the prompt's order."""
-        return [Breakpoint(ttl, altered and self._chat(*altered)) for ttl, altered in self._marked()]
+        return [Breakpoint(ttl, altered and self._chat(*altered), LIFETIMES[ttl]) for ttl, altered in self._marked()]
 
     def _marked(self) -> Iterator[tuple[str, tuple[list[TextBlock], list[AnthropicMessage]] | None]]:
         """Yield the lifetime of each breakpoint, with the system's text and the messages, altered after it; None if

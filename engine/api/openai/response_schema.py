@@ -9,7 +9,18 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from .errors import invalid, shortened
-from .schema import MAX_TOOLS, ChatBody, ChatCacheOptions, MarkedBody, RequestBody, Values, joined, marked
+from .schema import (
+    LIFETIMES,
+    MAX_TOOLS,
+    ChatBody,
+    ChatCacheOptions,
+    MarkedBody,
+    RequestBody,
+    Retention,
+    Values,
+    joined,
+    marked,
+)
 
 MAX_NEW_ITEMS = 20  # in one request to a conversation, as OpenAI's API
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
@@ -145,6 +156,10 @@ class PromptCacheOptions(ChatCacheOptions):
     prewarm: bool = False
     comparison_response_id: str | None = None
 
+    @property
+    def seconds(self) -> int:
+        return LIFETIMES[self.ttl] if self.prewarm else super().seconds
+
 
 Metadata = Annotated[dict[ShortName, ShortText], Field(max_length=16)]
 
@@ -204,6 +219,7 @@ class ResponseBody(RequestBody):
     user: ShortText | None = None
     prompt_cache_key: ShortText | None = None
     prompt_cache_options: PromptCacheOptions = PromptCacheOptions()
+    prompt_cache_retention: Retention = "in_memory"
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # as in a chat
 
     @model_validator(mode="after")
@@ -244,7 +260,12 @@ class ResponseBody(RequestBody):
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         elif wanted.type != "text":
             fields["response_format"] = {"type": wanted.type}
-        return ChatBody.of(fields).model_copy(update={"prompt_cache_options": self.prompt_cache_options})
+        return ChatBody.of(fields).model_copy(
+            update={
+                "prompt_cache_options": self.prompt_cache_options,
+                "prompt_cache_retention": self.prompt_cache_retention,
+            }
+        )
 
 
 class Before(RequestBody):

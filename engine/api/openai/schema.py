@@ -598,12 +598,22 @@ class ChatCacheOptions(RequestBody):
     mode: Literal["implicit", "explicit"] = "implicit"
     ttl: Literal["30m", "12h"] = "30m"
 
+    @property
+    def seconds(self) -> int:
+        """The lifetime of the whole prompt in seconds; 0 if the request names none."""
+        return LIFETIMES[self.ttl] if "ttl" in self.model_fields_set else 0
+
+
+LIFETIMES = {"5m": 300, "30m": 1800, "1h": 3600, "12h": 43_200, "24h": 86_400}  # seconds
+Retention = Literal["in_memory", "24h"]
+
 
 class Breakpoint(NamedTuple):
     """A place in a conversation up to which the client wants the prompt to be kept."""
 
     ttl: str
     altered: ChatBody | None  # the conversation with other text after the breakpoint; None if nothing is after it
+    seconds: int  # of the lifetime; 0 if the request names none
 
 
 class ChatBody(CompletionFields):
@@ -620,6 +630,7 @@ class ChatBody(CompletionFields):
     parallel_tool_calls: bool = True
     reasoning_effort: Annotated[str, Field(max_length=MAX_STOP)] | None = None
     prompt_cache_options: ChatCacheOptions = ChatCacheOptions()
+    prompt_cache_retention: Retention = "in_memory"
 
     # Of vLLM and SGLang.
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -647,10 +658,12 @@ class ChatBody(CompletionFields):
         `implicit` one less in texts, and the end of the prompt.
         """
         options = self.prompt_cache_options
-        implicit = [Breakpoint(options.ttl, None)] if options.mode == "implicit" else []
+        seconds = options.seconds or (LIFETIMES["24h"] if self.prompt_cache_retention == "24h" else 0)
+        implicit = [Breakpoint(options.ttl, None, seconds)] if options.mode == "implicit" else []
         found = [(i, mark) for i, message in enumerate(self.messages) for mark in message.marks]
         latest = found[len(implicit) - MAX_BREAKPOINTS :]
-        return [*(Breakpoint(mark.ttl or options.ttl, self._altered(i, mark.end)) for i, mark in latest), *implicit]
+        marks = [(mark.ttl or options.ttl, i, mark.end) for i, mark in latest]
+        return [*(Breakpoint(ttl, self._altered(i, end), LIFETIMES[ttl]) for ttl, i, end in marks), *implicit]
 
     def _altered(self, i: int, end: int) -> ChatBody | None:
         """Return the conversation with other text after the first `end` characters of message `i`."""

@@ -12,6 +12,7 @@ from pydantic_core import to_json
 
 from ...agent_engine import Answer, Boundary
 from ...generation.text import REPLACEMENT, TokenText
+from ...memory.lifetimes import KeptContext
 from ...scheduling.request import Token
 from .errors import ApiError
 from .reading import AnswerPart, Reader
@@ -296,7 +297,17 @@ def kvpage_of(answer: Answer, agent_id: str | None) -> Reply:
         "waited_ms": round(1000 * reuse.waited_seconds, 3),
         "first_token_ms": round(1000 * reuse.time_to_first_token, 3),
         "why": reuse.why,
+        "kept": kept_of(answer.kept),
     }
+
+
+def kept_of(kept: KeptContext | None) -> Reply | None:
+    """Return the part of a context that has a lifetime: its tokens, the end in unix seconds, and why not more of it is
+    kept; None if the request has no lifetime.
+    """
+    if kept is None:
+        return None
+    return {"tokens": kept.tokens, "until": kept.until // 1000 or None, "why": kept.why or None}
 
 
 def written(answer: Answer, boundaries: Sequence[Boundary]) -> Counter[str]:

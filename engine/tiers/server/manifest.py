@@ -15,7 +15,7 @@ from typing_extensions import Buffer
 
 from kvpage_server import bounded
 from kvpage_server.client import BlockName
-from kvpage_server.page import BlockShape, DType, Plane, tag_of, unix_ms
+from kvpage_server.page import BlockShape, DType, PageKey, Plane, tag_of, unix_ms
 
 from ...chains import chain_hash, root_of
 from ...generation.tokens import token_ids
@@ -106,6 +106,14 @@ class BlockLayout:
         block = self._kind(place).block
         assert block is not None
         return block
+
+    def keys(self, place: BlockPlace) -> list[bytes]:
+        """Return the keys of the first page and of the seal at a place."""
+        name, page = place.block
+        seal = place.seal.encode()
+        if not self.nbytes(place):
+            return [seal]
+        return [bytes(PageKey(name, 0, 0, page, self.block(place).planes[0].kv_type)), seal]
 
     def chunks(self, places: Iterable[BlockPlace]) -> Iterator[list[BlockPlace]]:
         """Group neighbours with equal shapes into chunks of at most CHUNK_BYTES bytes."""

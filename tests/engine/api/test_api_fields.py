@@ -73,7 +73,6 @@ IGNORED: dict[str, dict[str, Any]] = {
     "metadata": {"metadata": {"a": "b"}},
     "prediction": {"prediction": {"type": "content", "content": "Hello"}},
     "prompt_cache_key": {"prompt_cache_key": "key"},
-    "prompt_cache_retention": {"prompt_cache_retention": "24h"},
     "safety_identifier": {"safety_identifier": "user"},
     "service_tier": {"service_tier": "flex"},
     "store": {"store": True},

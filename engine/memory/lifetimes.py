@@ -1,0 +1,63 @@
+"""Lifetimes of contexts: how long the beginnings of a context are kept at least, and how much of it is kept.
+
+A client requests a lifetime with the `ttl` of a breakpoint. The page server keeps the blocks, see its command
+KVPAGEKEEP. The engine's memory keeps them, too, as far as there is room: see `ContextTree.keep`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+REPORT_SECONDS = 10.0  # longest wait of an answer for the page server, which keeps its context
+
+
+@dataclass(frozen=True, slots=True)
+class KeptContext:
+    """The part of a context that is kept."""
+
+    tokens: int  # its first tokens
+    until: int  # the end of the first lifetime that ends, in unix milliseconds; 0 if nothing is kept
+    why: str = ""  # the reason why not more is kept; empty if all is
+
+
+class Lifetimes:
+    """The lifetimes of a context, and the report of the kept part."""
+
+    def __init__(self, wanted: Sequence[tuple[int, int]], tenant: str = "", tenants: int = 1) -> None:
+        """Keep the first tokens of a context for some seconds: `wanted` has pairs of tokens and seconds. They count for
+        `tenant`, one of `tenants` with equal shares.
+        """
+        self.wanted = [pair for pair in wanted if pair[0]]
+        self.tenant = tenant
+        self.tenants = tenants
+        self._on_report: Callable[[KeptContext], object] | None = None
+        self._timer: threading.Timer | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that are to be kept."""
+        return max((tokens for tokens, _ in self.wanted), default=0)
+
+    def seconds(self, start: int) -> int:
+        """Return how long a block is kept whose first token has the position `start`; 0 if it is not."""
+        return max((seconds for tokens, seconds in self.wanted if tokens > start), default=0)
+
+    def on_report(self, receive: Callable[[KeptContext], object]) -> None:
+        """Call `receive` once, when the kept part is known, or after REPORT_SECONDS."""
+        self._on_report = receive
+        late = KeptContext(0, 0, "not known yet: the context is still being written")
+        self._timer = threading.Timer(REPORT_SECONDS, self.report, [late])
+        self._timer.daemon = True
+        self._timer.start()
+
+    def report(self, kept: KeptContext) -> None:
+        """Report the kept part. Only the first report counts. Thread-safe."""
+        with self._lock:
+            receive, self._on_report = self._on_report, None
+        if receive:
+            if self._timer:
+                self._timer.cancel()
+            receive(kept)

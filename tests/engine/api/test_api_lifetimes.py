@@ -1,0 +1,171 @@
+"""Lifetimes of contexts, with the clouds' own clients: a context with a ttl survives until its end.
+
+A token of the tiny models is a letter, and the template writes `role:content` on a line.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from random import Random
+from string import ascii_lowercase
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+import redis
+from api_engines import RunningEngine, start_engine, write_family, write_tiny
+from servers import start_server
+
+from kvpage_server.page import unix_ms
+
+MB = 1 << 20
+TEXT = "".join(Random(1).choices(ascii_lowercase, k=700))
+MORE: Any = [{"role": "assistant", "content": "ok"}, {"role": "user", "content": "And?"}]
+
+
+def create(engine: RunningEngine, text: str = TEXT, ttl: str | None = "1h", **fields: Any) -> anthropic.types.Message:
+    """Ask for an answer to a text, with a breakpoint at the end of the prompt if there is a ttl."""
+    control: Any = {"cache_control": {"type": "ephemeral", "ttl": ttl}} if ttl else {}
+    messages: Any = [{"role": "user", "content": text}, *fields.pop("more", ())]
+    token = fields.pop("token", "none")
+    with anthropic.Anthropic(base_url=engine.url, api_key=token, max_retries=0, timeout=60) as client:
+        asked = {"model": "tiny", "max_tokens": 2} | fields
+        return client.messages.create(messages=messages, **asked, **control)
+
+
+def kept(reply: Any) -> dict[str, Any]:
+    found: dict[str, Any] = reply.kvpage["kept"]
+    return found
+
+
+def press(client: redis.Redis, megabytes: int) -> None:
+    """Write blocks of other clients."""
+    for i in range(megabytes * 10):
+        client.execute_command("KVBLOCKSET", f"other{i}", 0, 1, 1, 1, 0, 1, 0, 3, MB // 10, bytes(MB // 10))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mamba2"])
+@pytest.mark.parametrize("agent", [None, "alice"])
+def test_a_kept_context_survives_ten_times_the_memory(tmp_path: Path, kind: str, agent: str | None) -> None:
+    model = write_family(tmp_path / "tiny", kind)
+    named: Any = {"extra_headers": {"X-Agent-Id": agent}} if agent else {}
+    with start_server("--maxmemory", "4mb") as server, server.client() as client:
+        with start_engine(model, "--store", server.url) as engine:
+            first = create(engine, **named)
+            usage = first.usage
+            assert usage.cache_creation
+            prompt = usage.cache_creation.ephemeral_1h_input_tokens
+            assert (usage.cache_creation_input_tokens, usage.input_tokens) == (prompt, 0)
+            assert kept(first) == {"tokens": prompt, "until": kept(first)["until"], "why": None}
+            assert abs(kept(first)["until"] - unix_ms() / 1000 - 3600) < 10
+            create(engine, "b" * 700, None)  # not kept
+        press(client, 40)
+        with start_engine(model, "--store", server.url) as engine:
+            again = create(engine, ttl=None, more=MORE, **named)
+            assert prompt - again.usage.cache_read_input_tokens <= (kind != "llama")  # the nearest state that is stored
+            assert create(engine, "b" * 700, None, more=MORE).usage.cache_read_input_tokens <= len("user:")
+
+
+def test_an_engine_without_a_store_keeps_contexts_in_its_memory(tmp_path: Path) -> None:
+    model = write_tiny(tmp_path / "tiny")
+    with start_engine(model, "--memory", "4mb") as engine:
+        first = create(engine)
+        prompt = kept(first)["tokens"]
+        assert prompt == first.usage.cache_creation_input_tokens
+        create(engine, "b" * 700, None)
+        for i in range(30):
+            create(engine, "".join(Random(100 + i).choices(ascii_lowercase, k=700)), None)
+        assert create(engine, "b" * 700, None, more=MORE).usage.cache_read_input_tokens <= len("user:")
+        assert create(engine, ttl=None, more=MORE).usage.cache_read_input_tokens == prompt
+
+
+def test_a_prewarmed_prompt_is_computed_as_little_as_a_hot_one(engine: RunningEngine) -> None:
+    system = "".join(Random(2).choices(ascii_lowercase, k=400))
+    warm = create(engine, "a", "5m", system=system, max_tokens=0)
+    assert kept(warm)["tokens"] == warm.usage.cache_creation_input_tokens
+    create(engine, "b", None, system=system)  # hot
+    hot = create(engine, "c", None, system=system)
+    cold = create(engine, "d", None, system=system[::-1])
+    create(engine, "a", "5m", system=system[1:], max_tokens=0)
+    prewarmed = create(engine, "c", None, system=system[1:])
+    assert prewarmed.usage.input_tokens == hot.usage.input_tokens < 50 < cold.usage.input_tokens
+
+
+def test_the_ttls_of_a_response_are_kept(engine: RunningEngine, api: openai.OpenAI) -> None:
+    def until(**fields: Any) -> float:
+        made: Any = api.responses.create(model="tiny", max_output_tokens=2, input=TEXT, **fields)
+        assert made.kvpage["kept"]["tokens"] == made.usage.input_tokens
+        left: float = made.kvpage["kept"]["until"] - time.time()
+        return left
+
+    assert abs(until(prompt_cache_options={"ttl": "30m"}) - 1800) < 10
+    assert abs(until(prompt_cache_options={"ttl": "12h"}) - 43_200) < 10
+    assert abs(until(prompt_cache_retention="24h") - 86_400) < 10
+    text = TEXT[::-1]
+    made: Any = api.responses.create(model="tiny", input=text, prompt_cache_options={"prewarm": True})
+    assert abs(made.kvpage["kept"]["until"] - time.time() - 1800) < 10
+    made = api.responses.create(model="tiny", max_output_tokens=2, input=TEXT)
+    assert made.kvpage["kept"] is None
+
+
+def test_a_chat_has_lifetimes_but_not_12h(engine: RunningEngine, api: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": TEXT}]
+    asked: Any = {"model": "tiny", "max_tokens": 2, "messages": messages}
+    made: Any = api.chat.completions.create(**asked, prompt_cache_options={"ttl": "30m"})
+    assert made.kvpage["kept"]["tokens"] == made.usage.prompt_tokens
+    mark = {"mode": "explicit", "ttl": "12h"}
+    messages[0]["content"] = [{"type": "text", "text": TEXT, "prompt_cache_breakpoint": mark}]
+    with pytest.raises(openai.BadRequestError, match="no ttl of 12h"):
+        api.chat.completions.create(**asked)
+
+
+def test_an_unknown_ttl_is_refused_in_the_form_of_each_api(engine: RunningEngine) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    control = {"cache_control": {"type": "ephemeral", "ttl": "2h"}}
+    body = {"model": "tiny", "max_tokens": 1, "messages": messages}
+    reply = httpx.post(f"{engine.url}/v1/messages", json=body | control)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert "cache_control.ttl" in reply.json()["error"]["message"]
+    options = {"prompt_cache_options": {"ttl": "1h"}}
+    reply = httpx.post(f"{engine.url}/v1/responses", json={"model": "tiny", "input": "Hi"} | options)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt_cache_options.ttl")
+    reply = httpx.post(f"{engine.url}/v1/chat/completions", json=body | {"prompt_cache_retention": "1y"})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prompt_cache_retention")
+
+
+def test_a_tenant_keeps_its_share_and_learns_when_it_is_used_up(tmp_path: Path) -> None:
+    model = write_tiny(tmp_path / "tiny")
+    tokens = tmp_path / "tokens"
+    tokens.write_text("a one\nb two\n", encoding="utf-8")
+    with (
+        start_server("--maxmemory", "16mb") as server,
+        server.client() as client,
+        start_engine(model, "--token-file", str(tokens), "--store", server.url) as engine,
+    ):
+        for i in range(50):
+            text = "".join(Random(i).choices(ascii_lowercase, k=700))
+            refused = kept(create(engine, text, token="one"))
+            if refused["why"]:
+                break
+        assert refused["why"] == "the share of the tenant, one of 2, is used up"
+        assert refused["tokens"] < 700
+        other = create(engine, token="two")
+        assert kept(other) == {
+            "tokens": other.usage.cache_creation_input_tokens,
+            "until": kept(other)["until"],
+            "why": None,
+        }
+        tenants = {row["tenant"]: row for name, row in client.info("kvpage").items() if name in ("kept0", "kept1")}
+        assert tenants["b"]["bytes"] < tenants["a"]["bytes"] <= 4 * MB
+
+
+def test_an_outage_of_the_page_server_is_named(tmp_path: Path) -> None:
+    model = write_tiny(tmp_path / "tiny")
+    with start_server(killed=True) as server, start_engine(model, "--store", server.url, code=1) as engine:
+        create(engine, ttl=None)
+        server.stop(9)
+        found = [kept(create(engine, str(i) * 400)) for i in "ab"]
+        assert [each["why"] is not None for each in found] == [True, True]

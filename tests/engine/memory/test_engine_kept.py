@@ -1,0 +1,95 @@
+"""Lifetimes in the engine's memory: kept blocks are evicted after all others, and first after their end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from contexts import BLOCK, SPEC, made, some_tokens
+from pools import pool_of
+
+from engine.memory.blocks import AgentBlocks
+from engine.memory.context_tree import FULL, ContextTree
+from engine.memory.lifetimes import KeptContext, Lifetimes
+from engine.pool import BlockPool
+from kvpage_server.page import unix_ms
+
+BYTES = BLOCK * SPEC.token_nbytes  # of a block
+
+pool = pool_of(256)
+
+
+@pytest.fixture
+def tree(pool: BlockPool) -> Iterator[ContextTree]:
+    tree = ContextTree(SPEC, pool, 20 * BYTES)
+    yield tree
+    tree.clear()
+
+
+def shared(tree: ContextTree, pool: BlockPool, seed: int, blocks: int = 3, agent_id: str = "a") -> AgentBlocks:
+    context = made(pool, agent_id, some_tokens(seed, blocks * BLOCK))
+    kept = tree.adopt(context)
+    pool.free(context.block_ids, agent_id)
+    pool.free(kept.block_ids, agent_id)
+    return kept
+
+
+def found(tree: ContextTree, pool: BlockPool, context: AgentBlocks) -> int:
+    """The number of the context's blocks in the tree."""
+    there = tree.find(context.agent_id, (*context.tokens, 1))
+    if there is None:
+        return 0
+    pool.free(there.block_ids, context.agent_id)
+    return len(there.blocks)
+
+
+def fill(tree: ContextTree, pool: BlockPool) -> None:
+    for seed in range(100, 140):
+        shared(tree, pool, seed)
+
+
+def test_kept_blocks_stay_until_their_end_and_then_go_first(tree: ContextTree, pool: BlockPool) -> None:
+    kept, other = shared(tree, pool, 1), shared(tree, pool, 2)
+    report = tree.keep(kept, Lifetimes([(2 * BLOCK, 1)]))
+    assert (report.tokens, report.why) == (2 * BLOCK, "")
+    assert abs(report.until - unix_ms() - 1000) < 500
+    fill(tree, pool)
+    assert (found(tree, pool, kept), found(tree, pool, other)) == (2, 0)
+    assert tree.kept == (2, 2 * BYTES)
+    time.sleep(1)
+    shared(tree, pool, 3, blocks=1)
+    shared(tree, pool, 4, blocks=1)
+    assert tree.kept == (0, 0)
+    assert found(tree, pool, kept) <= 1
+
+
+def test_blocks_that_were_used_after_their_end_do_not_go_first(tree: ContextTree, pool: BlockPool) -> None:
+    kept = shared(tree, pool, 1)
+    tree.keep(kept, Lifetimes([(len(kept), 1)]))
+    for seed in range(10, 15):
+        shared(tree, pool, seed)
+    time.sleep(1)
+    assert found(tree, pool, kept) == 3
+    shared(tree, pool, 3)
+    assert found(tree, pool, kept) == 3
+
+
+def test_kept_blocks_take_half_and_a_tenant_its_share(tree: ContextTree, pool: BlockPool) -> None:
+    first, second = shared(tree, pool, 1, blocks=9), shared(tree, pool, 2, blocks=9)
+    assert tree.keep(first, Lifetimes([(len(first), 100)], "a", 2)).tokens == 5 * BLOCK
+    refused = tree.keep(second, Lifetimes([(len(second), 100)], "a", 2))
+    assert refused == KeptContext(0, 0, FULL)
+    assert tree.keep(second, Lifetimes([(len(second), 100)], "b", 2)).tokens == 5 * BLOCK
+    assert tree.keep(second, Lifetimes([(len(second), 100)], "c", 1)).tokens == 5 * BLOCK
+
+
+def test_a_running_prompt_gets_kept_blocks_at_last(tree: ContextTree, pool: BlockPool) -> None:
+    kept = shared(tree, pool, 1)
+    tree.keep(kept, Lifetimes([(len(kept), 100)]))
+    shared(tree, pool, 2, blocks=1)
+    assert tree.evict()
+    assert not tree.evict()
+    assert tree.idle is None
+    assert tree.evict(kept=True)
+    assert found(tree, pool, kept) == 2
