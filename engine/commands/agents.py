@@ -7,7 +7,7 @@ import json
 import os
 from typing import Any
 from urllib.error import HTTPError, URLError
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 from urllib.request import Request, urlopen
 
 from rich.console import Console
@@ -32,6 +32,11 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser("agents", help="list, show, save, fork or delete the agents of a serving engine")
     add = parser.add_argument
     add("--url", default="http://127.0.0.1:8000", help="URL of the engine (default: %(default)s)")
+    add(
+        "--model",
+        metavar="NAME",
+        help="model, if the engine has several (default: the first, list: all)",
+    )
     add("--token", default=os.environ.get(TOKEN), help=f"access token (default: {TOKEN} of the environment)")
     actions = parser.add_subparsers(title="actions", required=True)
     for name, help, arguments, method, path in ACTIONS:
@@ -47,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
     """Send the request of an action to the engine, print the agents in the reply, and return 0. Raises Failure."""
     named = quote(args.name, safe="") if "name" in args else ""
     body = {"to": args.new, "replace": args.replace} if "new" in args else None
-    answer = _ask(args, args.path.format(name=named), body)
+    query = f"?{urlencode({'model': args.model})}" if args.model else ""
+    answer = _ask(args, args.path.format(name=named) + query, body)
     if args.method == "DELETE":
         print(f"{answer['id']} is deleted")
     else:
@@ -76,8 +82,9 @@ def _message(error: HTTPError) -> str:
 
 
 def _print(agents: list[dict[str, Any]]) -> None:
-    table = table_of("agent", "tiers", "saved", "tokens", "bytes", numbers_from=3)
+    table = table_of("agent", "model", "tiers", "saved", "tokens", "bytes", numbers_from=4)
     for agent in agents:
         saved = "yes" if agent["saved"] else "no"
-        table.add_row(agent["id"], ", ".join(agent["tiers"]), saved, f"{agent['tokens']:,}", as_size(agent["bytes"]))
+        tiers = ", ".join(agent["tiers"])
+        table.add_row(agent["id"], agent["model"], tiers, saved, f"{agent['tokens']:,}", as_size(agent["bytes"]))
     Console(width=None if Console().is_terminal else 120).print(table)

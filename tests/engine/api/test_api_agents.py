@@ -249,14 +249,15 @@ def test_the_command_line_gives_the_same_result(
 
     ask(engines[0], [{"role": "user", "content": HANDBOOK}], "shelly")
     tokens = agents(engines[0], "GET", "/shelly").json()["tokens"]
-    assert re.search(rf"^shelly +hot.* {tokens} ", run("list"), re.MULTILINE)
-    assert re.search(rf"^shelly +hot, page +yes +{tokens} ", run("save", "shelly"), re.MULTILINE)
+    assert re.search(rf"^shelly +tiny +hot.* {tokens} ", run("list"), re.MULTILINE)
+    assert re.search(rf"^shelly +tiny +hot, page +yes +{tokens} ", run("save", "shelly"), re.MULTILINE)
     assert run("fork", "shelly", "shelly-2").splitlines()[1].startswith("shelly-2 ")
     assert run("delete", "shelly") == "shelly is deleted\n"
     assert "shelly-2" in run("show", "shelly-2")
     for words, complaint in (
         (["--url", engines[0].url, "show", "shelly"], "nothing is remembered of 'shelly'"),
         (["--url", engines[0].url, "show", "a/b"], "agent_id must be 1 to 128"),
+        (["--url", engines[0].url, "--model", "other", "list"], "'other' is not served here"),
         (["--url", "http://127.0.0.1:1", "list"], "cannot ask http://127.0.0.1:1: "),
         (["--url", "nonsense", "list"], "cannot ask nonsense: "),
     ):
