@@ -18,7 +18,7 @@ from kvpage_server.configuration import certificates, log
 from kvpage_server.configuration.kinds import AUTO
 from kvpage_server.net.connection_memory import Watch
 from kvpage_server.page import unix_ms
-from kvpage_server.store.accounts import OverLimit
+from kvpage_server.store.evict import OverLimit
 from kvpage_server.system.memory import usable_memory
 from kvpage_server.system.text import how_many
 

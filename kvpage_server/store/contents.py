@@ -1,7 +1,7 @@
 """Every key with its value, and the removal, split and expiry of values.
 
-A removal has to be reported to every part of the store: the eviction policy, quotas, leases, the expirer, the records
-of removed values, listeners, and the tier below memory, if there is one. Only this module does so.
+A removal has to be reported to every part of the store: the eviction policy, quotas, leases, the order of expiry, the
+records of removed values, listeners, and the tier below memory, if there is one. Only this module does so.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from kvpage_server.core import Arena, NewPages, Slot
 from kvpage_server.core.arguments import PageName
 from kvpage_server.core.pieces import bit_of, row_of
 from kvpage_server.page import HEADER_SIZE, BlockShape, PageKey, unix_ms
-from kvpage_server.store.eviction.eviction_order import Evictor
-from kvpage_server.store.eviction.expiry_order import Expirer
 from kvpage_server.store.eviction.ghosts import Ghosts
 from kvpage_server.store.eviction.leases import Leases
+from kvpage_server.store.eviction.order import EvictionOrder, ExpiryOrder
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.eviction.quotas import counted, text_size
 from kvpage_server.store.memory.catalogue import Catalogue
@@ -151,10 +150,10 @@ class Tier:
     def was_split(self, block: Block, pages: Mapping[bytes, ExtentPage]) -> None:
         """Process the split of an extent: `pages` has the block's new entries by key."""
 
-    def retimes(self, key: bytes, entry: Entry) -> None:
+    def expiry_changes(self, key: bytes, entry: Entry) -> None:
         """Prepare a change of a value's expiry."""
 
-    def retimed(self, key: bytes) -> None:
+    def expiry_changed(self, key: bytes) -> None:
         """Process a change of a key's expiry."""
 
     def stored_pages(self, pages: NewPages) -> None:
@@ -223,9 +222,9 @@ class Contents:
         self.arena = Arena()
         self.catalogue = Catalogue()
         self.index = self.catalogue.index
-        self.evictor = Evictor(policy, self.index)
-        self.expirer = Expirer(self.expires_of)
-        self.leases = Leases(self.evictor.limit_of)
+        self.eviction_order = EvictionOrder(policy, self.index)
+        self.expiry_order = ExpiryOrder(self.expires_of)
+        self.leases = Leases(self.eviction_order.limit_of)
         self.ghosts = Ghosts()
         self.lost = LostStrings()
         self.counters = Counters()
@@ -295,8 +294,8 @@ class Contents:
         self.tier.splits(block)
         pages = self.catalogue.split(block)
         if block.soonest:
-            self.expirer.note_all([*pages], block.soonest)
-        self.evictor.quotas.grew(block, 0)  # the entries of its pages take memory of the index
+            self.expiry_order.note_all([*pages], block.soonest)
+        self.eviction_order.quotas.grew(block, 0)  # the entries of its pages take memory of the index
         self.tier.was_split(block, pages)
 
     def grow(self, unit: Unit, size: int) -> None:
@@ -312,20 +311,20 @@ class Contents:
             return
         entry = self.entry_for_write(key)
         assert entry is not None
-        self.tier.retimes(key, entry)
+        self.tier.expiry_changes(key, entry)
         if entry.expires:
-            self.expirer.keys -= 1
+            self.expiry_order.keys -= 1
         entry.expires = expires
         if not expires:
             self.notify("persist", key)
         else:
-            self.expirer.keys += 1
+            self.expiry_order.keys += 1
             unit = unit_of(key, entry)
             if isinstance(unit, Block):
                 unit.expires_at(expires)
-            self.expirer.note(key, expires)
+            self.expiry_order.note(key, expires)
             self.notify("expire", key)
-        self.tier.retimed(key)
+        self.tier.expiry_changed(key)
 
     # -- storing ---------------------------------------------------------------------------------------------------
 
@@ -350,8 +349,8 @@ class Contents:
 
         Return the index of the next page.
         """
-        catalogue, index, expirer, fresh = self.catalogue, self.index, self.expirer, self.catalogue.listed
-        each = self.evictor.has_quotas or len(self.leases) > 0  # blocks are accounted for one by one
+        catalogue, index, expiry_order, fresh = self.catalogue, self.index, self.expiry_order, self.catalogue.listed
+        each = self.eviction_order.has_quotas or len(self.leases) > 0  # blocks are accounted for one by one
         put = pages.put(catalogue.entries, index.requests, at, Block, fresh, one_block=each)
         if put.stop == at:
             return self._put_one(pages, at)
@@ -361,12 +360,12 @@ class Contents:
         if fresh:
             catalogue.list_all(fresh)
         if expires := pages.expires(at):
-            expirer.keys += put.stop - at
-            expirer.note_all(pages.keys[at : put.stop], expires)
-        expirer.keys -= put.replaced
-        self.evictor.units.used_all(put.blocks)
+            expiry_order.keys += put.stop - at
+            expiry_order.note_all(pages.keys[at : put.stop], expires)
+        expiry_order.keys -= put.replaced
+        self.eviction_order.units.used_all(put.blocks)
         for block in put.beside:
-            self.evictor.join(block)
+            self.eviction_order.join(block)
         if each:
             self.leases.grew(put.blocks[0], put.grown)
             self._grow_quota(put.blocks[0], put.stored)
@@ -396,7 +395,7 @@ class Contents:
 
     def _grow_quota(self, block: Block, size: int) -> None:
         """Count the growth of a block's pages, in bytes, for its quota."""
-        quota = self.evictor.quotas.of(block)
+        quota = self.eviction_order.quotas.of(block)
         if quota is not None:
             known = block in quota.sizes
             quota.resize(block, quota.sizes[block] + size if known else self.size_for_quota(block))
@@ -411,12 +410,12 @@ class Contents:
         return sum(HEADER_SIZE + entries[key].size for key in unit.page_keys())
 
     def _use_written(self, block: Block) -> None:
-        self.evictor.units.used(block)
-        self.evictor.join(block)
+        self.eviction_order.units.used(block)
+        self.eviction_order.join(block)
 
     def _note_expiry(self, key: bytes, expires: int) -> None:
-        self.expirer.keys += 1
-        self.expirer.note(key, expires)
+        self.expiry_order.keys += 1
+        self.expiry_order.note(key, expires)
 
     def _notify_write(self, key: bytes, old: Entry | None, new: Entry, event: str = "set") -> None:
         tell = self.on_event
@@ -436,10 +435,10 @@ class Contents:
         dropped = self._drop_pages(block, extent.shape)
         self.catalogue.fill(block, extent)
         self.grow(block, extent.slot.footprint)
-        self.evictor.quotas.resize(block, self.size_for_quota(block))
+        self.eviction_order.quotas.resize(block, self.size_for_quota(block))
         if extent.expires:
-            self.expirer.keys += block.pages
-            self.expirer.note(next(block.page_keys()), extent.expires)  # one key stands for all
+            self.expiry_order.keys += block.pages
+            self.expiry_order.note(next(block.page_keys()), extent.expires)  # one key stands for all
         self.counters.writes += 1
         self._use_written(block)
         if self.on_block is not None:
@@ -471,7 +470,7 @@ class Contents:
                 dropped.expires = block.extent.expires
             else:
                 dropped.expiries = {key: self.catalogue.entries[key].expires for key in block.page_keys()}
-        self.expirer.keys -= self.catalogue.take_pages(block)
+        self.expiry_order.keys -= self.catalogue.take_pages(block)
         self.grow(block, -block.footprint)
         return dropped
 
@@ -508,14 +507,14 @@ class Contents:
         text.data = value
         changed = text.expires != expires
         if changed:
-            self.expirer.keys += bool(expires) - bool(text.expires)
+            self.expiry_order.keys += bool(expires) - bool(text.expires)
             text.expires = expires
             if expires:
-                self.expirer.note(key, expires)
+                self.expiry_order.note(key, expires)
         self.counters.writes += 1
-        self.evictor.units.used(key)
-        if self.evictor.has_quotas:
-            self.evictor.quotas.resize(key, text_size(key, len(value)))
+        self.eviction_order.units.used(key)
+        if self.eviction_order.has_quotas:
+            self.eviction_order.quotas.resize(key, text_size(key, len(value)))
         if (tell := self.on_event) is not None:
             tell(event, key)
             if expires and changed:
@@ -524,9 +523,9 @@ class Contents:
 
     def _note_string(self, key: bytes, entry: Entry) -> None:
         self.counters.writes += 1
-        self.evictor.units.used(key)
-        if self.evictor.has_quotas:
-            self.evictor.quotas.resize(key, text_size(key, entry.size))
+        self.eviction_order.units.used(key)
+        if self.eviction_order.has_quotas:
+            self.eviction_order.quotas.resize(key, text_size(key, entry.size))
 
     def slot_of(self, value: bytes) -> Slot:
         slot = self.arena.allocate(len(value))
@@ -560,8 +559,8 @@ class Contents:
         extent = extent_of(block)
         self.catalogue.fill(block, extent)
         if extent.expires:
-            self.expirer.keys += block.pages
-            self.expirer.note(next(block.page_keys()), extent.expires)
+            self.expiry_order.keys += block.pages
+            self.expiry_order.note(next(block.page_keys()), extent.expires)
 
     def add_unloaded_block(self, req_id: bytes, page: int, rows: bytes) -> None:
         """Add a block of single pages that was found on disk at the start, or more pages of one, as rows of a sheet."""
@@ -575,7 +574,7 @@ class Contents:
         block.add(*spot)
         if page.expires:
             block.expires_at(page.expires)
-            self.expirer.note(key, page.expires)
+            self.expiry_order.note(key, page.expires)
 
     # -- removal ---------------------------------------------------------------------------------------------------
 
@@ -628,7 +627,7 @@ class Contents:
     def forget(self, key: bytes, old: Entry, new: Entry | None, event: str = "set") -> None:
         """Remove a key's entry `old` from the index and the accounts. `new` is the entry that replaces it, if any."""
         if old.expires:
-            self.expirer.keys -= 1
+            self.expiry_order.keys -= 1
         if is_page(old):
             self._forget_page(key, old, new, event)
             return
@@ -652,14 +651,14 @@ class Contents:
         row = row_of(name.layer, name.head, name.kv_type)
         self.ghosts.remember(block, {row: bit_of(name.head)}, _REASONS.get(event, event))
         block.discard(name.layer, name.head, name.kv_type)
-        self.evictor.quotas.grew(block, -HEADER_SIZE - old.size)
+        self.eviction_order.quotas.grew(block, -HEADER_SIZE - old.size)
         if not block.pages:
             self.index.remove(block)
             self.leases.removed(block)
             self._unit_removed(block)
 
     def _unit_removed(self, unit: Unit) -> None:
-        self.evictor.units.removed(unit)
+        self.eviction_order.units.removed(unit)
         self.tier.unit_removed(unit)
 
     def remove_block(self, block: Block, event: str, reason: str = "", limit: str = "") -> int:
@@ -669,11 +668,11 @@ class Contents:
         """
         self.tier.block_removed(block)
         self.index.remove(block)
-        self.evictor.units.removed(block)
+        self.eviction_order.units.removed(block)
         self.leases.removed(block)
         self.ghosts.remember(block, block.rows, reason or _REASONS[event], self._who(block, event, reason), limit)
         keys = BlockKeys.of(block) if self.on_block is not None else None
-        self.expirer.keys -= self.catalogue.take_pages(block)
+        self.expiry_order.keys -= self.catalogue.take_pages(block)
         block.extent = None  # so that a command that still refers to the block does not keep its memory
         if self.on_block is not None and keys is not None:
             self.on_block(keys, ((event, key) for key in keys))
@@ -681,17 +680,17 @@ class Contents:
 
     def _who(self, unit: Unit, event: str, reason: str) -> str:
         """Return the policy, or the pattern of the quota, that evicted a unit; empty for other removals."""
-        quota = self.evictor.quotas.of(unit) if reason == OVER_QUOTA else None
+        quota = self.eviction_order.quotas.of(unit) if reason == OVER_QUOTA else None
         if quota is not None:
             return quota.pattern.decode("utf-8", "surrogateescape")
-        return self.evictor.policy if event == "evicted" else ""
+        return self.eviction_order.policy if event == "evicted" else ""
 
     def flush(self) -> Flushed:
         """Remove all keys. The result keeps the values until the caller frees them in steps, or drops it."""
         self.tier.clear()
         self.notify("flush", b"")
-        flushed = Flushed(*self.catalogue.clear(), self.evictor.units.clear())
-        self.expirer.clear()
+        flushed = Flushed(*self.catalogue.clear(), self.eviction_order.units.clear())
+        self.expiry_order.clear()
         self.leases.clear()
         self.ghosts.clear()
         self.lost.clear()
@@ -713,15 +712,15 @@ class Contents:
 
     def victims(self) -> Iterator[Unit]:
         """Yield the units that the policy may evict, in its order."""
-        rules = self.evictor.rules
+        rules = self.eviction_order.rules
         if rules.evicts_any:
-            return self.evictor.units.victims()
+            return self.eviction_order.units.victims()
         return self._soonest() if rules.evicts_expiring else iter(())
 
     def _soonest(self) -> Iterator[Unit]:
         """Yield the units that have an expiry, the next due first."""
         get = self.catalogue.get
-        return (unit_of(key, cast(Entry, get(key))) for key in self.expirer.nearest(monotonic_ms()))
+        return (unit_of(key, cast(Entry, get(key))) for key in self.expiry_order.nearest(monotonic_ms()))
 
     def may_expire(self, unit: Unit) -> bool:
         """Return whether a value of a unit has an expiry. O(pages)."""
@@ -732,8 +731,8 @@ class Contents:
 
     def ended(self) -> Iterator[Unit]:
         """Yield units to evict before all others: their lifetime has ended, and they were not used since."""
-        units = self.evictor.units
-        for unit, end in self.leases.ended() if self.evictor.rules.evicts_any else ():
+        units = self.eviction_order.units
+        for unit, end in self.leases.ended() if self.eviction_order.rules.evicts_any else ():
             if unit in units and units.now - units.idle(unit) > end // 1000:
                 self.leases.forget_end(unit)
             else:
@@ -747,17 +746,17 @@ class Contents:
         """Evict a unit because the limit of `room` is reached: "memory", "disk" or "quota"; always "quota" if that is
         exceeded.
         """
-        quota = self.evictor.quotas.of(unit)
+        quota = self.eviction_order.quotas.of(unit)
         if quota is not None and quota.is_over:
             room = "quota"
-        self.evictor.units.evicted(unit)
+        self.eviction_order.units.evicted(unit)
         keys, reason = 1, OVER_QUOTA if room == "quota" else ""
         if isinstance(unit, Block):
             keys = self.remove_block(unit, "evicted", reason, "" if reason else f"max{room}")
         else:
             self.remove(unit, "evicted", reason, self._who(unit, "evicted", reason))
         self.counters.evicted += keys
-        cause = self.evictor.policy, room
+        cause = self.eviction_order.policy, room
         self.counters.evictions[cause] = self.counters.evictions.get(cause, 0) + keys
         if quota is not None and room == "quota":
             quota.evicted += keys

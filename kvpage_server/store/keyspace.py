@@ -4,8 +4,8 @@ Its parts:
 
     contents        every key and its value; it notifies the other parts of changes
       catalogue     keys and their entries, blocks by request and page, the order of scans
-      evictor       the order of eviction: the policy, and one policy per quota
-      expirer       keys by the second of their expiry
+      eviction_order  the order of eviction: the policy, and one policy per quota
+      expiry_order  keys by the second of their expiry
       leases        units that are protected from eviction
       ghosts        records of removed pages, with reasons
       lost          records of removed strings, with reasons
@@ -36,7 +36,6 @@ from typing import NamedTuple, TypeVar
 from kvpage_server.core import NewPages
 from kvpage_server.core.pieces import END, Piece, frame
 from kvpage_server.page import HEADER_SIZE, MAX_BLOCK_PAGES, BlockShape, DType, Plane, header_fields, unix_ms
-from kvpage_server.store.accounts import PendingWrite, Reservation, ReservationParts, make_room
 from kvpage_server.store.contents import Contents, footprint_of, unit_of
 from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.disk.fetching import BorrowedReads
@@ -44,7 +43,7 @@ from kvpage_server.store.disk.limit import DiskAccount
 from kvpage_server.store.disk.prefetch import Prefetcher
 from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.disk.usage import Stored
-from kvpage_server.store.evict import MemoryAccount
+from kvpage_server.store.evict import MemoryAccount, PendingWrite, Reservation, ReservationParts, make_room
 from kvpage_server.store.eviction.leases import LONGEST_LIFETIME, Bytes
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.memory.entry import Entry, Page, Text, has_bytes
@@ -131,8 +130,8 @@ class Protection:
 
         `room` is in bytes, 0 for no limit. Quotas that exceed `room` together are scaled down to it.
         """
-        quotas = self._contents.evictor.quotas
-        quota, promised = self._contents.evictor.limit_of(unit), quotas.limits
+        quotas = self._contents.eviction_order.quotas
+        quota, promised = self._contents.eviction_order.limit_of(unit), quotas.limits
         if not room:
             return int(quota.limit * SHARE) if quota is not None else sys.maxsize
         if quota is not None:
@@ -160,7 +159,7 @@ class Keyspace:
         self.reader = Reader(contents)
         self._catalogue = contents.catalogue
 
-        self.arena, self.index, self.evictor = contents.arena, contents.index, contents.evictor
+        self.arena, self.index, self.eviction_order = contents.arena, contents.index, contents.eviction_order
         self.leases, self.ghosts, self.counters = contents.leases, contents.ghosts, contents.counters
         self.lost = contents.lost
         contents.admit_split = self._admit_split
@@ -173,7 +172,7 @@ class Keyspace:
     @property
     def is_limited(self) -> bool:
         """Return whether a limit other than maxmemory applies."""
-        return self.evictor.has_quotas or self.disk.stored.maxdisk > 0
+        return self.eviction_order.has_quotas or self.disk.stored.maxdisk > 0
 
     def admit(self, coming: Iterable[PendingWrite]) -> None:
         """Evict values until the disk and the quotas have space for new values.
@@ -189,12 +188,12 @@ class Keyspace:
         """
         if self.disk.stored.maxdisk:
             self.disk.admit([*chain.from_iterable(parts)])
-        return self.quotas.admit(parts) if self.evictor.has_quotas else ()
+        return self.quotas.admit(parts) if self.eviction_order.has_quotas else ()
 
     def admit_batch(self, pages: NewPages) -> None:
         """Evict values until there is space for pages that are stored in this step. Raise OverLimit as `admit`."""
         slots, disk = pages.slots, self.disk
-        if not self.evictor.has_quotas:
+        if not self.eviction_order.has_quotas:
             if not disk.stored.maxdisk:
                 return
             size = slots[0].size if len(slots) == 1 else sum(map(_SIZE, slots))
@@ -257,7 +256,7 @@ class Keyspace:
 
     def chain(self, blocks: Sequence[Block]) -> None:
         """Note that each of these blocks extends the one before it, without which an engine cannot use it."""
-        self.evictor.chain(blocks)
+        self.eviction_order.chain(blocks)
         self.contents.tier.follows(blocks)
 
     # -- pages -----------------------------------------------------------------------------------------------------
@@ -265,7 +264,7 @@ class Keyspace:
     @property
     def stores_together(self) -> bool:
         """Whether the core can store and find a batch of pages in one call, without a decision for each page."""
-        return self.contents.on_event is None and not self.evictor.has_quotas and self._catalogue.has_all_entries
+        return self.contents.on_event is None and not self.eviction_order.has_quotas and self._catalogue.has_all_entries
 
     # -- all keys --------------------------------------------------------------------------------------------------
 
@@ -278,17 +277,17 @@ class Keyspace:
         """
         self.contents.tier.sweep()
         elapsed = monotonic_ms()
-        self.evictor.units.now = elapsed // 1000
+        self.eviction_order.units.now = elapsed // 1000
         self.leases.settle(elapsed)
         self._catalogue.drop_idle_scans(elapsed)
         self.arena.trim()
         removed = 0
-        for key in self.contents.expirer.due(now) if expires else ():
+        for key in self.contents.expiry_order.due(now) if expires else ():
             self.contents.expire(key)
             removed += 1
             if removed == most:
                 break
-        counts, hands_over = self.quotas.go_on(), self.evictor.hand_over()
+        counts, hands_over = self.quotas.go_on(), self.eviction_order.hand_over()
         return most if counts or hands_over else removed
 
 

@@ -13,9 +13,16 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 
 from kvpage_server.page import HEADER_SIZE, BlockShape
-from kvpage_server.store.accounts import Account, PendingWrite, ReservationParts, make_room, units_of
 from kvpage_server.store.contents import Contents, Source
-from kvpage_server.store.evict import LEAST_INDEX, MemoryAccount
+from kvpage_server.store.evict import (
+    LEAST_INDEX,
+    Account,
+    MemoryAccount,
+    PendingWrite,
+    ReservationParts,
+    make_room,
+    units_of,
+)
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.eviction.quotas import Quota, Rule, block_name, counted
 from kvpage_server.store.memory.entry import is_page
@@ -45,7 +52,7 @@ class QuotaAccount(Account):
         return self.quota.bytes
 
     def sources(self, _: int) -> Iterator[Source]:
-        rules, units = self.contents.evictor.rules, self.quota.units.victims()
+        rules, units = self.contents.eviction_order.rules, self.quota.units.victims()
         if rules.evicts_any:
             yield units, self._evict
         elif rules.evicts_expiring:
@@ -75,7 +82,7 @@ class QuotaIndexAccount(QuotaAccount):
 
     @property
     def limit(self) -> int:
-        quotas, maxmemory = self.contents.evictor.quotas, self._memory.limit
+        quotas, maxmemory = self.contents.eviction_order.quotas, self._memory.limit
         if not (maxmemory and self.quota.limit):
             return 0
         least = min(_LEAST_INDEX_OF_QUOTA, LEAST_INDEX // 2 // len(quotas.all))
@@ -104,10 +111,10 @@ class QuotaAccounts:
     def set_rules(self, rules: Sequence[Rule]) -> None:
         """Replace the quotas, and begin to count the existing values. Nothing is evicted yet."""
         contents = self._contents
-        contents.evictor.set_quotas(rules, contents.catalogue.costs)
+        contents.eviction_order.set_quotas(rules, contents.catalogue.costs)
         self.of = {
             quota: (QuotaAccount(contents, quota), QuotaIndexAccount(contents, quota, self._memory))
-            for quota in contents.evictor.quotas.all
+            for quota in contents.eviction_order.quotas.all
         }
         contents.leases.recount()
         self._uncounted = self._count_all() if rules else None
@@ -121,7 +128,7 @@ class QuotaAccounts:
         Values that a part replaces, and blocks that it extends, are not evicted. Raise OverLimit if the policy may not
         evict enough; the new values must not be stored then.
         """
-        catalogue, index, quotas = self._contents.catalogue, self._contents.index, self._contents.evictor.quotas
+        catalogue, index, quotas = self._contents.catalogue, self._contents.index, self._contents.eviction_order.quotas
         growth, new_blocks = dict[bytes, int](), set[tuple[bytes, int]]()
         taken: list[dict[Quota, int]] = []
         index_grows: dict[Quota, int] = {}
@@ -152,7 +159,7 @@ class QuotaAccounts:
 
     def admit_block(self, req_id: bytes, page: int, shape: BlockShape) -> None:
         """Evict values of a block's quota until its extent fits. Raise OverLimit as `admit` does."""
-        quota = self._contents.evictor.quotas.named(block_name(req_id))
+        quota = self._contents.eviction_order.quotas.named(block_name(req_id))
         if quota is not None:
             size = HEADER_SIZE * shape.pages + shape.nbytes
             block = self._contents.index.block(req_id, page)
@@ -163,14 +170,14 @@ class QuotaAccounts:
 
     def admit_split(self, block: Block) -> None:
         """Evict values of a block's quota until the index has space for its pages. Raise OverLimit as `admit` does."""
-        quota = self._contents.evictor.quotas.of(block)
+        quota = self._contents.eviction_order.quotas.of(block)
         if quota is not None:
             _make_room(self._lacking(quota, 0, quota.index_costs.of_pages(block)), {block})
 
     def _lacking(self, quota: Quota, size: int, index: int) -> list[tuple[Account, int]]:
         """Return the accounts of a quota, and the bytes to store in each; nothing if they fit in both."""
         of_values, of_index = self.of[quota]
-        if of_values.used <= of_values.goal(size) and of_index.used <= of_index.goal(index):
+        if of_values.used <= of_values.evicts_above(size) and of_index.used <= of_index.evicts_above(index):
             return []
         return [(of_values, size), (of_index, index)]
 
@@ -183,7 +190,7 @@ class QuotaAccounts:
         return self._uncounted is not None
 
     def _count_all(self) -> Iterator[None]:
-        at_once = max(_PATTERNS_PER_STEP // (_OF_A_VALUE + len(self._contents.evictor.quotas.all)), 1)
+        at_once = max(_PATTERNS_PER_STEP // (_OF_A_VALUE + len(self._contents.eviction_order.quotas.all)), 1)
         for number, unit in enumerate(self._every_unit(), start=1):
             self._count(unit)
             if not number % at_once:
@@ -205,7 +212,7 @@ class QuotaAccounts:
                     yield block
 
     def _count(self, unit: Unit) -> None:
-        quota = self._contents.evictor.quotas.of(unit)
+        quota = self._contents.eviction_order.quotas.of(unit)
         if quota is None or unit in quota.sizes:
             return
         quota.resize(unit, self._contents.size_for_quota(unit))

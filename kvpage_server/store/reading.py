@@ -62,7 +62,7 @@ class Reader:
         self._counters.hits += 1
         unit = entry.unit if type(entry.unit) is Block else key  # as in `unit_of`, without the cost of a call
         if self._touching:
-            self._contents.evictor.units.used(unit)
+            self._contents.eviction_order.units.used(unit)
         return entry
 
     def read_all(self, keys: list[bytes]) -> list[Entry | None]:
@@ -71,7 +71,7 @@ class Reader:
         values, units = cast("list[Entry | None]", found), cast("list[Unit]", blocks)
         self._counters.hits += len(keys) - len(absent) - len(others)
         if self._touching:
-            self._contents.evictor.units.used_all(units)
+            self._contents.eviction_order.units.used_all(units)
         for i in absent + others:
             values[i] = self.read(keys[i])
         return values
@@ -117,7 +117,7 @@ class Reader:
             for i in found.missing:
                 self._contents.notify("keymiss", names.keys[i])
         if self._touching:
-            self._contents.evictor.units.used_all(found.units)
+            self._contents.eviction_order.units.used_all(found.units)
         return found
 
     def _look_up(self, names: PageNames, first: int, stop: int, most: int) -> Found:
@@ -164,8 +164,8 @@ class Reader:
         """Return the seconds since the unit of an existing key was last used, as far as this is known."""
         entry = self._catalogue.get(key)
         assert entry is not None
-        units, cold = self._contents.evictor.units, body_on_disk(entry)
-        return units.idle(unit_of(key, entry)) if cold is None else max(units.now - cold.used, 0)
+        units, on_disk = self._contents.eviction_order.units, body_on_disk(entry)
+        return units.idle(unit_of(key, entry)) if on_disk is None else max(units.now - on_disk.used, 0)
 
     def block(self, req_id: bytes, page: int) -> Block | None:
         """Remove the expired pages of a block, and return it; None if it does not exist then."""
@@ -182,7 +182,7 @@ class Reader:
         if block.extent is not None and type(block.extent.slot) is OnDisk:  # the reply borrows its bytes from disk
             return
         if self._touching:
-            self._contents.evictor.units.used(block)
+            self._contents.eviction_order.units.used(block)
 
 
 # -- Lists of keys and requests: all of them, in the order of scans, or at random --------------------------------------

@@ -27,12 +27,12 @@ from kvpage_server.commands.table import Spec, meant, named
 from kvpage_server.core import Command
 from kvpage_server.core.pieces import Piece
 from kvpage_server.resp import Reply, ReplyError, Wait, bare
-from kvpage_server.store.accounts import OverLimit
 from kvpage_server.store.disk.fetching import BorrowedReads
 from kvpage_server.store.disk.naming import unit_on_disk
 from kvpage_server.store.disk.pins import Hold, TooMuch
 from kvpage_server.store.disk.prefetch import Needed, Prefetcher
 from kvpage_server.store.disk.tier import DiskTier
+from kvpage_server.store.evict import OverLimit
 from kvpage_server.store.memory.entry import Entry
 from kvpage_server.store.memory.index import ExtentPage
 from kvpage_server.store.memory.on_disk import OnDisk
@@ -121,8 +121,8 @@ def _have_in_memory(client: Client, tiered: DiskTier, needed: Iterable[Needed], 
     has failed, or if the values need too much memory.
     """
     bodies = dict.fromkeys(needed)
-    if cold := _on_disk_of(tiered, bodies, touches=touches):
-        raise Postponed(*_start_loading(client, tiered, bodies, cold, touches=touches))
+    if on_disk := _on_disk_of(tiered, bodies, touches=touches):
+        raise Postponed(*_start_loading(client, tiered, bodies, on_disk, touches=touches))
 
 
 def _on_disk_of(tiered: DiskTier, needed: Iterable[Needed], *, touches: bool) -> list[OnDisk]:
@@ -131,13 +131,13 @@ def _on_disk_of(tiered: DiskTier, needed: Iterable[Needed], *, touches: bool) ->
 
     Raises ReplyError if the last load of one of them has failed. The next command then tries to load it again.
     """
-    cold = [body for _, body in needed if type(body) is OnDisk and (touches or body.temporary_slot is None)]
-    if cold and (failing := [value for value in cold if _failed(tiered, value)]):
+    on_disk = [body for _, body in needed if type(body) is OnDisk and (touches or body.temporary_slot is None)]
+    if on_disk and (failing := [value for value in on_disk if _failed(tiered, value)]):
         why = failing[0].failing
         for value in failing:
             value.failing = ""  # the next command tries again
         raise ReplyError(f"ERR reading from disk failed: {why}")
-    return cold
+    return on_disk
 
 
 def _failed(tiered: DiskTier, value: OnDisk) -> bool:
@@ -168,16 +168,16 @@ def wait_for_write_behind(client: Client) -> Iterator[Reply]:
 
 
 def _start_loading(
-    client: Client, tiered: DiskTier, needed: Iterable[Needed], cold: Sequence[OnDisk], *, touches: bool
+    client: Client, tiered: DiskTier, needed: Iterable[Needed], on_disk: Sequence[OnDisk], *, touches: bool
 ) -> tuple[Wait, Hold]:
-    """Start to load the values `cold`, and hold all `needed` values in memory. Return the wait for the loads, and the
-    hold.
+    """Start to load the values `on_disk`, and hold all `needed` values in memory. Return the wait for the loads, and
+    the hold.
 
     Raises ReplyError if the values are larger than maxmemory-clients, or if the system has no memory.
     """
     most = client.server.config.client_memory
     try:
-        hold, start = tiered.fetching.load_and_hold(needed, cold, most, touches=touches)
+        hold, start = tiered.fetching.load_and_hold(needed, on_disk, most, touches=touches)
     except TooMuch as error:
         raise ReplyError(
             f"OOM {error.size} bytes would have to be in memory at once, maxmemory-clients allows {most}: "
@@ -200,10 +200,10 @@ def fetched(
     tiered, hold = client.server.tiered, None
     while tiered is not None and client.keyspace.contents.any_on_disk:
         needed = dict.fromkeys(find(client.keyspace.needs))
-        cold = _on_disk_of(tiered, needed, touches=touches)
-        if not cold:
+        on_disk = _on_disk_of(tiered, needed, touches=touches)
+        if not on_disk:
             return hold if touches else tiered.fetching.holds.begin(unit for unit, _ in needed)
-        wait, hold = _start_loading(client, tiered, needed, cold, touches=touches)
+        wait, hold = _start_loading(client, tiered, needed, on_disk, touches=touches)
         yield wait
     return hold
 

@@ -18,7 +18,7 @@ from kvpage_server.core import Argument, Callee, Caller, Command, Parser
 from kvpage_server.core.pieces import Piece
 from kvpage_server.glob import PatternTooLong
 from kvpage_server.resp import Raw, Reply, ReplyError, Stream, Wait, bare, encode
-from kvpage_server.store.accounts import OverLimit
+from kvpage_server.store.evict import OverLimit
 
 # -- MONITOR and SLOWLOG -----------------------------------------------------------------------------------------------
 

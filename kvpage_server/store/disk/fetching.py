@@ -20,7 +20,6 @@ from operator import attrgetter
 from typing import TypeAlias, cast
 
 from kvpage_server.core import Arena, Slot
-from kvpage_server.store.accounts import OverLimit
 from kvpage_server.store.contents import Contents
 from kvpage_server.store.disk.bodies import Found, Outcome
 from kvpage_server.store.disk.borrowed_reads import (
@@ -38,7 +37,7 @@ from kvpage_server.store.disk.pins import HeldUnits, Hold, TooMuch
 from kvpage_server.store.disk.prefetch import Needed
 from kvpage_server.store.disk.readers import DiskReader
 from kvpage_server.store.disk.usage import Stored
-from kvpage_server.store.evict import MemoryAccount
+from kvpage_server.store.evict import MemoryAccount, OverLimit
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.memory.index import Block, Extent
 from kvpage_server.store.memory.on_disk import OnDisk
@@ -125,23 +124,23 @@ class Fetching:
         return lent is not None
 
     def load_and_hold(
-        self, needed: Iterable[Needed], cold: Sequence[OnDisk], most: int, *, touches: bool
+        self, needed: Iterable[Needed], on_disk: Sequence[OnDisk], most: int, *, touches: bool
     ) -> tuple[Hold, Start]:
-        """Start to load the values `cold`, and hold all of `needed`. Return the hold, and a function that waits.
+        """Start to load the values `on_disk`, and hold all of `needed`. Return the hold, and a function that waits.
 
         The loads of all holds together are limited to `most` bytes, 0 for no limit; one unit is always allowed. If
         other holds have reached the limit, the call starts no load, and the hold is empty: the client waits until a
         hold ends, and then tries again. Raises TooMuch or MemoryError, and has started nothing then.
         """
-        size, units = sum(map(_SIZE, cold)), {unit for unit, _ in needed}
+        size, units = sum(map(_SIZE, on_disk)), {unit for unit, _ in needed}
         if 0 < most < size and len(units) > 1:
             raise TooMuch(size)
         if self.holds.bytes and (self._waiting or 0 < most < self.holds.bytes + size):
             return self.holds.begin(()), self._waiting.append
         hold = self.holds.begin(units)
-        self.fetch(cold, _nothing, touches=touches)
+        self.fetch(on_disk, _nothing, touches=touches)
         self.holds.grow(hold, size, stays=touches)
-        return hold, partial(self.fetch, cold, touches=touches)
+        return hold, partial(self.fetch, on_disk, touches=touches)
 
     def _after_a_hold(self) -> None:
         """Let waiting clients try again, because a hold has ended."""
@@ -268,7 +267,7 @@ class Fetching:
             if group.lent is not None:
                 group.lent.update((value, reads[value]) for value in group.values if value in reads)
         if job.touches:
-            now = self._contents.evictor.units.now
+            now = self._contents.eviction_order.units.now
             for value in reads:
                 value.used = now
             for unit in dict.fromkeys(map(_UNIT, reads)):
@@ -278,11 +277,11 @@ class Fetching:
 
     def _note_borrowed(self, unit: Block) -> None:
         """Note a use of a borrowed block in the order of units on disk only, and in its policy if that has it."""
-        evictor = self._contents.evictor
+        eviction_order = self._contents.eviction_order
         self._stored.usage.use(name_of_unit(unit))
-        if unit in evictor.units:
-            evictor.units.used(unit)
-        elif quota := evictor.quotas.of(unit):
+        if unit in eviction_order.units:
+            eviction_order.units.used(unit)
+        elif quota := eviction_order.quotas.of(unit):
             quota.units.used(unit)
 
     def _replace_by_slots(self, fetched: Iterable[tuple[OnDisk, Slot]]) -> None:
@@ -304,7 +303,7 @@ class Fetching:
             self._stored.counts.fetched += 1
         for unit, size in grown.items():
             contents.grow(unit, size)
-            contents.evictor.units.used(unit)
+            contents.eviction_order.units.used(unit)
             self._stored.usage.remove_unit(name_of_unit(unit))
 
     def _keep_temporarily(self, fetched: Iterable[tuple[OnDisk, Slot]]) -> None:

@@ -26,19 +26,11 @@ from math import ceil
 
 from kvpage_server.page import HEADER_SIZE, BlockShape
 from kvpage_server.store import records
-from kvpage_server.store.accounts import (
-    Account,
-    OverLimit,
-    PendingWrite,
-    ReservationParts,
-    evictions,
-    make_room,
-    units_of,
-)
 from kvpage_server.store.contents import Contents, Source
 from kvpage_server.store.disk.lmdb_file import DiskFull, MaxDisk
 from kvpage_server.store.disk.naming import is_there, name_of_unit, names_in, parse_block, unit_named
 from kvpage_server.store.disk.usage import Stored
+from kvpage_server.store.evict import Account, OverLimit, PendingWrite, ReservationParts, evictions, make_room, units_of
 from kvpage_server.store.eviction.policies import Policy
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Text
@@ -167,7 +159,7 @@ class DiskAccount(Account):
 
     @property
     def most(self) -> int:
-        rules, expiring = self.contents.evictor.rules, self.contents.expirer.keys
+        rules, expiring = self.contents.eviction_order.rules, self.contents.expiry_order.keys
         may_evict = rules.evicts_any or (rules.evicts_expiring and expiring)
         return int(self.stored.maxdisk * _SHARE_FOR_NOW) if may_evict else self.limit
 
@@ -275,7 +267,7 @@ class DiskAccount(Account):
 
     @property
     def _rules(self) -> Policy:
-        return self.contents.evictor.rules
+        return self.contents.eviction_order.rules
 
     # -- order of eviction ---------------------------------------------------------------------------------------------
 
@@ -356,7 +348,7 @@ class DiskAccount(Account):
     def _also_in_memory(self, *, last: bool) -> Iterator[Unit]:
         """Yield the units that are in memory, too, in the order of the policy; `last` includes those evicted last."""
         get, passed, spares_texts = self.contents.catalogue.entries.get, 0, self._spares_texts
-        for unit in self.contents.evictor.units.victims():
+        for unit in self.contents.eviction_order.units.victims():
             is_last = not last and (
                 self._is_extended(name_of_unit(unit))
                 or (spares_texts and type(unit) is bytes and type(get(unit)) is Text)

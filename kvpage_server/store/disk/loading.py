@@ -37,7 +37,7 @@ class Loader:
         self._disk = disk
         self._contents = contents
         self._catalogue = contents.catalogue
-        self._expirer = contents.expirer
+        self._expirer = contents.expiry_order
         self._stored = stored
         self._start = (0, 0)  # the start of the load, in unix and in monotonic seconds
         contents.index.on_load = self._load_block
@@ -59,7 +59,7 @@ class Loader:
         try:
             size = self._load_sheets(units, used, pieces) + self._load_records(units, used, pieces)
         finally:
-            self._contents.evictor.units.now = now  # `_string_of` has set it to the last uses of strings
+            self._contents.eviction_order.units.now = now  # `_string_of` has set it to the last uses of strings
             if collecting:
                 gc.enable()
         texts = {name_of_key(key) for key, entry in self._catalogue.entries.items() if type(entry) is Text}
@@ -74,7 +74,7 @@ class Loader:
         probably the end of the context; if the uses are equal, the one that was written last. Pieces are numbered in
         the order of writes.
         """
-        if self._contents.evictor.rules.keeps_chains:
+        if self._contents.eviction_order.rules.keeps_chains:
             order = np.lexsort((np.array(pieces), used, -(used >> _TOGETHER)))
         else:
             order = np.argsort(used, kind="stable")[::-1]
@@ -138,7 +138,7 @@ class Loader:
             return OnDisk(record.name, record.body.size, expires=record.expires, used=self._seconds(record.used))
         text = Text(record.body.inline)
         text.expires = record.expires
-        units = self._contents.evictor.units
+        units = self._contents.eviction_order.units
         units.now = self._seconds(record.used)
         units.used(key)
         return text
@@ -159,6 +159,6 @@ class Loader:
         for header, (key, (kv_type, layer, head), expires, used) in zip(records.headers(rows), pages, strict=True):
             name = name_of_key(key)
             size, last = records.size_of(header), self._seconds(used)
-            cold = OnDisk(name, size, expires=expires, header=header, unit=block, used=last)
-            add(block, key, cold, (layer, head, kv_type))
-            note_found(name, unit, records.footprint_of(len(block.req_id), cold.size))
+            on_disk = OnDisk(name, size, expires=expires, header=header, unit=block, used=last)
+            add(block, key, on_disk, (layer, head, kv_type))
+            note_found(name, unit, records.footprint_of(len(block.req_id), on_disk.size))

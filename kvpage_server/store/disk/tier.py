@@ -40,7 +40,7 @@ from kvpage_server.store.disk.naming import (
     value_named,
 )
 from kvpage_server.store.disk.readers import DiskReader, Scrubber
-from kvpage_server.store.disk.usage import Stored, takes
+from kvpage_server.store.disk.usage import Stored, size_on_disk
 from kvpage_server.store.disk.write_behind import Batch, WriteBehind
 from kvpage_server.store.evict import MemoryAccount
 from kvpage_server.store.eviction.queues import Unit
@@ -63,7 +63,7 @@ class Changes:
         self._stored = stored
         self._account = account
 
-    def spell(self, name: bytes, value: Value) -> Change:
+    def change_of(self, name: bytes, value: Value) -> Change:
         """Return the change that stores a value. Called in the thread that commits."""
         return change_of(name, value)
 
@@ -92,11 +92,11 @@ class Changes:
             elif isinstance(value, Slot | ExtentPage) and isinstance(value.unit, Block):
                 if value.unit is not last:
                     last, unit = value.unit, name_of_unit(value.unit)
-                usage.add(name, unit, takes(name, value), again=self._is_queued_again(name))
+                usage.add(name, unit, size_on_disk(name, value), again=self._is_queued_again(name))
             else:
                 if block := block_name_of(name):
                     usage.note_stray(name, block)
-                usage.add(name, name, takes(name, value), again=self._is_queued_again(name))
+                usage.add(name, name, size_on_disk(name, value), again=self._is_queued_again(name))
 
     def _removed(self, name: bytes) -> None:
         """Note the removal of a value, and of its unit if nothing of it is left."""
@@ -267,10 +267,10 @@ class DiskTier(Tier):
         self.stored.remove(name_of_block(block.req_id, block.page), replaced=True)
         self.stored.store_pages([*pages], [*pages.values()])
 
-    def retimes(self, key: bytes, entry: Entry) -> None:
-        self.behind.retimes(name_of_key(key), entry, entry.expires)
+    def expiry_changes(self, key: bytes, entry: Entry) -> None:
+        self.behind.note_old_expiry(name_of_key(key), entry, entry.expires)
 
-    def retimed(self, key: bytes) -> None:
+    def expiry_changed(self, key: bytes) -> None:
         entry = self._contents.catalogue.entries.get(key)
         if entry is not None:
             self.stored.retime(name_of_key(key), entry)
@@ -317,7 +317,7 @@ class DiskTier(Tier):
         """
         contents = self._contents
         if not self._keeps_texts or contents.texts <= self._memory.limit:
-            yield islice(contents.evictor.units.victims(), _MOST_OFFERED), self.demote
+            yield islice(contents.eviction_order.units.victims(), _MOST_OFFERED), self.demote
         if self._keeps_texts:
             yield islice(contents.victims(), _MOST_OFFERED), self.evict
         self.behind.hurry()
@@ -330,7 +330,7 @@ class DiskTier(Tier):
 
     @property
     def _keeps_texts(self) -> bool:
-        return not self._contents.evictor.rules.evicts_any
+        return not self._contents.eviction_order.rules.evicts_any
 
     def demote(self, unit: Unit) -> bool:
         """Drop a unit, or evict it if it is not on disk. Returns False if it has to stay.
@@ -361,7 +361,7 @@ class DiskTier(Tier):
 
     def _drop(self, unit: Unit, names: Sequence[bytes]) -> None:
         """Free a unit's bytes in memory."""
-        contents, units = self._contents, self._contents.evictor.units
+        contents, units = self._contents, self._contents.eviction_order.units
         used = units.now - units.idle(unit)
         if isinstance(unit, bytes) or unit.extent is None:
             contents.grow(unit, -self._cool(unit, names, used))
@@ -374,15 +374,15 @@ class DiskTier(Tier):
         contents.any_on_disk = True
 
     def _cool(self, unit: Unit, names: Iterable[bytes], used: int) -> int:
-        """Replace the values of these names by cold ones. Returns the freed bytes."""
+        """Replace the values of these names by placeholders. Returns the freed bytes."""
         contents, freed = self._contents, 0
         for name in names:
             key = name[1:]
             entry = cast(Page, contents.catalogue.entries[key])
             if type(entry) is not OnDisk:
                 header = bytes(entry.header) if type(unit) is Block else b""
-                cold = OnDisk(name, entry.size, expires=entry.expires, header=header, unit=entry.unit, used=used)
-                contents.move_body(key, cold)
+                on_disk = OnDisk(name, entry.size, expires=entry.expires, header=header, unit=entry.unit, used=used)
+                contents.move_body(key, on_disk)
                 freed += entry.footprint
                 self.stored.counts.dropped += 1
         return freed
@@ -401,9 +401,9 @@ class DiskTier(Tier):
         if name not in self.stored.usage or self.behind.waits(name):
             return
         value = value_named(self._contents, name)
-        cold = value.slot if isinstance(value, Extent) else value
-        if isinstance(cold, OnDisk):
-            self.fetching.lose(cold, Damaged("the scrubber found it damaged"))
+        on_disk = value.slot if isinstance(value, Extent) else value
+        if isinstance(on_disk, OnDisk):
+            self.fetching.lose(on_disk, Damaged("the scrubber found it damaged"))
             return
         self.stored.counts.repaired += 1
         log.warning("%s is damaged on disk, and written again from memory", described(name))

@@ -262,7 +262,7 @@ class Stored:
     def store(self, name: bytes, value: Entry | Extent) -> None:
         """Queue a write of a string, a page or an extent to disk."""
         if self.maxdisk and not isinstance(value, OnDisk):
-            self.usage.expect(name, takes(name, value))
+            self.usage.expect(name, size_on_disk(name, value))
         if isinstance(value, Text):
             self.behind.note(name, (value.data, value.expires), value.size + TEXT_OVERHEAD + len(name))
         elif isinstance(value, Extent):
@@ -319,7 +319,7 @@ def _change_size(name: bytes) -> int:
     return _CHANGE + len(name)
 
 
-def takes(name: bytes, value: Entry | Extent | ShortText) -> int:
+def size_on_disk(name: bytes, value: Entry | Extent | ShortText) -> int:
     """Return the approximate bytes that a value takes on disk."""
     if (type(value) is Slot or type(value) is ExtentPage) and type(value.unit) is Block:
         return footprint_of(len(value.unit.req_id), value.size)

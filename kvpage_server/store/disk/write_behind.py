@@ -96,12 +96,12 @@ class Batch(Generic[T]):
 class DiskWriter(Generic[T]):
     """Thread that commits batches for the running event loop.
 
-    `spell(name, value)` returns the change that stores a value. It runs in the thread.
+    `change_of(name, value)` returns the change that stores a value. It runs in the thread.
     """
 
-    def __init__(self, disk: Disk, spell: Callable[[bytes, T], Change]) -> None:
+    def __init__(self, disk: Disk, change_of: Callable[[bytes, T], Change]) -> None:
         self._disk = disk
-        self._spell = spell
+        self._change_of = change_of
         self._loop = asyncio.get_running_loop()
         # Batch, whether it has only removals for a full disk, callback. None stops the thread.
         self._jobs: SimpleQueue[tuple[Batch[T], bool, Done] | None] = SimpleQueue()
@@ -154,9 +154,10 @@ class DiskWriter(Generic[T]):
         if batch.clears:
             yield Clear()
         for name, (value, _) in batch.changes.items():
-            change = Delete(name) if value is None else self._spell(name, value)
-            # `spell` has read the value's expiry. If the loop has changed it since the commit began, `expiries` has the
-            # old one. The loop notes the old one before it sets the new one, so checking after `spell` misses none.
+            change = Delete(name) if value is None else self._change_of(name, value)
+            # `change_of` has read the value's expiry. If the loop has changed it since the commit began, `expiries` has
+            # the old one. The loop notes the old one before it sets the new one, so a check after `change_of` misses
+            # none.
             if name in batch.expiries and isinstance(change, Write):
                 change.expires = batch.expiries[name]
             yield change
@@ -269,7 +270,7 @@ def after(state: State, event: Event) -> State:
 class Owner(Protocol[T]):
     """The interface of the store, as the write-behind uses it."""
 
-    def spell(self, name: bytes, value: T) -> Change:
+    def change_of(self, name: bytes, value: T) -> Change:
         """Return the change that stores a value. Runs in the thread."""
 
     def note_stored(self, batch: Batch[T]) -> Iterator[None]:
@@ -304,7 +305,7 @@ class WriteBehind(Generic[T]):
         self.errors = 0  # failed commits since the start
         self.failing = ""  # the error of the last commit; empty if it succeeded
         self._owner = owner
-        self._writer = DiskWriter(disk, owner.spell)
+        self._writer = DiskWriter(disk, owner.change_of)
         self._next: Batch[T] = Batch()  # changes since the last commit began
         self._now: Batch[T] | None = None  # the batch that the thread writes, or that is being noted
         self._timer: asyncio.TimerHandle | None = None  # starts the next commit
@@ -368,7 +369,7 @@ class WriteBehind(Generic[T]):
             return found
         return self._now.changes.get(name)
 
-    def retimes(self, name: bytes, value: object, expires: int) -> None:
+    def note_old_expiry(self, name: bytes, value: object, expires: int) -> None:
         """Note the old expiry of a value before it changes, so that the commit in progress writes this old one,
         `expires`.
         """
@@ -503,7 +504,7 @@ class WriteBehind(Generic[T]):
         if not newer.clears:
             batch.expiries.clear()  # the next attempt writes the current expiries
             for name, (value, size) in newer.changes.items():
-                # If the batch stores the value, no change of its expiry is necessary: `spell` reads the current one.
+                # If the batch stores the value, its expiry needs no change: `change_of` reads the current one.
                 if not (isinstance(value, SetExpiry) and batch.has_whole(name)):
                     batch.note(name, value, size)
             self._next = batch

@@ -181,6 +181,6 @@ POLICIES = {
     "allkeys-prefix": Policy(Prefix, keeps_chains=True),
     "allkeys-lru": Policy(LRU),
     "allkeys-s3fifo": Policy(S3FIFO),
-    "volatile-ttl": Policy(LRU, evicts_any=False),  # LRU measures idle times; `Expirer` gives the order of eviction
+    "volatile-ttl": Policy(LRU, evicts_any=False),  # LRU measures idle times; `ExpiryOrder` gives the order of eviction
     "noeviction": Policy(LRU, evicts_any=False, evicts_expiring=False),
 }

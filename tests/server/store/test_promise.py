@@ -18,7 +18,7 @@ from kvpage_server.commands.dispatch.run import run
 from kvpage_server.commands.families.server.config import apply
 from kvpage_server.commands.table import find
 from kvpage_server.resp import Reply, ReplyError, Stream
-from kvpage_server.store.accounts import OverLimit, Reservation
+from kvpage_server.store.evict import OverLimit, Reservation
 from kvpage_server.store.quota_limit import QuotaAccount
 
 PAGES = 1100  # three steps or more
@@ -74,7 +74,7 @@ def free(here: Here, limit: int) -> int:
 
 
 def account(here: Here) -> QuotaAccount:
-    [quota] = here.keyspace.evictor.quotas.all
+    [quota] = here.keyspace.eviction_order.quotas.all
     return here.keyspace.quotas.of[quota][0]
 
 
@@ -128,7 +128,7 @@ def test_space_freed_by_a_batch_is_available() -> None:
     for number in range(PAGES):
         here.call("KVPAGESET", *page("ta", number, 2000))
     steps = begin(here, batch("ta"))
-    while here.keyspace.evictor.quotas.all[0].bytes == PAGES * (64 + 2000):
+    while here.keyspace.eviction_order.quotas.all[0].bytes == PAGES * (64 + 2000):
         next(steps)
     assert reserved(here) == 0
     assert last(steps)
@@ -171,7 +171,7 @@ def test_a_quota_is_not_exceeded_by_a_reservation_alone() -> None:
     go_on(here, steps)
     full = account(here)
     here.server.config.change("quota", f"kv:t* {COUNTED}")
-    assert (full.quota.is_over, full.goal(1)) == (False, full.used - 1)
+    assert (full.quota.is_over, full.evicts_above(1)) == (False, full.used - 1)
 
 
 def test_space_freed_by_a_part_is_not_reserved() -> None:

@@ -15,7 +15,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precon
 from kvpage_server.core import Slot
 from kvpage_server.core.arguments import PageName
 from kvpage_server.page import BlockShape, DType, PageKey, Plane, checksum, encode_page, unix_ms
-from kvpage_server.store.accounts import OverLimit
+from kvpage_server.store.evict import OverLimit
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Text, is_page
 from kvpage_server.store.memory.index import Extent, ExtentPage
@@ -226,7 +226,7 @@ class KeyspaceMachine(RuleBasedStateMachine):
 
     @invariant()
     def accounts_are_right(self) -> None:
-        assert self.keys.contents.expirer.keys == sum(expires > 0 for _, expires, _ in self.model.values())
+        assert self.keys.contents.expiry_order.keys == sum(expires > 0 for _, expires, _ in self.model.values())
         entries = {key: self.keys.contents.find(key) for key in self.model}
         texts = sum(len(k) + e.size + TEXT_OVERHEAD for k, e in entries.items() if isinstance(e, Text))
         memory = {slot for e in entries.values() if (slot := e.extent.slot if isinstance(e, ExtentPage) else e)}
@@ -259,7 +259,7 @@ class KeyspaceMachine(RuleBasedStateMachine):
 
     def nothing_is_left(self) -> None:
         keys = self.keys
-        assert (len(keys), keys.contents.expirer.keys, keys.memory.used, keys.arena.used) == (0, 0, 0, 0)
+        assert (len(keys), keys.contents.expiry_order.keys, keys.memory.used, keys.arena.used) == (0, 0, 0, 0)
         assert (len(keys.index), keys.index.blocks, keys.listing.keys()) == (0, 0, [])
 
     def teardown(self) -> None:

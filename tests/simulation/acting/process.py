@@ -156,7 +156,7 @@ class Process:
     @property
     def may_refuse(self) -> bool:
         """Whether a value may be refused that memory has room for."""
-        return self.maxdisk > 0 or self.server.keyspace.evictor.quotas is not None
+        return self.maxdisk > 0 or self.server.keyspace.eviction_order.quotas is not None
 
     @property
     def tasks(self) -> list[str]:

@@ -20,7 +20,7 @@ ROOM = 1 << 16  # bytes: tolerance of a limit for the last stored value
 def mistakes(server: Server, just_stored: int) -> Iterator[str]:
     """Yield wrong counters. `just_stored` bytes may have been stored since the last eviction."""
     keyspace = server.keyspace
-    memory, contents, quotas = keyspace.memory, keyspace.contents, keyspace.evictor.quotas.all
+    memory, contents, quotas = keyspace.memory, keyspace.contents, keyspace.eviction_order.quotas.all
     entries = contents.catalogue.entries
     texts = sum(len(key) + entry.size + TEXT_OVERHEAD for key, entry in entries.items() if type(entry) is Text)
     if contents.texts != texts:
@@ -42,7 +42,7 @@ def mistakes(server: Server, just_stored: int) -> Iterator[str]:
     yield from _mistaken_leases(keyspace)
     yield from _missed_by_scans(keyspace)
     yield from _mistaken_usage(server.tiered, keyspace) if server.tiered is not None else ()
-    spared = len(keyspace.leases) or quotas or not keyspace.evictor.rules.evicts_any
+    spared = len(keyspace.leases) or quotas or not keyspace.eviction_order.rules.evicts_any
     if memory.limit and keyspace.tier is None and not spared:
         most = memory.limit + just_stored * 5 // 4 + ROOM  # slots are larger than values by a fourth at the most
         if memory.used > most:
@@ -62,8 +62,8 @@ def _mistaken_expiry(keyspace: Keyspace) -> Iterator[str]:
     found += sum(block.pages for block in keyspace.index if block.extent is not None and block.extent.expires)
     for _, rows in _resting(keyspace):
         found += sum(bool(expires) for _, _, expires, _ in records.pages(b"", 0, rows))
-    if contents.expirer.keys != found:
-        yield f"{contents.expirer.keys} keys are counted that expire, there are {found}"
+    if contents.expiry_order.keys != found:
+        yield f"{contents.expiry_order.keys} keys are counted that expire, there are {found}"
 
 
 def _mistaken_blocks(keyspace: Keyspace) -> Iterator[str]:
@@ -90,7 +90,7 @@ def _mistaken_leases(keyspace: Keyspace) -> Iterator[str]:
         size = unit.footprint if isinstance(unit, Block) else cast(Page, entries[unit]).footprint
         if lease.size != size:
             yield f"{lease.size} bytes of {name!r} are protected, it has {size}"
-        if lease.account is not keyspace.evictor.limit_of(unit):
+        if lease.account is not keyspace.eviction_order.limit_of(unit):
             yield f"what protects {name!r} counts for another quota"
         protected[lease.account] += lease.size
         on_disk[lease.account] += lease.on_disk
@@ -167,7 +167,7 @@ def left(server: Server) -> dict[str, int]:
         "keys tracked": events.tracking.keys,
         "clients that track": len(events.tracking.clients),
         "bytes held to be read": 0 if tiered is None else tiered.held,
-        "bytes of quotas": sum(quota.bytes for quota in keyspace.evictor.quotas.all),
-        "keys that expire": keyspace.contents.expirer.keys,
+        "bytes of quotas": sum(quota.bytes for quota in keyspace.eviction_order.quotas.all),
+        "keys that expire": keyspace.contents.expiry_order.keys,
         "links between blocks": 0 if tiered is None else len(tiered.account.chains._before),
     }

@@ -33,7 +33,7 @@ class Departures:
     def _check_eviction(self, key: bytes) -> None:
         """Whether a key may be evicted."""
         model, keyspace = self._model, self._process.server.keyspace
-        policy = keyspace.evictor.policy
+        policy = keyspace.eviction_order.policy
         if policy == "noeviction":
             self._fail(f"{key!r} was evicted under noeviction")
         if not (model.limited or self._process.maxdisk or model.disk_fails):
@@ -51,7 +51,7 @@ class Departures:
     def _check_that_one_expires(self, keys: list[bytes]) -> None:
         """Under volatile-ttl a block may be evicted if one of its pages expires."""
         store, keyspace = self._model.store, self._process.server.keyspace
-        if keyspace.evictor.policy != "volatile-ttl" or not keys or keys[0][:3] != b"kv:":
+        if keyspace.eviction_order.policy != "volatile-ttl" or not keys or keys[0][:3] != b"kv:":
             return
         known = [store.keys.get(key) for key in keys]
         if store.doubtful().union(store.fog).isdisjoint(keys) and all(

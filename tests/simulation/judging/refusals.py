@@ -34,7 +34,7 @@ class Refusals:
         most = keyspace.memory.limit
         if spec is None or not spec.stores or not most or self._process.server.tiered is not None:
             return False
-        if keyspace.evictor.policy != "noeviction":
+        if keyspace.eviction_order.policy != "noeviction":
             return False
         store = self._model.store
         unsure = store.doubtful() | store.fog

@@ -138,7 +138,7 @@ def memory_doctor(client: Client, args: list[Argument]) -> Reply:
     found = []
     if not memory.limit:
         found.append("There is no maxmemory: pages are kept until the machine has no memory left. Set one.")
-    elif not keyspace.evictor.rules.evicts_expiring and memory.used > 0.9 * memory.limit:
+    elif not keyspace.eviction_order.rules.evicts_expiring and memory.used > 0.9 * memory.limit:
         found.append(f"{human(memory.used)} of {human(memory.limit)} are used; writes will be refused.")
     if unused > 64 * 1024**2 and ratio > 1.5:
         found.append(f"{human(unused)} of the arena hold nothing: values of other sizes were deleted. They are reused.")

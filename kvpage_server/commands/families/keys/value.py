@@ -28,7 +28,7 @@ from kvpage_server.page import (
     decode_page,
 )
 from kvpage_server.resp import Reply, ReplyError
-from kvpage_server.store.accounts import PendingWrite
+from kvpage_server.store.evict import PendingWrite
 from kvpage_server.store.eviction.quotas import text_size
 from kvpage_server.store.memory.entry import Entry, Text, is_page
 from kvpage_server.store.memory.index import Block

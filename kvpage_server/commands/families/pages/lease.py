@@ -47,7 +47,7 @@ def _exceeded(keyspace: Keyspace, unit: Unit, wanted: Bytes) -> str:
     limits = zip(_ROOMS, wanted, most, beside, strict=True)
     exceeded = ((room, more, may) for room, more, may, had in limits if had + more > may)
     room, more, may = next(exceeded, (_ROOMS[0], wanted.memory, most.memory))
-    of_what = f"the quota, or of what quotas leave of {room}" if keyspace.evictor.quotas.all else room
+    of_what = f"the quota, or of what quotas leave of {room}" if keyspace.eviction_order.quotas.all else room
     return f"leases, pins and lifetimes may take {may} bytes together, half of {of_what}: {more} more would be too many"
 
 

@@ -36,7 +36,7 @@ def apply(server: Server, names: Iterable[str]) -> None:
         if name == "maxmemory":
             server.keyspace.memory.limit = config.maxmemory
         elif name == "maxmemory-policy":
-            server.keyspace.evictor.policy = config.maxmemory_policy
+            server.keyspace.eviction_order.policy = config.maxmemory_policy
         elif name == "quota":
             limits = ((pattern.encode("utf-8", "surrogateescape"), limit) for pattern, limit in config.quota.items())
             server.keyspace.quotas.set_rules([Rule(pattern, limit, glob(pattern)) for pattern, limit in limits])

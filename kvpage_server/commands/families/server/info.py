@@ -132,7 +132,7 @@ def _maxmemory(server: Server) -> Fields:
     return {
         "maxmemory": keyspace.memory.limit,
         "maxmemory_human": human(keyspace.memory.limit),
-        "maxmemory_policy": keyspace.evictor.policy,
+        "maxmemory_policy": keyspace.eviction_order.policy,
         "largest_command_bytes": server.config.largest_command,
     }
 
@@ -297,7 +297,7 @@ def _cluster(server: Server) -> Fields:
 def _keyspace(server: Server) -> Fields:
     """Return the field of the section keyspace; none if there are no keys."""
     keys = len(server.keyspace)
-    return {"db0": f"keys={keys},expires={server.keyspace.contents.expirer.keys},avg_ttl=0"} if keys else {}
+    return {"db0": f"keys={keys},expires={server.keyspace.contents.expiry_order.keys},avg_ttl=0"} if keys else {}
 
 
 def _kvpage(server: Server) -> Fields:
@@ -340,7 +340,7 @@ def _quotas(server: Server) -> Fields:
         f"quota{number}": f"limit={quota.limit},bytes={quota.bytes},evicted_keys={quota.evicted},"
         f"index_bytes={quota.index},"
         f"pattern={quota.pattern.decode('utf-8', 'surrogateescape')}"
-        for number, quota in enumerate(server.keyspace.evictor.quotas.all)
+        for number, quota in enumerate(server.keyspace.eviction_order.quotas.all)
     }
 
 

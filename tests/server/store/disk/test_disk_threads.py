@@ -51,7 +51,7 @@ async def behind(
     class Values:
         """Bytes, as they are."""
 
-        def spell(self, name: bytes, value: bytes) -> Write:
+        def change_of(self, name: bytes, value: bytes) -> Write:
             return Write(name, b"", value)
 
         def note_stored(self, batch: Batch[bytes]) -> Iterator[None]:

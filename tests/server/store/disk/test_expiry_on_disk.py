@@ -51,14 +51,14 @@ def expiries(disk: Disk) -> dict[bytes, int]:
 async def test_a_write_in_progress_keeps_its_expiry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started, goes_on = threading.Event(), threading.Event()
     async with with_disk(tmp_path) as (keyspace, tier, disk):
-        spell = tier.behind._writer._spell
+        change_of = tier.behind._writer._change_of
 
         def wait(name: bytes, value: Value) -> Change:
             started.set()
             assert goes_on.wait(PATIENCE)
-            return spell(name, value)
+            return change_of(name, value)
 
-        monkeypatch.setattr(tier.behind._writer, "_spell", wait)
+        monkeypatch.setattr(tier.behind._writer, "_change_of", wait)
         assert await asyncio.to_thread(started.wait, PATIENCE)
         first: list[dict[bytes, int]] = []
         tier.behind.when_durable(tier.behind.position, lambda: first.append(expiries(disk)))
@@ -114,7 +114,7 @@ async def test_all_pages_of_a_block_expire_during_a_tidy_up(tmp_path: Path, stal
     while keyspace.sweep(LATER + 2000, 100) == 100:
         pass
     assert sorted(keyspace.listing.keys()) == [LONG, SHORT]
-    assert keyspace.contents.expirer.keys == 1
+    assert keyspace.contents.expiry_order.keys == 1
     await keyspace.tier.close()
 
 

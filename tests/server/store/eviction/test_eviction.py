@@ -22,8 +22,7 @@ from waiting import PATIENCE, until
 from kvpage_server.page import unix_ms
 from kvpage_server.service import regular_work
 from kvpage_server.store import keyspace
-from kvpage_server.store.accounts import OverLimit
-from kvpage_server.store.evict import MOST_LEAVE
+from kvpage_server.store.evict import MOST_LEAVE, OverLimit
 from kvpage_server.store.eviction.policies import LRU, POLICIES, S3FIFO
 from kvpage_server.store.eviction.prefix import Prefix
 from kvpage_server.store.eviction.queues import BURST, Queues, Unit, successor
@@ -147,7 +146,7 @@ def test_a_change_of_policy_delays_no_client(to: str) -> None:
         keys.contents.set_string(b"%d" % number, b"")
     took = []
     started = time.thread_time()
-    keys.evictor.policy = to
+    keys.eviction_order.policy = to
     while True:
         took.append(time.thread_time() - started)
         started = time.thread_time()
@@ -422,8 +421,8 @@ def test_a_new_policy_knows_units_and_their_ages(start: str, to: str, monkeypatc
         monkeypatch.setattr(keyspace, "monotonic_ms", lambda now=number * 10_000: now)
         keys.sweep(unix_ms(), 100)
         keys.contents.set_string(text(number), b"x")
-    keys.evictor.policy = to
-    assert keys.evictor.policy == to
+    keys.eviction_order.policy = to
+    assert keys.eviction_order.policy == to
     assert [keys.reader.idle(text(number)) for number in range(10)] == [90 - number * 10 for number in range(10)]
     keys.memory.limit = keys.memory.used // 2
     if to.startswith("allkeys"):

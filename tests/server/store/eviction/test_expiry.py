@@ -8,35 +8,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpage_server.store.eviction import expiry_order
-from kvpage_server.store.eviction.expiry_order import Expirer
+from kvpage_server.store.eviction import order
+from kvpage_server.store.eviction.order import ExpiryOrder
 
 Times = dict[bytes, int]  # when keys expire, in milliseconds
 NEVER = 10**9
 
 
-def expirer_of(times: Times) -> Expirer:
+def expirer_of(times: Times) -> ExpiryOrder:
     """One that knows these keys."""
-    expirer = Expirer(lambda key: times.get(key, 0))
+    expirer = ExpiryOrder(lambda key: times.get(key, 0))
     for key, expires in times.items():
         expirer.keys += 1
         expirer.note(key, expires)
     return expirer
 
 
-def put(expirer: Expirer, times: Times, key: bytes, expires: int) -> None:
+def put(expirer: ExpiryOrder, times: Times, key: bytes, expires: int) -> None:
     expirer.keys += key not in times
     times[key] = expires
     expirer.note(key, expires)
 
 
-def tidy(expirer: Expirer, times: Times) -> None:
+def tidy(expirer: ExpiryOrder, times: Times) -> None:
     """Note a key again and again, until stale notes are dropped."""
-    for more in range(2 * expirer.keys + expiry_order._SLACK + 2):
+    for more in range(2 * expirer.keys + order._SLACK + 2):
         put(expirer, times, b"restless", NEVER + more)
 
 
-def given_by(keys: Iterator[bytes], expirer: Expirer, times: Times, on: Callable[[bytes], None]) -> list[bytes]:
+def given_by(keys: Iterator[bytes], expirer: ExpiryOrder, times: Times, on: Callable[[bytes], None]) -> list[bytes]:
     """The keys that are given, each of which is removed after something else was done."""
     found = []
     for key in keys:
@@ -47,11 +47,11 @@ def given_by(keys: Iterator[bytes], expirer: Expirer, times: Times, on: Callable
     return found
 
 
-def due(expirer: Expirer) -> Iterator[bytes]:
+def due(expirer: ExpiryOrder) -> Iterator[bytes]:
     return expirer.due(100_000)
 
 
-def nearest(expirer: Expirer) -> Iterator[bytes]:
+def nearest(expirer: ExpiryOrder) -> Iterator[bytes]:
     return expirer.nearest(0)
 
 
@@ -59,7 +59,7 @@ WAYS = pytest.mark.parametrize("way", [due, nearest])
 
 
 @WAYS
-def test_a_key_noted_during_a_tidy_up_of_its_second_is_returned(way: Callable[[Expirer], Iterator[bytes]]) -> None:
+def test_a_key_noted_during_a_tidy_up_of_its_second_is_returned(way: Callable[[ExpiryOrder], Iterator[bytes]]) -> None:
     times: Times = {b"first": 5000}
     expirer = expirer_of(times)
 
@@ -76,7 +76,7 @@ def test_a_key_noted_during_a_tidy_up_of_its_second_is_returned(way: Callable[[E
 
 @WAYS
 def test_a_later_second_stays_after_a_tidy_up(
-    way: Callable[[Expirer], Iterator[bytes]],
+    way: Callable[[ExpiryOrder], Iterator[bytes]],
 ) -> None:
     times: Times = {b"now": 5000, b"next": 6000, b"later": 7000}
     expirer = expirer_of(times)
@@ -85,7 +85,7 @@ def test_a_later_second_stays_after_a_tidy_up(
 
 
 @WAYS
-def test_an_earlier_second_that_is_noted_meanwhile_is_given(way: Callable[[Expirer], Iterator[bytes]]) -> None:
+def test_an_earlier_second_that_is_noted_meanwhile_is_given(way: Callable[[ExpiryOrder], Iterator[bytes]]) -> None:
     times: Times = {b"now": 5000, b"next": 6000}
     expirer = expirer_of(times)
     found = given_by(
@@ -115,7 +115,7 @@ def test_no_key_is_lost(
 ) -> None:
     """For any changes by the consumers of a key, in eviction or in a sweep."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(expiry_order, "_SLACK", slack)
+        patch.setattr(order, "_SLACK", slack)
         times = {b"%d" % key: expires for key, expires in first.items()}
         expirer, left = expirer_of(times), iter(changes)
 

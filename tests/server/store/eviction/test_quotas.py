@@ -132,7 +132,7 @@ class Quotas(RuleBasedStateMachine):
         received = self.here.call(*words)
         if received.startswith(b"-"):
             assert received.startswith(b"-OOM command not allowed when the quota of '")
-            if self.keys.evictor.policy == "noeviction":
+            if self.keys.eviction_order.policy == "noeviction":
                 assert self.here.keyspace.listing.keys() == before
         else:
             assert received in (b"+OK\r\n", b":1\r\n")
@@ -187,7 +187,7 @@ class Quotas(RuleBasedStateMachine):
 
     @rule(policy=st.sampled_from(["allkeys-prefix", "allkeys-lru", "allkeys-s3fifo", "volatile-ttl", "noeviction"]))
     def change_policy(self, policy: str) -> None:
-        self.keys.evictor.policy = policy
+        self.keys.eviction_order.policy = policy
 
     @rule()
     def flush(self) -> None:
@@ -207,7 +207,7 @@ class Quotas(RuleBasedStateMachine):
     @invariant()
     def nothing_counts_that_is_not_there(self) -> None:
         if hasattr(self, "here"):
-            for quota in self.keys.evictor.quotas.all:
+            for quota in self.keys.eviction_order.quotas.all:
                 check_units(self.keys, quota)
 
     @invariant()
@@ -221,7 +221,7 @@ class Quotas(RuleBasedStateMachine):
             whose = 0 if key.startswith(b"kv:a") else 1 if key.startswith(b"kv:b:") else 2 if key[:5] == b"text:" else 3
             if whose < 3:
                 sizes[whose] += 64 + entry.size if is_page(entry) else len(key) + entry.size + 200
-        assert [quota.bytes for quota in self.keys.evictor.quotas.all] == sizes
+        assert [quota.bytes for quota in self.keys.eviction_order.quotas.all] == sizes
 
 
 Quotas.TestCase.settings = settings(stateful_step_count=30)
@@ -454,7 +454,7 @@ def test_a_large_store_is_counted_in_steps() -> None:
     for number in range(10_000):
         keys.contents.set_string(b"a:%d" % number if number % 2 else b"b:%d" % number, b"x" * 10)
     keys.quotas.set_rules([Rule(b"a:*", 10**7, lambda name: name.startswith(b"a:"))])
-    (quota,) = keys.evictor.quotas.all
+    (quota,) = keys.eviction_order.quotas.all
     assert 0 < quota.bytes < 5000 * 210
     keys.contents.set_string(b"a:99999", b"new")
     keys.contents.delete(b"a:9999")
@@ -479,7 +479,7 @@ def being_counted(monkeypatch: pytest.MonkeyPatch, kind: str, limit: int = 10**6
     for page in range(10):
         assert KINDS[kind](here, page) == b"+OK\r\n"
     here.keyspace.quotas.set_rules([Rule(b"kv:a:*", limit, lambda name: name.startswith(b"kv:a:"))])
-    (quota,) = here.keyspace.evictor.quotas.all
+    (quota,) = here.keyspace.eviction_order.quotas.all
     assert len(quota.sizes) == 1
     return here, quota
 
