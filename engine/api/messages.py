@@ -4,6 +4,7 @@ answer in a chat.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,7 @@ async def create_message(request: Request) -> Response:
         )
     except ApiError as error:
         raise renamed(error, NAMES) from error
+    prompt = replace(prompt, prewarms=not body.max_tokens)
     diagnostics = partial(_diagnostics, body, service.prompt_log.find(body.compared, tenant.name), asked)
     envelope = MessageEnvelope(reply_id, body.model, given, len(prompt.tokens), prompt.boundaries, diagnostics)
     shape = MessageShape(envelope, reader, silent=not body.max_tokens)

@@ -46,11 +46,17 @@ class _Answers:
             buckets=SECONDS,
             **shared,
         )
+        help = "Prompts with a lifetime, by the part of the requested tokens that is kept: whole, part or none"
+        self._kept = Counter(PREFIX + "lifetimes", help, ["model", "kept"], **shared)
+        self._prewarmed = Counter(PREFIX + "prewarmed", "Prompts computed for later ones", ["model"], **shared)
         help = "Prompts that reused less than possible, by reason"
         self._misses = Counter(PREFIX + "misses", help, ["model", "reason"], **shared)
 
-    def count(self, answer: Answer, model: str) -> None:
-        reuse = answer.reuse
+    def count(self, answer: Answer, model: str, *, prewarmed: bool) -> None:
+        reuse, kept = answer.reuse, answer.kept
+        if kept:
+            self._kept.labels(model, "whole" if not kept.why else "part" if kept.tokens else "none").inc()
+        self._prewarmed.labels(model).inc(prewarmed)
         self._answers.labels(model, reuse.tier, answer.finish_reason).inc()
         self._prompt.labels(model).inc(answer.prompt_tokens)
         self._reused.labels(model, reuse.tier).inc(reuse.tokens)
@@ -78,11 +84,11 @@ class Metrics:
         waiting.set_function(pending)
         self._registry.register(_EngineCollector(models))
 
-    def answered(self, answer: Answer, agent_id: str, model: str) -> None:
+    def answered(self, answer: Answer, agent_id: str, model: str, *, prewarmed: bool) -> None:
         """Count a complete answer of a model, in the metrics of all answers and of the agent's tenant."""
-        self._answers.count(answer, model)
+        self._answers.count(answer, model, prewarmed=prewarmed)
         if tenant := tenant_of(agent_id):
-            self._of_tenants[tenant].count(answer, model)
+            self._of_tenants[tenant].count(answer, model, prewarmed=prewarmed)
 
     def exposition(self, who: Tenant) -> bytes:
         """Return the metrics in Prometheus's text format: all of them for WATCHER and without tenants, otherwise the
@@ -119,6 +125,7 @@ def _metrics(engine: Engine, weights: int) -> Iterator[Metric]:
     yield _gauge("dirty_agents", "Agents with dirty contexts, which are not saved yet", store.dirty_agents)
     yield _gauge("dirty_bytes", "Bytes of dirty contexts", store.dirty_bytes)
     yield _gauge("prefix_bytes", "Bytes of shared prefixes in memory", store.prefix_bytes)
+    yield _gauge("kept_bytes", "Bytes of contexts in memory that have a lifetime", store.kept_bytes)
     tiers = {"hot": store.hot, "prefix": store.prefix, "page": store.page, "cold": store.cold}
     for what, help in (
         ("hits", "Loads of contexts from a tier"),

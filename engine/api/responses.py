@@ -43,6 +43,7 @@ async def create_response(request: Request) -> Response:
         (prompt,), given, (reader,), asked = await conversation(service, model, request, tenant, chat, response_id)
     except ApiError as error:
         raise renamed(error, NAMES) from error
+    prompt = replace(prompt, prewarms=body.prompt_cache_options.prewarm)
     compared = body.prompt_cache_options.comparison_response_id
     diagnostics = partial(_diagnostics, compared, service.prompt_log.find(compared, tenant.name), asked)
     if not body.store:

@@ -233,8 +233,9 @@ class Service:
         for generation in answers.generations:
             assert generation.answer
             prompt = generation.prompt
-            self.metrics.answered(generation.answer, prompt.agent_id, answers.model)
-            self.watching.answered(generation.answer, answers.model, kept=prompt.keep, label=prompt.label)
+            answer, warm = generation.answer, prompt.prewarms
+            self.metrics.answered(answer, prompt.agent_id, answers.model, prewarmed=warm)
+            self.watching.answered(answer, answers.model, kept=prompt.keep, label=prompt.label, prewarmed=warm)
 
     def ask(self, model: ServedModel, prompts: Sequence[Prompt]) -> Answers:
         """Queue the prompts of a request, and return their answers. Raises ApiError (429) if the queue has no room for

@@ -47,6 +47,9 @@ class Answered:
     waited_seconds: float
     first_seconds: float
     generated: int  # tokens of the answer
+    kept: int | None  # tokens with a lifetime; None if the request has none
+    kept_until: float  # unix seconds
+    prewarmed: bool
 
 
 @dataclass(slots=True)
@@ -87,9 +90,9 @@ class Watching:
         self._again = 0.0  # time of the next query of the agents, in monotonic seconds
         self._queries: dict[str, asyncio.Task[None]] = {}
 
-    def answered(self, answer: Answer, model: str, *, kept: bool, label: str) -> None:
+    def answered(self, answer: Answer, model: str, *, kept: bool, label: str, prewarmed: bool) -> None:
         """Add an answer of a model to its tenant's history. It has the agent's name if the context is `kept`, otherwise
-        `label`.
+        `label`. A `prewarmed` prompt was computed for later requests.
         """
         tenant = Tenant(tenant_of(answer.agent_id))
         seen = self._tenants.setdefault(tenant.name, _History())
@@ -113,6 +116,9 @@ class Watching:
                 reuse.waited_seconds,
                 reuse.time_to_first_token,
                 len(answer.tokens),
+                answer.kept.tokens if answer.kept else None,
+                answer.kept.until / 1000 if answer.kept else 0.0,
+                prewarmed,
             )
         )
 

@@ -52,6 +52,7 @@ class Prompt:
     leader: int | None = None  # the index of a prompt of the same tokens, before it in the request
     label: str = ""  # the text that `kvpage` and the web pages show for a context without a name
     lifetimes: Lifetimes | None = None
+    prewarms: bool = False  # whether it is computed for later requests, and its answer is not sent
     boundaries: Sequence[Boundary] = ()  # the breakpoints, in ascending order
     kept_tokens: int | None = None  # tokens of the context to keep, from its beginning; None for all
     written: bool = True  # whether tiers below memory may get the context

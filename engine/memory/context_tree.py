@@ -220,10 +220,10 @@ class ContextTree:
         return self._nodes.get(node.name) or next((other for other in longer if other.covers(node)), None)
 
     @property
-    def kept(self) -> tuple[int, int]:
-        """The number of blocks in their lifetimes, and their bytes."""
+    def kept_bytes(self) -> int:
+        """The bytes of blocks in their lifetimes."""
         self._settle()
-        return len(self._kept), sum(self._nodes[name].block.nbytes for name in self._kept)
+        return sum(self._nodes[name].block.nbytes for name in self._kept)
 
     def _settle(self) -> None:
         """Remove lifetimes that have ended."""

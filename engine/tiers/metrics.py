@@ -95,6 +95,7 @@ class StoreMetrics:
     dirty_bytes: int
     prefix_blocks: int
     prefix_bytes: int
+    kept_bytes: int  # of blocks with a lifetime
     prefix_hits: int  # prompts with a prefix in memory, used or not
     server: PageServer | None  # None without a page server
     cold_misses: Mapping[str, int]  # loads of files that found nothing, by reason

@@ -477,6 +477,7 @@ class AgentCacheStore:
                 dirty_bytes=sum(sum(entry.sizes.values()) for entry in dirty) + self._flusher.waiting,
                 prefix_blocks=len(self._tree),
                 prefix_bytes=self._tree.nbytes,
+                kept_bytes=self._tree.kept_bytes,
                 prefix_hits=self._tree.hits,
             )
 

@@ -144,6 +144,13 @@ function showBatch() {
       el("td", { class: "num" }, seconds(each.seconds))));
 }
 
+/** Return whether an answer's prompt was pre-warmed, and how many of its tokens are kept until when; "" for neither. */
+function lifetime({ prewarmed, kept, kept_until: until }) {
+  const parts = prewarmed ? ["pre-warmed"] : [];
+  if (kept !== null) parts.push(kept ? `${plural(kept, "token")} until ${clock(until)}` : "nothing kept");
+  return parts.join(", ");
+}
+
 function showAnswers() {
   const shown = first(answers, MAX_ROWS, at("answers-more"));
   at("answers-empty").hidden = shown.length > 0;
@@ -154,6 +161,7 @@ function showAnswers() {
       meter(prompt(answer), `${count(answer.reused)} of ${count(answer.prompt)}`),
       el("td", {}, chip(answer.reused ? answer.tier : "none")),
       el("td", { class: "num" }, seconds(answer.first_seconds)),
+      el("td", { class: "soft" }, lifetime(answer)),
       el("td", { class: "soft" }, answer.why ?? ""),
       el("td", { class: "num soft" }, clock(answer.at))));
 }

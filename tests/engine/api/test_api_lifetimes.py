@@ -88,6 +88,8 @@ def test_a_prewarmed_prompt_is_computed_as_little_as_a_hot_one(engine: RunningEn
     assert kept(warm)["tokens"] == warm.usage.cache_creation_input_tokens
     create(engine, "b", None, system=system)  # hot
     hot = create(engine, "c", None, system=system)
+    assert engine.metric("prewarmed_total") >= 1
+    assert engine.metric("lifetimes_total") >= 1
     cold = create(engine, "d", None, system=system[::-1])
     create(engine, "a", "5m", system=system[1:], max_tokens=0)
     prewarmed = create(engine, "c", None, system=system[1:])

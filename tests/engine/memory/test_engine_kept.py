@@ -56,11 +56,11 @@ def test_kept_blocks_stay_until_their_end_and_then_go_first(tree: ContextTree, p
     assert abs(report.until - unix_ms() - 1000) < 500
     fill(tree, pool)
     assert (found(tree, pool, kept), found(tree, pool, other)) == (2, 0)
-    assert tree.kept == (2, 2 * BYTES)
+    assert tree.kept_bytes == 2 * BYTES
     time.sleep(1)
     shared(tree, pool, 3, blocks=1)
     shared(tree, pool, 4, blocks=1)
-    assert tree.kept == (0, 0)
+    assert tree.kept_bytes == 0
     assert found(tree, pool, kept) <= 1
 
 
