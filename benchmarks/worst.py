@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import kvpage_server.commands.families  # noqa: F401  fills the table
 from kvpage_server.commands.context import MOST_QUEUED
-from kvpage_server.commands.table import TABLE, WORDS_PER_STEP
+from kvpage_server.commands.specs import TABLE, WORDS_PER_STEP
 from kvpage_server.glob import LONGEST
 
 MANY = 100_000

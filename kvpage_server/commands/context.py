@@ -18,7 +18,7 @@ from kvpage_server.commands.measure import Latency, SlowLog, Stats
 from kvpage_server.commands.notifying.channels import Channels, Mode
 from kvpage_server.commands.notifying.events import KeyEvents
 from kvpage_server.commands.notifying.tracking import Tracking
-from kvpage_server.commands.table import READ, Spec
+from kvpage_server.commands.specs import READ, Spec
 from kvpage_server.configuration.config import Config
 from kvpage_server.core import Command
 from kvpage_server.core.protocol import WORD

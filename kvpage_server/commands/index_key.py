@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from kvpage_server.commands.arguments import WRONG_TYPE
-from kvpage_server.commands.table import Spec
+from kvpage_server.commands.specs import Spec
 from kvpage_server.core import Command
 from kvpage_server.resp import ReplyError
 from kvpage_server.store.keyspace import Keyspace

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from inspect import getdoc
 
 import kvpage_server.commands.families  # noqa: F401  # fills the table
-from kvpage_server.commands.table import TABLE, Spec, subcommands
+from kvpage_server.commands.specs import TABLE, Spec, subcommands
 from kvpage_server.page import MAX_HEAD, MAX_KV_TYPE, MAX_LAYER, MAX_PAGE, MAX_REQ_ID, MAX_TTL, MAX_U32, DType, KVType
 
 # -- examples ----------------------------------------------------------------------------------------------------------

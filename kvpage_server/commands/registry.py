@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.table import (
+from kvpage_server.commands.specs import (
     BY_WORD,
     CATEGORIES,
     FLAGS,
@@ -39,7 +39,7 @@ from kvpage_server.commands.table import (
     nothing,
     subcommands,
 )
-from kvpage_server.commands.table import arity as arity_of
+from kvpage_server.commands.specs import arity as arity_of
 from kvpage_server.core import Argument
 from kvpage_server.resp import Reply, simple
 

@@ -20,8 +20,8 @@ from kvpage_server.commands.families.keys.value import checked_page
 from kvpage_server.commands.families.pages.block import read_shape
 from kvpage_server.commands.families.pages.page import PAGES_PER_STEP, header_fields, new_pages, page_name
 from kvpage_server.commands.families.pages.request import block_names, page_id, request_name
+from kvpage_server.commands.specs import TABLE, Spec, nothing
 from kvpage_server.commands.steps import IN_THREAD_FROM, Steps, each, in_thread
-from kvpage_server.commands.table import TABLE, Spec, nothing
 from kvpage_server.core import Argument, Command, NewPages, Slot
 from kvpage_server.core.arguments import NAME_WORDS, PAGE_WORDS, BadPage
 from kvpage_server.gateway.upstream import MOST, NO_PAGE, PageMetadata, Plans, Upstream, Value, wait_for

@@ -15,8 +15,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from kvpage_server.commands.context import Client, Server
+from kvpage_server.commands.specs import BY_WORD
 from kvpage_server.commands.steps import STEP, counted
-from kvpage_server.commands.table import BY_WORD
 from kvpage_server.configuration.config import Config
 from kvpage_server.configuration.kinds import OutputLimit
 from kvpage_server.core import Limits, Parser

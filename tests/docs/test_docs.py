@@ -25,7 +25,7 @@ from waiting import PATIENCE
 import kvpage_server.commands.families  # noqa: F401  # fills the table
 from kvpage_server.commands.families.pages.request import REASONS
 from kvpage_server.commands.reference import EXAMPLES, reference
-from kvpage_server.commands.table import TABLE
+from kvpage_server.commands.specs import TABLE
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "commands.md"
 REDIS_CLI = shutil.which("redis-cli")

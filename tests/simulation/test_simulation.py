@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import kvpage_server.commands.families  # noqa: F401 - it fills the table
-from kvpage_server.commands.table import TABLE
+from kvpage_server.commands.specs import TABLE
 from tests.simulation.defects import DoesNotApply, Mistake, apply
 from tests.simulation.defects.mistakes import MISTAKES
 from tests.simulation.programs.program import Program

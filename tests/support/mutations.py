@@ -9,7 +9,7 @@ from random_commands import INTEGERS, KEYS, NO_INTEGERS, ODD_WORDS, VALUES, Comm
 from wire import encode_command
 
 import kvpage_server.commands.families  # noqa: F401  fills the table
-from kvpage_server.commands.table import TABLE, Spec
+from kvpage_server.commands.specs import TABLE, Spec
 from kvpage_server.page import decode_page
 
 Words = list[bytes]

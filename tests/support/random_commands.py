@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvpage_server.commands.table import Spec, arguments
+from kvpage_server.commands.specs import Spec, arguments
 
 Words = list[bytes]
 

@@ -12,7 +12,7 @@ from servers import start_server
 import kvpage_server.commands.families  # noqa: F401  fills the table
 from kvpage_server.commands.context import Client, Server
 from kvpage_server.commands.dispatch.run import run
-from kvpage_server.commands.table import find
+from kvpage_server.commands.specs import find
 from kvpage_server.configuration.config import Config
 from kvpage_server.core.pieces import Piece
 from kvpage_server.resp import encode

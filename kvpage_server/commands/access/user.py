@@ -14,7 +14,7 @@ from copy import copy
 from functools import cache, partial
 from typing import NamedTuple
 
-from kvpage_server.commands.table import CATEGORIES, READ, TABLE, WRITE, KeyPrefix, Spec
+from kvpage_server.commands.specs import CATEGORIES, READ, TABLE, WRITE, KeyPrefix, Spec
 from kvpage_server.core import Argument
 from kvpage_server.glob import Matches, Patterns, PatternTooLong, glob
 

@@ -22,8 +22,8 @@ from typing import Generic, TypeVar
 
 from kvpage_server.commands.access.user import Denial
 from kvpage_server.commands.context import Client
+from kvpage_server.commands.specs import Spec, meant, named
 from kvpage_server.commands.steps import IN_THREAD_FROM, Steps, wait_for_thread
-from kvpage_server.commands.table import Spec, meant, named
 from kvpage_server.core import Command
 from kvpage_server.core.pieces import Piece
 from kvpage_server.resp import Reply, ReplyError, Wait, bare
@@ -380,7 +380,7 @@ def queues(client: Client, spec: Spec) -> bool:
     return client.transaction is not None and not spec.unqueued
 
 
-def admit(client: Client, spec: Spec) -> None:
+def check_state(client: Client, spec: Spec) -> None:
     """Raise ReplyError if the client's state does not allow the command (subscribed in RESP2, inside a transaction), or
     Paused if the command has to wait for the end of a CLIENT PAUSE.
     """

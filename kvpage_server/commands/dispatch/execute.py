@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 from kvpage_server.commands.context import MOST_QUEUED, Client, too_much_queued
 from kvpage_server.commands.dispatch.checks import (
     Postponed,
-    admit,
     check_rights,
+    check_state,
     end_caching,
     free_memory,
     prepare,
@@ -26,8 +26,8 @@ from kvpage_server.commands.dispatch.checks import (
     wait_for_messages,
 )
 from kvpage_server.commands.dispatch.run import run, run_part, run_with_client_flags
+from kvpage_server.commands.specs import BY_WORD, WORDS_PER_STEP, Parts, Spec, find
 from kvpage_server.commands.steps import Steps, freed
-from kvpage_server.commands.table import BY_WORD, WORDS_PER_STEP, Parts, Spec, find
 from kvpage_server.core import Command
 from kvpage_server.core.pieces import Piece
 from kvpage_server.resp import Raw, Reply, ReplyError, Stream, Wait, encode
@@ -48,7 +48,7 @@ def begin(client: Client, spec: Spec, words: Command) -> Stream:
     if not client.fast_path_ok:
         if client.server.command_override is not None:
             spec = client.server.command_override(client, spec, words)
-        admit(client, spec)
+        check_state(client, spec)
     if spec.parts is None:
         raise ReplyError(f"ERR '{spec.name}' takes at most {WORDS_PER_STEP} words at once, got {len(words)}")
     client.last_command = spec.name
@@ -64,9 +64,9 @@ def are_many_rights(client: Client, words: Command) -> bool:
 
 def after_rights(client: Client, spec: Spec, words: Command) -> Stream:
     """Return the reply to a command for which `are_many_rights` holds: a Stream that checks the rights in steps, and
-    then runs the command. Raises ReplyError or Paused as `admit`.
+    then runs the command. Raises ReplyError or Paused as `check_state`.
     """
-    admit(client, spec)
+    check_state(client, spec)
     client.last_command = spec.name
 
     def steps() -> Iterator[Reply]:
@@ -238,7 +238,7 @@ def execute(client: Client, words: Command) -> Reply:
             if are_many_rights(client, words):
                 return after_rights(client, spec, words)
             check_rights(client, spec, words)
-            admit(client, spec)
+            check_state(client, spec)
             stores = takes_memory(client, spec)
         if stores and server.keyspace.memory.is_full:
             free_memory(client)

@@ -13,7 +13,7 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.checks import Postponed, check_rights, end_caching, require_durable_state
 from kvpage_server.commands.index_key import TAIL, names_index, refuse_to_write
 from kvpage_server.commands.measure import SLOW_WORD
-from kvpage_server.commands.table import BY_WORD, SUBCOMMANDS, WORDS_PER_STEP, Spec, too_many
+from kvpage_server.commands.specs import BY_WORD, SUBCOMMANDS, WORDS_PER_STEP, Spec, too_many
 from kvpage_server.core import Argument, Callee, Caller, Command, Parser
 from kvpage_server.core.pieces import Piece
 from kvpage_server.glob import PatternTooLong

@@ -30,7 +30,7 @@ from itertools import chain, islice
 from typing import Any, Generic, TypeVar
 
 from kvpage_server.commands.notifying.channels import Mode, Recipient
-from kvpage_server.commands.table import Spec
+from kvpage_server.commands.specs import Spec
 from kvpage_server.core import Argument
 from kvpage_server.resp import Push, Raw
 from kvpage_server.store.memory.entry import page_named

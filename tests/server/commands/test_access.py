@@ -18,7 +18,7 @@ from servers import NO_REDIS, REDIS_SERVER, RunningServer, start_redis, start_se
 from wire import Wire, encode_command, parse
 
 import kvpage_server.commands.families  # noqa: F401  fills the table
-from kvpage_server.commands.table import CATEGORIES, SUBCOMMANDS, TABLE
+from kvpage_server.commands.specs import CATEGORIES, SUBCOMMANDS, TABLE
 
 PASSWORD = "correct horse"
 

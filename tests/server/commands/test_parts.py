@@ -9,7 +9,7 @@ import redis
 from servers import start_server
 from wire import Error, Wire, parse
 
-from kvpage_server.commands.table import WORDS_PER_STEP
+from kvpage_server.commands.specs import WORDS_PER_STEP
 
 COUNT = WORDS_PER_STEP + 476  # more than run at once, and the last part is not a full one
 KEYS = [b"k%d" % i for i in range(COUNT)]

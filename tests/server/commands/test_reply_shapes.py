@@ -10,7 +10,7 @@ from servers import RunningServer
 from wire import Wire, items, parse
 
 import kvpage_server.commands.families  # noqa: F401  fills the table
-from kvpage_server.commands.table import TABLE, Spec, arity, find, schema, subcommands
+from kvpage_server.commands.specs import TABLE, Spec, arity, find, schema, subcommands
 
 ROWS = [spec for spec in TABLE.values() if not subcommands(spec.name) or spec.arity == -1]
 BEGINS = {  # RESP3's replies by their first bytes

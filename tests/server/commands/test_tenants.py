@@ -14,7 +14,7 @@ from servers import RunningServer, start_server
 from wire import Wire, encode_command
 
 import kvpage_server.commands.families  # noqa: F401  fills the table
-from kvpage_server.commands.table import TABLE, Spec, arguments
+from kvpage_server.commands.specs import TABLE, Spec, arguments
 
 Words = list[bytes]
 

@@ -19,7 +19,7 @@ from wire import Wire, encode_command, items, parse
 
 import kvpage_server.commands.families  # noqa: F401  fills the table
 from kvpage_server.commands.access.user import ABSENT
-from kvpage_server.commands.table import SUBCOMMANDS, TABLE, Spec
+from kvpage_server.commands.specs import SUBCOMMANDS, TABLE, Spec
 
 SEEDS = 20
 COMMANDS_A_SEED = 1000

@@ -15,7 +15,7 @@ from wire import encode_command
 
 import kvpage_server.commands.families  # noqa: F401  fills the table
 from benchmarks.worst import NOT_ASKED, Scene, scene_name, scenes
-from kvpage_server.commands.table import TABLE, subcommands
+from kvpage_server.commands.specs import TABLE, subcommands
 
 FEW, FOUR_TIMES = 1100, 4400
 # Seconds of a turn that are ignored, because of other load and slow machines. A command that iterates over its

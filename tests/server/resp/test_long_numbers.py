@@ -9,7 +9,7 @@ import pytest
 from servers import RunningServer, start_server
 
 import kvpage_server.commands.families  # noqa: F401  fills the table
-from kvpage_server.commands.table import TABLE
+from kvpage_server.commands.specs import TABLE
 
 LONG = b"9" * 5000
 TOO_LONG = [LONG, b"-" + LONG, b"0" * 5000, b"+" + LONG, b"1." + LONG, b"9" * 100_000]

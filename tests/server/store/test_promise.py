@@ -16,7 +16,7 @@ from wire import encode_command
 
 from kvpage_server.commands.dispatch.run import run
 from kvpage_server.commands.families.server.config import apply
-from kvpage_server.commands.table import find
+from kvpage_server.commands.specs import find
 from kvpage_server.resp import Reply, ReplyError, Stream
 from kvpage_server.store.evict import OverLimit, Reservation
 from kvpage_server.store.quota_limit import QuotaAccount

@@ -10,7 +10,7 @@ from typing import Any
 import hiredis
 
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.table import TABLE
+from kvpage_server.commands.specs import TABLE
 from kvpage_server.resp import NULL_ARRAY, ReplyError, Stream
 from tests.simulation.acting.peers import Asked, Peer, shown
 from tests.simulation.acting.process import Process

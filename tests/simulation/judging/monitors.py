@@ -8,7 +8,7 @@ from typing import Any
 
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.run import shown
-from kvpage_server.commands.table import find
+from kvpage_server.commands.specs import find
 from kvpage_server.resp import NULL_ARRAY, QUEUED, ReplyError, Stream
 from tests.simulation.acting.peers import Peer
 from tests.simulation.model.model import Conversation, Model, Words

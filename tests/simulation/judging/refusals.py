@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvpage_server.commands.table import named
+from kvpage_server.commands.specs import named
 from tests.simulation.acting.peers import shown
 from tests.simulation.acting.process import Process
 from tests.simulation.model.model import Model, Words

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from kvpage_server.commands.table import meant
+from kvpage_server.commands.specs import meant
 from tests.simulation.model.caching import SYNTAX, Mode, Words, asked_for, contradiction, described
 from tests.simulation.model.replies import OK, QUEUED, Err
 from tests.simulation.model.rights import Rights, keys_used

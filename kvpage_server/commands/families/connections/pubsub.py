@@ -8,8 +8,8 @@ from functools import partial
 from kvpage_server.commands.arguments import plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.registry import command, container
+from kvpage_server.commands.specs import Parts
 from kvpage_server.commands.steps import STEP, Steps, each, stepwise
-from kvpage_server.commands.table import Parts
 from kvpage_server.core import Argument
 from kvpage_server.core.pieces import Piece
 from kvpage_server.glob import channel_glob

@@ -11,8 +11,8 @@ from kvpage_server.commands.dispatch.run import run_queued
 from kvpage_server.commands.families.pages.request import blocks_of
 from kvpage_server.commands.index_key import derived_from
 from kvpage_server.commands.registry import command
+from kvpage_server.commands.specs import WORDS_PER_STEP, Parts, Spec, nothing
 from kvpage_server.commands.steps import STEP, Steps, each, stepwise
-from kvpage_server.commands.table import WORDS_PER_STEP, Parts, Spec, nothing
 from kvpage_server.core import Argument
 from kvpage_server.core.pieces import Piece, borrowed_bytes
 from kvpage_server.page import unix_ms

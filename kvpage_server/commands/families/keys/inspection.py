@@ -8,7 +8,7 @@ from kvpage_server.commands.arguments import SYNTAX_ERROR, as_integer, integer, 
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.families.server.info import human, resident_memory
 from kvpage_server.commands.registry import command, container
-from kvpage_server.commands.table import nothing
+from kvpage_server.commands.specs import nothing
 from kvpage_server.core import Argument
 from kvpage_server.resp import Reply, ReplyError, Verbatim
 from kvpage_server.store.keyspace import Keyspace

@@ -13,7 +13,7 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.families.keys.value import check_splits
 from kvpage_server.commands.index_key import lists_pages
 from kvpage_server.commands.registry import command
-from kvpage_server.commands.table import Parts, extents, nothing
+from kvpage_server.commands.specs import Parts, extents, nothing
 from kvpage_server.core import Argument
 from kvpage_server.glob import Matches, glob, literal
 from kvpage_server.page import index_key

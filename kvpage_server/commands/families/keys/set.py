@@ -11,8 +11,8 @@ from kvpage_server.commands.families.keys.keyspace import MOST_SCANNED, scan_cur
 from kvpage_server.commands.families.pages.request import are_few, blocks_of, keys_in
 from kvpage_server.commands.index_key import request_of
 from kvpage_server.commands.registry import command
+from kvpage_server.commands.specs import nothing
 from kvpage_server.commands.steps import Steps, stepwise
-from kvpage_server.commands.table import nothing
 from kvpage_server.core import Argument
 from kvpage_server.resp import Raw, Reply, ReplyError, Stream
 from kvpage_server.store.memory.entry import is_page

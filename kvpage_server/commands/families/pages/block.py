@@ -21,8 +21,8 @@ from kvpage_server.commands.families.pages.request import (
     request_name,
 )
 from kvpage_server.commands.registry import command
+from kvpage_server.commands.specs import Parts, blocks, nothing, requests
 from kvpage_server.commands.steps import Steps, each, stepwise
-from kvpage_server.commands.table import Parts, blocks, nothing, requests
 from kvpage_server.core import Argument, Slot
 from kvpage_server.page import (
     MAX_HEAD,

@@ -21,8 +21,8 @@ from kvpage_server.commands.families.pages.request import (
     named_blocks,
 )
 from kvpage_server.commands.registry import command
+from kvpage_server.commands.specs import WORDS_PER_STEP, Parts, nothing, requests
 from kvpage_server.commands.steps import STEP, Steps, each, stepwise
-from kvpage_server.commands.table import WORDS_PER_STEP, Parts, nothing, requests
 from kvpage_server.core import Argument
 from kvpage_server.page import MAX_U32, unix_ms
 from kvpage_server.resp import Reply, ReplyError

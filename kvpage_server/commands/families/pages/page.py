@@ -22,8 +22,8 @@ from kvpage_server.commands.dispatch.checks import (
 )
 from kvpage_server.commands.families.pages.request import pages_missed
 from kvpage_server.commands.registry import command
+from kvpage_server.commands.specs import Parts, extents_of_pages, nothing, pages, values
 from kvpage_server.commands.steps import Steps
-from kvpage_server.commands.table import Parts, extents_of_pages, nothing, pages, values
 from kvpage_server.core import NAME, Argument, NewPages, PageNames, Slot, filled
 from kvpage_server.core import arguments as core
 from kvpage_server.core.arguments import NAME_WORDS, PAGE_WORDS, BadPage, PageName

@@ -17,8 +17,8 @@ from kvpage_server.commands.arguments import SYNTAX_ERROR, integer_in, plain
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.checks import fetched, wait_for_checksums
 from kvpage_server.commands.registry import command
+from kvpage_server.commands.specs import READ, WORDS_PER_STEP, WRITE, Parts, blocks_of_request, nothing, requests
 from kvpage_server.commands.steps import STEP, Steps
-from kvpage_server.commands.table import READ, WORDS_PER_STEP, WRITE, Parts, blocks_of_request, nothing, requests
 from kvpage_server.core import Argument, PageNames
 from kvpage_server.core.arguments import PageName
 from kvpage_server.page import MAX_PAGE, PageError, PageKey, check_req_id, checksum

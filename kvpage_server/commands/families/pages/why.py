@@ -9,8 +9,8 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.families.pages.page import page_name
 from kvpage_server.commands.families.pages.request import HOLE, INCOMPLETE, are_few, blocks_of, request_name
 from kvpage_server.commands.registry import command
+from kvpage_server.commands.specs import nothing, requests
 from kvpage_server.commands.steps import STEP, Steps, stepwise
-from kvpage_server.commands.table import nothing, requests
 from kvpage_server.core import Argument
 from kvpage_server.core.arguments import NAME_WORDS
 from kvpage_server.resp import Reply, ReplyError

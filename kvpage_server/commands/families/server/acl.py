@@ -15,8 +15,8 @@ from kvpage_server.commands.access.users import DEFAULT, Refusal, UserFileError,
 from kvpage_server.commands.arguments import as_integer, integer, plain, plain_all, shorten
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.registry import command, container
+from kvpage_server.commands.specs import CATEGORIES, TABLE, find
 from kvpage_server.commands.steps import STEP, Steps, each, in_thread, stepwise
-from kvpage_server.commands.table import CATEGORIES, TABLE, find
 from kvpage_server.core import Argument
 from kvpage_server.resp import OK, Reply, ReplyError, Stream
 

@@ -10,7 +10,7 @@ from typing import Any
 from kvpage_server.commands.arguments import SYNTAX_ERROR, plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.registry import command, help_of
-from kvpage_server.commands.table import (
+from kvpage_server.commands.specs import (
     READ,
     SUBCOMMANDS,
     TABLE,

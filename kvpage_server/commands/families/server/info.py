@@ -18,7 +18,7 @@ from kvpage_server import __version__, core
 from kvpage_server.commands.context import Client, Server
 from kvpage_server.commands.families.pages.request import OF_STRINGS, REASONS
 from kvpage_server.commands.measure import CallCounts
-from kvpage_server.commands.table import TABLE
+from kvpage_server.commands.specs import TABLE
 from kvpage_server.page import unix_ms
 from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.system.text import monotonic_ms, printable, within

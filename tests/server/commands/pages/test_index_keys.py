@@ -11,7 +11,7 @@ from stored_pages import set_block, set_page
 from waiting import until
 
 import kvpage_server.commands.families  # noqa: F401  # fills the table
-from kvpage_server.commands.table import TABLE
+from kvpage_server.commands.specs import TABLE
 from kvpage_server.page import DType, PageKey, encode_page
 
 

@@ -16,7 +16,7 @@ from stored_pages import Here, ask, held, set_block, set_page
 import kvpage_server.commands.families  # noqa: F401  fills the table
 from kvpage_server.commands.dispatch.run import run
 from kvpage_server.commands.families.pages.page import PAGES_PER_STEP
-from kvpage_server.commands.table import find
+from kvpage_server.commands.specs import find
 from kvpage_server.core import Argument
 from kvpage_server.page import unix_ms
 from kvpage_server.resp import encode

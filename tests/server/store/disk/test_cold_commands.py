@@ -18,7 +18,7 @@ from servers import RunningServer, start_server
 from wire import Wire, encode_command
 
 import kvpage_server.commands.families  # noqa: F401  fills the table
-from kvpage_server.commands.table import SUBCOMMANDS, TABLE, Spec, find
+from kvpage_server.commands.specs import SUBCOMMANDS, TABLE, Spec, find
 from kvpage_server.page import DType, PageKey, encode_page, unix_ms
 from tests.simulation.model.model import Model
 from tests.simulation.model.pages import WRONG_TYPE

@@ -1,4 +1,5 @@
-"""Rows of the command table: keys of the arguments, values that must be in memory, usage, reply.
+"""Specifications of commands, the rows of the command table: keys of the arguments, values that must be in memory,
+usage, reply.
 
 This module contains no commands, and does not depend on clients. The decorator `registry.command` declares a command,
 in a module of `families`.
