@@ -29,6 +29,7 @@ from kvpage_server.client import (
     Unsupported,
     WrongReply,
 )
+from kvpage_server.client.questions import Question, integer
 
 Block = Callable[[], Sequence[Page]]  # returns the pages of a block; their bodies are memory of the engine
 _PIECE = 8 * 1024 * 1024  # bytes of one call; if another call fails, the blocks of this one count
@@ -54,7 +55,7 @@ class Reasons:
         """
         now = time.monotonic()
         with self._lock:
-            self.counts[job, reason] += blocks
+            self.counts += Counter({(job, reason): blocks})  # keeps no zero
             if now < self._silent_until.get((job, reason), 0.0):
                 return
             self._silent_until[job, reason] = now + _SILENCE
@@ -214,6 +215,18 @@ class Jobs:
 
         future = self._submit(self._lookups, "lookup", ask, lambda: 0, lambda: count)
         return Lookup(future, end, lease / 1000)
+
+    def pin(self, names: Callable[[], Sequence[BlockName]], count: int, *, pin: bool) -> None:
+        """Begin to protect blocks from eviction until they are unpinned, or to unpin them.
+
+        `names` is called by a thread and returns `count` names.
+        """
+        word = b"KVPAGEPIN" if pin else b"KVPAGEUNPIN"
+
+        def ask() -> None:
+            self._client.ask([Question([word, *name], integer) for name in names()], deadline=self._lookup_seconds)
+
+        self._submit(self._lookups, "pin", ask, lambda: None, lambda: count)
 
     def load(self, blocks: Sequence[Block], nbytes: int) -> Future[list[bool]]:
         """Begin to receive blocks of `nbytes` bytes each. They have the same number of pages, and threads call them.

@@ -37,7 +37,6 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
     get_offload_block_hash,
     get_offload_group_idx,
-    make_offload_key,
 )
 from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
@@ -45,15 +44,13 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvpage_connectors.jobs import Jobs, guarded
 from kvpage_connectors.names import Identity, weights_digest
+from kvpage_connectors.vllm_hints import PIN, RETAIN, Hint, Sessions, hints_of
 from kvpage_server.client import BlockName, Page
 from kvpage_server.page import DType, PageKey
 
 logger = init_logger("vllm.kvpage")
 
 _PATIENCE = 0.0005  # seconds that a step waits for a lookup or load, so that the threads of the tier run
-_RETAIN = "kvpage_retain_seconds"  # of a request's kv_transfer_params
-_HINT = "kvpage.retain"  # type of an action of a request's kv_hints, with seconds and blocks
-_LONGEST = 3600  # seconds of a lease
 _SHUTDOWN = 4.0  # seconds for stores in progress
 _BLOCKS, _BYTES = "vllm:kvpage_blocks", "vllm:kvpage_bytes"
 
@@ -102,10 +99,11 @@ class _Running:
 
 @dataclass(slots=True)
 class _Request:
-    """Chunks of a request that are stored or loaded, until they are linked."""
+    """Chunks of a request, until it has ended."""
 
     context: ReqContext
-    keys: list[OffloadKey] = field(default_factory=list)
+    keys: list[OffloadKey] = field(default_factory=list)  # stored or loaded, to be linked
+    used: list[OffloadKey] = field(default_factory=list)  # in RAM
     running: int = 0  # jobs
     is_finished: bool = False
 
@@ -163,6 +161,7 @@ class KvpageTier(SecondaryTierManager):
         self._memory = primary_kv_view.cast("B")
         self._running: dict[int, _Running] = {}
         self._requests: dict[str, _Request] = {}
+        self._sessions = Sessions()
         self._is_asking = False  # in this step
         self._names = b""  # beginning of the names; empty if the tier can't be used
         self._name(weights)
@@ -200,12 +199,25 @@ class KvpageTier(SecondaryTierManager):
     @guarded(lambda: None)
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Count a use of chunks on the server, and link each to the one before it; a request may lease them."""
-        lease_ms = _retain_ms(req_context)
+        self._request(req_context).used += keys
+        self._use(_in_order(keys, req_context), req_context)
+
+    def _use(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
+        own = [hint.lease_ms for hint in hints_of(context) if not (hint.keys or hint.session)]
+        self._lease(keys, max(own, default=0))
+
+    def _lease(self, keys: Sequence[OffloadKey], lease_ms: int) -> None:
         groups: dict[int, list[OffloadKey]] = defaultdict(list)
-        for key in _in_order(keys, req_context):
+        for key in keys:
             groups[get_offload_group_idx(key)].append(key)
         for group in groups.values():
             self._jobs.lookup(partial(self._named, group), len(group), 1, lease_ms=lease_ms)
+
+    def _protect(self, hint: Hint, keys: Sequence[OffloadKey]) -> None:
+        if hint.kind == RETAIN:
+            self._lease(keys, hint.lease_ms)
+        elif keys:
+            self._jobs.pin(partial(self._named, keys), len(keys), pin=hint.kind == PIN)
 
     def _named(self, keys: Iterable[OffloadKey]) -> list[BlockName]:
         if not self._names:
@@ -224,9 +236,12 @@ class KvpageTier(SecondaryTierManager):
         keys = list(job.keys)
         blocks = [partial(self._row, key, int(row)) for key, row in zip(keys, job.chunk_ids, strict=True)]
         self._running[job.job_id] = _Running(job, keys, move(blocks, self.block_size_bytes))
-        request = self._requests.setdefault(job.req_context.req_id, _Request(job.req_context))
+        request = self._request(job.req_context)
         request.keys += keys
         request.running += 1
+
+    def _request(self, context: ReqContext) -> _Request:
+        return self._requests.setdefault(context.req_id, _Request(context))
 
     def _row(self, key: OffloadKey, row: int) -> list[Page]:
         ((name, group),) = self._named([key])
@@ -260,12 +275,9 @@ class KvpageTier(SecondaryTierManager):
 
     @guarded(RequestOffloadingContext)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Lease the blocks that a hint names."""
-        for hint in _hints(req_context):
-            blocks = hint.get("blocks", [])
-            keys = [make_offload_key(bytes.fromhex(block), hint.get("group", 0)) for block in blocks]
-            if keys:
-                self._jobs.lookup(partial(self._named, keys), len(keys), 1, lease_ms=_lease_ms(hint.get("seconds")))
+        """Follow the hints that name chunks or a session."""
+        for hint in hints_of(req_context):
+            self._protect(hint, hint.keys or self._sessions.keys(hint.session))
         return RequestOffloadingContext()
 
     @guarded(lambda: None)
@@ -276,10 +288,19 @@ class KvpageTier(SecondaryTierManager):
             self._maybe_link(request)
 
     def _maybe_link(self, request: _Request) -> None:
-        """Link the chunks of a finished request on the server when its jobs have ended."""
+        """When the jobs of a finished request have ended, link its chunks on the server, and follow its other hints."""
         if request.is_finished and not request.running:
             del self._requests[request.context.req_id]
-            self.touch(request.keys, request.context)
+            self._end(request)
+
+    @guarded(lambda: None)
+    def _end(self, request: _Request) -> None:
+        context, every = request.context, _in_order([*request.used, *request.keys], request.context)
+        self._sessions.add(context, every)
+        self._use(_in_order(request.keys, context), context)
+        for hint in hints_of(context):
+            if hint.kind != RETAIN and not (hint.keys or hint.session):
+                self._protect(hint, every)
 
     @guarded(lambda: None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -322,25 +343,3 @@ class KvpageTier(SecondaryTierManager):
 def _in_order(keys: Collection[OffloadKey], context: ReqContext) -> list[OffloadKey]:
     """Return keys in the order of their tokens, as far as vLLM knows it, each once."""
     return sorted(dict.fromkeys(keys), key=lambda key: context.get_offload_key_position(key) or 0)
-
-
-def _hints(context: ReqContext) -> list[dict[str, Any]]:
-    """Return the payloads of a request's hints for this tier."""
-    actions = context.kv_hints.actions if context.kv_hints else []
-    return [action.payload for action in actions if action.action_type == _HINT]
-
-
-def _retain_ms(context: ReqContext) -> int:
-    """Return the milliseconds in which the chunks of a request must not be evicted, as its parameter and its hints
-    without blocks say. Raises ValueError if one is not valid.
-    """
-    wanted = [(context.kv_transfer_params or {}).get(_RETAIN, 0)]
-    wanted += [hint.get("seconds") for hint in _hints(context) if not hint.get("blocks")]
-    return max(map(_lease_ms, wanted))
-
-
-def _lease_ms(seconds: Any) -> int:
-    """Return seconds as milliseconds of a lease. Raises ValueError if they are no number, or too many."""
-    if not isinstance(seconds, int | float) or not 0 <= seconds <= _LONGEST:
-        raise ValueError(f"the seconds of {_RETAIN} and {_HINT} must be 0 to {_LONGEST}, got {seconds!r:.40}")
-    return int(1000 * seconds)

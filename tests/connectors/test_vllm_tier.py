@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -187,10 +187,52 @@ def test_hints_retain_blocks_and_requests(manager: Manager, client: redis.Redis)
     assert manager.tier.reasons.counts == {("on_new_request", "ValueError"): 3}
 
 
+def test_a_session_is_pinned_until_it_is_unpinned(manager: Manager, client: redis.Redis) -> None:
+    """Two requests belong to a session. Later ones pin it, retain it and unpin it."""
+
+    def send(name: str, **params: Any) -> None:
+        manager.tier.on_new_request(ReqContext(name, params))
+
+    for number, names in enumerate(("ab", "c")):
+        context = ReqContext(str(number), {"kvpage_session": "s"})
+        manager.tier.on_new_request(context)
+        manager.tier.touch([], context)
+        manager.store(names, str(number))
+        manager.tier.on_request_finished(context)
+    manager.store("d")
+    names = {name: client.keys(f"*{chunk(name)[:-4].hex()}*")[0].split(b":")[1].decode() for name in "abcd"}
+    send("pin", kvpage_hints=[{"type": "kvpage.pin", "session": "s"}, {"type": "another"}])
+    until(lambda: [is_pinned(client, names[name]) for name in "abcd"] == [True, True, True, False], "pins", within=60)
+    send("retain", kvpage_hints=[{"type": "kvpage.retain", "session": "s", "seconds": 600}])
+    until(lambda: bool(lease_of(client, names["c"])), "a lease of the session", within=60)
+    send("unpin", kvpage_hints=[{"type": "kvpage.unpin", "session": "s"}])
+    until(lambda: not any(is_pinned(client, name) for name in names.values()), "no pins", within=60)
+    send("unknown", kvpage_hints=[{"type": "kvpage.pin", "session": "another"}])
+    assert manager.tier.reasons.counts == {}
+
+
+def test_a_request_pins_its_own_chunks(manager: Manager, client: redis.Redis) -> None:
+    context = ReqContext("r", {"kvpage_hints": [{"type": "kvpage.pin"}]})
+    manager.tier.on_new_request(context)
+    manager.store("a")
+    manager.tier.touch([chunk("a")], context)
+    name = client.keys("*")[0].split(b":")[1].decode()
+    assert not is_pinned(client, name)
+    manager.tier.on_request_finished(context)
+    until(lambda: is_pinned(client, name), "a pin", within=60)
+
+
+def is_pinned(client: redis.Redis, name: str) -> bool:
+    return bool(dict(stat(client, name)).get(b"pinned"))
+
+
 def lease_of(client: redis.Redis, name: str) -> list[int]:
+    return [int(value) for field, value in stat(client, name) if b"lease" in field and int(value) > 0]
+
+
+def stat(client: redis.Redis, name: str) -> Iterable[tuple[bytes, Any]]:
     found = client.execute_command("KVPAGESTAT", name, 0, 0, 0, 0)
-    pairs = found.items() if isinstance(found, dict) else zip(found[::2], found[1::2], strict=True)
-    return [int(value) for field, value in pairs if b"lease" in field and int(value) > 0]
+    return found.items() if isinstance(found, dict) else zip(found[::2], found[1::2], strict=True)
 
 
 def test_metrics_have_results_and_bytes(manager: Manager) -> None:

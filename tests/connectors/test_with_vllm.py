@@ -2,26 +2,56 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
 
 from servers import start_server
+from test_vllm_page import CONFIGURATIONS
 from vllm_process import ENVIRONMENT, PYTHON, ROOT, needs_vllm
 
 pytestmark = needs_vllm
 
 
-def run_python(*arguments: str) -> str:
+def run_python(*arguments: str, text: str = "") -> str:
     """Run a program in the environment of vLLM. Return its standard output. Raises AssertionError with all output."""
     assert PYTHON
-    done = subprocess.run([PYTHON, *arguments], cwd=ROOT, env=ENVIRONMENT, capture_output=True, encoding="utf-8")
+    done = subprocess.run(
+        [PYTHON, *arguments], input=text, cwd=ROOT, env=ENVIRONMENT, capture_output=True, encoding="utf-8"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def test_the_stub_has_the_interfaces_of_vllm() -> None:
     assert "differs" not in run_python("tests/connectors/vllm_interfaces.py")
+
+
+def test_the_tier_works_below_the_manager_of_vllm() -> None:
+    """Check backpressure, partial loads and uses without a model."""
+    with start_server() as server:
+        assert run_python("tests/connectors/vllm_manager.py", server.url).count(" is right\n") == 3
+
+
+def test_the_configurations_of_the_page_are_those_of_vllm() -> None:
+    """Let vLLM read each configuration of docs/vllm.md, and find its classes."""
+    program = """
+import json, sys
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+for one in json.load(sys.stdin):
+    print(KVConnectorFactory.get_connector_class(KVTransferConfig(**one)).__name__)
+    for tier in one["kv_connector_extra_config"].get("secondary_tiers", []):
+        print(SecondaryTierFactory.get_tier_class(tier).__name__)
+"""
+    assert run_python("-c", program, text=json.dumps(CONFIGURATIONS)).split()[-4:] == [
+        "KvpageConnector",
+        "OffloadingConnector",
+        "KvpageTier",
+        "OffloadingConnector",
+    ]
 
 
 def test_the_policy_passes_its_tests_with_the_classes_of_vllm() -> None:

@@ -2,14 +2,15 @@
 
     python vllm_host.py '{"url": "redis://127.0.0.1:9221", "dtype": "float32"}'
 
-The environment of vLLM runs it. ``"tier": true`` selects the tier instead of the connector. A line has ``prompts``,
-each a list of (first token, number of tokens), and ``answers``, the number of tokens to generate.
+The environment of vLLM runs it. ``"tier": true`` selects the tier instead of the connector, no ``url`` neither. A line
+has ``prompts``, each a list of (first token, number of tokens), and ``answers``, the number of tokens to generate.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from typing import Any
 
 MODEL = "models/smollm2"
@@ -28,7 +29,10 @@ def run(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
         llm.generate([{"prompt_token_ids": [1]}], SamplingParams(max_tokens=1), use_tqdm=False)
     prompts = [{"prompt_token_ids": tokens(parts)} for parts in order["prompts"]]
     greedy = SamplingParams(temperature=0, max_tokens=order["answers"], ignore_eos=True)
+    begin = time.process_time()
     results = llm.generate(prompts, greedy, use_tqdm=False)
+    time.sleep(order["rest"])  # saves go on
+    cpu = time.process_time() - begin
     counts = {
         "/".join(metric.labels[name] for name in ("job", "result") if name in metric.labels): metric.value
         for metric in llm.get_metrics()
@@ -39,6 +43,7 @@ def run(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
         "reasons": [one.outputs[0].finish_reason for one in results],
         "cached": [one.num_cached_tokens for one in results],
         "first": [one.metrics.first_token_latency for one in results],
+        "cpu": cpu,
         "preempted": sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"),
         "counts": counts,
     }
@@ -74,10 +79,11 @@ def main() -> None:
     from vllm.config import KVTransferConfig
 
     options = json.loads(sys.argv[1])
-    place = {"url": options.pop("url"), **options.pop("extra", {})}
+    place = {"url": options.pop("url", None), **options.pop("extra", {})}
     connect = tier if options.pop("tier", False) else connector
-    policy = options.pop("policy", "recompute")
-    transfer = KVTransferConfig(kv_role="kv_both", kv_load_failure_policy=policy, **connect(place))
+    transfer = None
+    if place["url"]:
+        transfer = KVTransferConfig(kv_role="kv_both", kv_load_failure_policy="recompute", **connect(place))
     usual = {"max_model_len": 4096, "max_num_seqs": 4, "max_num_batched_tokens": 4096, "gpu_memory_utilization": 0.5}
     usual |= {"model": MODEL, "enforce_eager": True, "disable_log_stats": False, "kv_transfer_config": transfer}
     llm = LLM(**{**usual, **options})

@@ -67,14 +67,17 @@ class Vllm:
         found: dict[str, Any] = json.loads(lines()[self._results - 1].removeprefix("RESULT "))
         return found
 
-    def begin(self, *prompts: Parts, answers: int = 16) -> None:
+    def begin(self, *prompts: Parts, answers: int = 16, rest: float = 0) -> None:
         assert self._process.stdin
-        self._process.stdin.write(json.dumps({"prompts": prompts, "answers": answers}).encode() + b"\n")
+        order = {"prompts": prompts, "answers": answers, "rest": rest}
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
         self._process.stdin.flush()
 
-    def run(self, *prompts: Parts, answers: int = 16) -> dict[str, Any]:
-        """Run prompts. The result's `counts` are those of this run."""
-        self.begin(*prompts, answers=answers)
+    def run(self, *prompts: Parts, answers: int = 16, rest: float = 0) -> dict[str, Any]:
+        """Run prompts. The result's `counts` are those of this run, its `cpu` has the processor seconds up to `rest`
+        seconds after the answer.
+        """
+        self.begin(*prompts, answers=answers, rest=rest)
         return self.end()
 
     def end(self) -> dict[str, Any]:

@@ -28,7 +28,8 @@ from benchmarks.readme import README, with_first_tokens
 from engine.demo import story
 from kvpage_server.configuration.reference import reference
 
-DOCUMENTS = ["README.md", "docs/engine.md", "docs/configuration.md", "docs/architecture.md", "docs/lmcache.md"]
+GUIDES = "engine", "configuration", "architecture", "lmcache", "vllm"
+DOCUMENTS = ["README.md", *(f"docs/{name}.md" for name in GUIDES)]
 LONG = ["docs/engine.md"]  # examples that take a minute with the real model
 NUMBER = r"\d[\d.,]*"
 
