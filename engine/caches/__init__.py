@@ -10,11 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from .arrays import ArraysLayer, Nesting, assemble, nesting, parts
-from .chunked import ChunkedLayer
 from .codec import DTYPES, MLX_DTYPES, CacheStateError, Matrices, StateLayer, TokenLayer, UnsupportedCacheError
 from .full import FullLayer
 from .quantized import QuantizedLayer, quantised
-from .window import WindowLayer
+from .window import ChunkedLayer, WindowLayer
 
 Layer = TokenLayer | StateLayer
 

@@ -18,7 +18,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError
 
-from kvpage_server.system.fd_passing import hand_over
+from kvpage_server.system.descriptors import hand_over
 
 CLIENT_NAME = "kvpage-monitor"
 MONITOR = "monitor"  # the text with a socket for metrics

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from kvpage_server.commands.access.user import User
 from kvpage_server.net.listener import Listener
-from kvpage_server.system.fd_passing import take_over
+from kvpage_server.system.descriptors import take_over
 
 PROGRAM = "kvpage_server.web"
 NEEDS = ("prometheus_client", "starlette", "uvicorn")  # packages that the process imports

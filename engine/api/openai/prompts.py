@@ -20,10 +20,9 @@ from typing import Any, TypeVar
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
-from ...generation.infill import infill_of
 from ...generation.structure import Constraint, ConstraintError, Constraints
 from ...generation.text import TokenText, template_writes_space
-from ...generation.tokens import PromptError, encode
+from ...generation.tokens import PromptError, encode, infill_of
 from ...spec import ModelCacheSpec
 from .calls import FORCED, INSTEAD, MARKED, CallError, OfferedTool, Written, compile_calls
 from .errors import invalid

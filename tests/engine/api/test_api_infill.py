@@ -12,7 +12,7 @@ from engine_models import letter_tokenizer
 # isort: split
 from tokenizers import AddedToken
 
-from engine.generation.infill import infill_of
+from engine.generation.tokens import infill_of
 
 FAMILIES = {  # the tokens of a family, and how it writes "ab" before and " c" after the answer
     "Qwen2.5-Coder": (

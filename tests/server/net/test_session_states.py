@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpage_server.net import states
-from kvpage_server.net.states import SessionEvent, SessionState, after
+from kvpage_server.net.session import MOVES, SessionEvent, SessionState, after
 
 _EXPECTED = """
              READING QUEUED  CROWDED PAUSED  WAITING GONE
@@ -23,7 +22,7 @@ LOST         GONE    GONE    GONE    GONE    GONE    GONE
 
 def test_every_event_is_in_the_table_or_impossible() -> None:
     [names, *rows] = [line.split() for line in _EXPECTED.strip().splitlines()]
-    assert {*names} == {state.name for state in SessionState} == {state.name for state in states.MOVES}
+    assert {*names} == {state.name for state in SessionState} == {state.name for state in MOVES}
     assert {row[0] for row in rows} == {event.name for event in SessionEvent}
     for event, *leads_to in rows:
         for state, expected in zip(names, leads_to, strict=True):
@@ -35,8 +34,8 @@ def test_every_event_is_in_the_table_or_impossible() -> None:
 
 
 def test_the_documented_states_match_the_table() -> None:
-    received = states.__doc__ or ""
-    for state, moves in states.MOVES.items():
+    received = SessionState.__doc__ or ""
+    for state, moves in MOVES.items():
         for event, to in moves.items():
             if event not in (SessionEvent.MUST_WAIT, SessionEvent.LOST) and to is not state:
                 assert f"{event.name} -> {to.name}" in received, (state, event)
