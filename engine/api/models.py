@@ -162,8 +162,8 @@ class Models:
 
     @property
     def loaded(self) -> list[ServedModel]:
-        """The loaded models."""
-        return [model for model in self.by_name.values() if model.loaded]
+        """The loaded models whose engines have not failed."""
+        return [model for model in self.by_name.values() if model.loaded and not model.failed]
 
     @property
     def workers(self) -> list[EngineThread]:
