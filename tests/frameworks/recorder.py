@@ -1,4 +1,4 @@
-"""Proxy between a framework and the engine, which records requests and validates replies with types of OpenAI's SDK."""
+"""Proxy between a framework and the engine, which records requests and validates replies with the SDKs' types."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from threading import Thread
 from typing import Any
 
 import httpx
+from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
@@ -25,6 +26,7 @@ _TYPES: dict[tuple[str, bool], Any] = {  # by path, and whether it is a stream
 }
 
 _EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+_MESSAGE_EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 
 class Recorder(ThreadingHTTPServer):
@@ -35,11 +37,15 @@ class Recorder(ThreadingHTTPServer):
         self.engine = engine
         self.requests: list[dict[str, Any]] = []
         self.usages: list[dict[str, Any]] = []
+        self.replies: list[dict[str, Any]] = []  # whole messages of Anthropic's API
         self.wrong: list[str] = []  # errors of validation
 
     def validate(self, path: str, status: int, reply: str) -> None:
         """Validate a reply, and keep its usage."""
         try:
+            if path.startswith("/v1/messages"):
+                self._validate_message(path, reply)
+                return
             if status != 200:
                 ErrorObject.model_validate(json.loads(reply)["error"])
                 return
@@ -77,6 +83,27 @@ class Recorder(ThreadingHTTPServer):
         cached = {"cached_tokens": usage.input_tokens_details.cached_tokens}
         self.usages.append({"prompt_tokens": usage.input_tokens, "prompt_tokens_details": cached})
 
+    def _validate_message(self, path: str, reply: str) -> None:
+        whole = reply
+        if path.partition("?")[0] == "/v1/messages/count_tokens":
+            MessageTokensCount.model_validate_json(reply)
+            return
+        if reply.startswith("event: "):
+            *events, rest = reply.split("\n\n")
+            assert rest == ""
+            parsed = [json.loads(event.partition("\ndata: ")[2]) for event in events]
+            for event in parsed:
+                _MESSAGE_EVENT.validate_python(event)
+            message = parsed[0]["message"] | parsed[-2]["delta"] | {"usage": parsed[-2]["usage"]}
+            whole = json.dumps(message)
+        message = json.loads(whole)
+        Message.model_validate(message)
+        self.replies.append(message)
+        usage = message["usage"]
+        read = usage["cache_read_input_tokens"]
+        prompt = usage["input_tokens"] + usage["cache_creation_input_tokens"] + read
+        self.usages.append({"prompt_tokens": prompt, "prompt_tokens_details": {"cached_tokens": read}})
+
     def check_reuse(self) -> None:
         """Check that each answer reused the prompt of the one before it from the cache."""
         assert len(self.usages) > 1
@@ -86,6 +113,10 @@ class Recorder(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: Recorder
+
+    def do_HEAD(self) -> None:  # the Claude Agent SDK looks whether a server is there
+        self.send_response(404)
+        self.end_headers()
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))

@@ -2,7 +2,7 @@
 # Runs the tests of the agent frameworks with their real packages and the real small model. Arguments are those of pytest.
 #
 # The frameworks have an environment of their own, as on a client's machine. It is outside the checkout, in
-# ~/.cache/kvpage/frameworks or the folder named by KVPAGE_FRAMEWORKS_ENV, takes 200 MB, and is made anew when
+# ~/.cache/kvpage/frameworks or the folder named by KVPAGE_FRAMEWORKS_ENV, takes 600 MB, and is made anew when
 # frameworks.txt or the version of Python changes. The engine runs in the environment of PYTHON.
 set -eu
 

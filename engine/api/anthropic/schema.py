@@ -24,6 +24,7 @@ from ..openai.schema import (
     other_text,
 )
 
+DEFAULT_EFFORT = "high"  # of Anthropic's models; not refused if the chat template does not use it
 BLOCKS = ("text", "thinking", "tool_use", "tool_result")
 _BLOCKS_OF = {
     "user": ("text", "tool_result"),
@@ -33,7 +34,7 @@ _BLOCKS_OF = {
 
 _UNSUPPORTED: dict[str, Values] = {
     "container": (),
-    "context_management": (),
+    "context_management": ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     "fallbacks": ([],),
     "mcp_servers": ([],),
     "speed": ("standard",),
@@ -260,6 +261,7 @@ class CountBody(RequestBody):
         return self.system, messages
 
     def _chat(self, system: Sequence[TextBlock], messages: Sequence[AnthropicMessage]) -> ChatBody:
+        effort = self.output_config.effort
         fields: dict[str, Any] = {
             "model": self.model,
             "messages": _conversation(system, messages),
@@ -267,8 +269,8 @@ class CountBody(RequestBody):
             "tool_choice": _choice(self.tool_choice),
             "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
             "enable_thinking": {"enabled": True, "disabled": False}.get(self.thinking.type),
-            "reasoning_effort": self.output_config.effort,
-            "chat_template_kwargs": self.chat_template_kwargs,
+            "reasoning_effort": None if effort == DEFAULT_EFFORT else effort,
+            "chat_template_kwargs": ({"reasoning_effort": effort} if effort else {}) | self.chat_template_kwargs,
             "continue_final_message": messages[-1].role == "assistant",
             **self.more_fields(),
         }
