@@ -129,7 +129,8 @@ def refusal(error: Exception, service: Service) -> ApiError:
     if isinstance(error, PromptError):
         return invalid(str(error), "prompt")
     if isinstance(error, ConstraintError):
-        return invalid(f"the answer's constraint is too large: {error}", code="constraint_too_large")
+        named = f"{error.field}: " if error.field else ""
+        return invalid(f"{named}the answer's constraint is too large: {error}", error.field, "constraint_too_large")
     if isinstance(error, PoolExhaustedError):
         return invalid(f"prompt and answer need more memory than there is: {error}", "max_tokens", "context_too_large")
     if isinstance(error, EngineClosedError):

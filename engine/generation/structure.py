@@ -9,9 +9,11 @@ for its last token before the next step of the model; other answers in the batch
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
+from decimal import Decimal
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 # Separators as of `json.dumps`. Without further whitespace, a small model cannot add spaces without end.
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 MAX_PROPERTIES = 500  # of a JSON Schema, in all its parts
+MAX_MULTIPLE = 10_000  # of `multipleOf`, without its decimal point: a state of the parser for each remainder
+MAX_COUNT = 1_000_000  # of characters and items
+MAX_GIVEN = 4096  # first tokens that are the same in all texts
 _ROUNDS = (
     16  # over all references, to find a recursion without an end; after a longer chain of references it is not found
 )
@@ -43,7 +48,11 @@ _LIMITS: dict[str, Any] = {
 
 
 class ConstraintError(ValueError):
-    """Error: a constraint is invalid, too large, or uses an unsupported keyword. The message has the reason."""
+    """Error: a constraint is invalid, too large, or uses an unsupported keyword. The message has the reason, and
+    `field` is the field of the request, if the error occurs in the answer.
+    """
+
+    field: str | None = None
 
 
 def of_json(schema: dict[str, Any] | bool) -> str:
@@ -89,12 +98,14 @@ def _check(schema: Any) -> None:
     """Raise ConstraintError for a schema with many properties, whose compilation takes quadratic time, and for a
     recursion that no text can end.
     """
-    found, parts, references = 0, [schema], set()
+    found, parts, references, multiple = 0, [schema], set(), 1
     while parts:
         part = parts.pop()
         if isinstance(part, dict):
+            _check_values(part)
             properties = part.get("properties")
             found += len(properties) if isinstance(properties, dict) else 0
+            multiple *= _digits(part.get("multipleOf"))
             if isinstance(part.get("$ref"), str):
                 references.add(part["$ref"])
             parts += part.values()
@@ -102,6 +113,8 @@ def _check(schema: Any) -> None:
             parts += part
     if found > MAX_PROPERTIES:
         raise ConstraintError(f"properties: a schema has {MAX_PROPERTIES} at most, got {found}")
+    if multiple > MAX_MULTIPLE:  # llguidance multiplies those of `allOf`
+        raise ConstraintError(f"multipleOf: the product of all is {MAX_MULTIPLE} at most, without decimal points")
     targets = {reference: _target(schema, reference) for reference in references}
     finite: set[str] = set()  # references to schemas that a text of finite length matches
     try:
@@ -113,6 +126,25 @@ def _check(schema: Any) -> None:
             finite |= more
     except RecursionError as error:
         raise ConstraintError("the schema is nested too deeply") from error
+
+
+def _check_values(schema: dict[str, Any]) -> None:
+    """Raise ConstraintError for values of keywords of which llguidance does not name the keyword."""
+    for word in ("enum", "type", "anyOf", "oneOf", "allOf"):
+        if schema.get(word) == []:
+            raise ConstraintError(f"{word}: an empty list allows no value")
+    for word, value in schema.items():
+        if isinstance(value, int) and abs(value) >= 1 << 63:
+            raise ConstraintError(f"{word}: a number has 64 bits at most")
+        if word in ("minLength", "maxLength", "minItems", "maxItems") and isinstance(value, int) and value > MAX_COUNT:
+            raise ConstraintError(f"{word}: {MAX_COUNT} at most, got {value}")
+
+
+def _digits(multiple: Any) -> int:
+    """Return the number without decimal point and last zeros of `multipleOf`; 1 for another value."""
+    if isinstance(multiple, bool) or not isinstance(multiple, int | float) or not math.isfinite(multiple):
+        return 1
+    return max(1, abs(int("".join(map(str, Decimal(str(multiple)).normalize().as_tuple().digits)))))
 
 
 def _target(schema: Any, reference: str) -> Any:
@@ -134,7 +166,8 @@ def _target(schema: Any, reference: str) -> Any:
 def _is_finite(schema: Any, references: Collection[str]) -> bool:
     """Return whether a text of finite length can match a schema, if that is so for these `references`.
 
-    Only a value that must be in the text can be without an end: required properties, and the first items of a list.
+    Only a value that must be in the text can be without an end: required properties, one property if `minProperties` is
+    given, and the first items of a list.
     """
     if not isinstance(schema, dict):
         return True
@@ -146,9 +179,7 @@ def _is_finite(schema: Any, references: Collection[str]) -> bool:
             return False
     kind = schema.get("type")
     if kind in ("object", ["object"]):
-        properties, required = schema.get("properties"), schema.get("required")
-        if isinstance(properties, dict) and isinstance(required, list):
-            return all(_is_finite(properties.get(name), references) for name in required if isinstance(name, str))
+        return _is_finite_object(schema, references)
     if kind in ("array", ["array"]) and isinstance(least := schema.get("minItems", 0), int):
         first = schema.get("prefixItems")
         first = first[:least] if isinstance(first, list) else []
@@ -160,6 +191,19 @@ def _is_finite(schema: Any, references: Collection[str]) -> bool:
 def escaped(text: str) -> str:
     """Return a regular expression that matches only this text."""
     return re.sub(r"([\\.+*?()|\[\]{}^$#&\-~/])", r"\\\1", text)
+
+
+def _is_finite_object(schema: dict[str, Any], references: Collection[str]) -> bool:
+    properties, patterns, required = (schema.get(word) for word in ("properties", "patternProperties", "required"))
+    named = properties if isinstance(properties, dict) else {}
+    others = [*patterns.values()] if isinstance(patterns, dict) else []  # schemas of properties with other names
+    if schema.get("additionalProperties") is not False:
+        others.append(schema.get("additionalProperties"))
+    needed = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    choices = [[named[name]] if name in named else others for name in needed]
+    if not needed and schema.get("minProperties"):
+        choices.append([*named.values(), *others])
+    return all(any(_is_finite(one, references) for one in some) for some in choices)
 
 
 class Constraints:
@@ -184,7 +228,12 @@ class Constraints:
         """
         matcher = LLMatcher(self._of_llguidance, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
         if matcher.is_error():
-            raise ConstraintError(" ".join(matcher.get_error().split())[:300])
+            error = " ".join(matcher.get_error().split())[:300]
+            if error.startswith("Pointer "):
+                error = f"$ref: {error}"
+            raise ConstraintError("oneOf: its alternatives overlap" if "coerce_one_of" in error else error)
+        if len(matcher.deep_copy().compute_ff_tokens()) > MAX_GIVEN:  # a recursion without an end, or `minItems`
+            raise ConstraintError(f"its texts begin with more than {MAX_GIVEN} tokens that are always the same")
         possible = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
         possible[self._ends] = 0
         if not possible.any():  # an endless recursion of `$ref`, for example
@@ -255,6 +304,12 @@ class Constraint:
         self._matcher = matcher
         self._ends = ends
         self._begin = begin
+        self.field: str | None = None  # of the request
+
+    def _error(self, text: str) -> ConstraintError:
+        error = ConstraintError(text[:300])
+        error.field = self.field
+        return error
 
     def processor(self, prompt: int, after: Sequence[int] = ()) -> Callable[[mx.array, mx.array], mx.array]:
         """Return a processor of logits for one answer to a prompt of `prompt` tokens. If the answer begins with
@@ -277,7 +332,7 @@ class Constraint:
             if more and more[-1] in self._ends:
                 return logits  # the answer has ended, and this token is not used
             if not matcher.consume_tokens(more):
-                raise ConstraintError(f"the answer left its constraint: {matcher.get_error():.300}")
+                raise self._error(f"the answer left its constraint: {matcher.get_error()}")
             return self._masked(matcher, logits)
 
         return process
@@ -294,7 +349,7 @@ class Constraint:
                 if matcher is None and token == self._begin:
                     matcher = self._matcher.deep_copy()
                 if matcher and not matcher.consume_token(token):
-                    raise ConstraintError(f"the answer left its constraint: {matcher.get_error():.300}")
+                    raise self._error(f"the answer left its constraint: {matcher.get_error()}")
                 if matcher and matcher.is_stopped():
                     matcher = None
             return self._masked(matcher, logits) if matcher else logits
@@ -310,5 +365,5 @@ class Constraint:
             bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
             allowed[: len(bits)] = bits[: len(allowed)]
         if matcher.is_error():
-            raise ConstraintError(f"no token can be chosen: {matcher.get_error():.300}")
+            raise self._error(f"no token can be chosen: {matcher.get_error()}")
         return mx.where(mx.array(allowed), logits, -mx.inf)

@@ -14,7 +14,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ...generation.structure import Constraint, ConstraintError, Constraints, escaped, lark_of_json, of_lark
+from ...generation.structure import Constraint, ConstraintError, Constraints, escaped, lark_of_json, of_json, of_lark
 
 # -- Formats -----------------------------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class OfferedTool:
 
     def refused(self, reason: str) -> CallError:
         """Return the error for a schema that cannot be written."""
-        return CallError(f"tools[{self.index}].function.parameters", reason)
+        return CallError(f"tools[{self.index}].function.parameters", f"of {self.name!r:.100}: {reason}")
 
 
 # -- Values of arguments -----------------------------------------------------------------------------------------------
@@ -441,10 +441,21 @@ def compile_calls(
             made([tool])
         except (CallError, ConstraintError) as error:
             if tool.strict or when == FORCED or (isinstance(error, CallError) and error.param == "tool_choice"):
-                raise error if isinstance(error, CallError) else tool.refused(str(error)) from error
+                raise (
+                    error if isinstance(error, CallError) else tool.refused(_reason(constraints, tool, error))
+                ) from error
             tool = tool.loosened
         usable.append(tool)
     return made(usable, answer)
+
+
+def _reason(constraints: Constraints, tool: OfferedTool, error: ConstraintError) -> str:
+    """Return the reason of an error. That of the parameters alone does not quote other parts of the grammar."""
+    try:
+        constraints.compile(of_json(tool.parameters))
+    except ConstraintError as alone:
+        error = alone
+    return str(error)
 
 
 # -- Reader ------------------------------------------------------------------------------------------------------------

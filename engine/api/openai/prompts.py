@@ -133,14 +133,20 @@ class Prompts:
                 raise invalid(f"{name}: the end of an answer with a constraint follows from the constraint", name)
         param, make = next(iter(made.items()), ("response_format.json_schema.schema", str))
         loop = asyncio.get_running_loop()
+        found: tuple[Constraint, Written | None] | None
         try:
             if calls:
-                return await loop.run_in_executor(self._compiling, calls) or (None, None)
-            return await loop.run_in_executor(self._compiling, lambda: self._constraints.compile(make())), None
+                found = await loop.run_in_executor(self._compiling, calls)
+            else:
+                found = await loop.run_in_executor(self._compiling, lambda: self._constraints.compile(make())), None
         except CallError as error:
             raise invalid(f"{error.param}: {error}", error.param, "unsupported_value") from error
         except ConstraintError as error:
             raise invalid(f"{param}: {error}", param) from error
+        if found is None:
+            return None, None
+        found[0].field = "tools" if calls else param
+        return found
 
     def _calls(self, body: ChatBody) -> Callable[[], tuple[Constraint, Written] | None] | None:
         """Return a function that compiles the calls of an answer: of a tool that the request forces, of any tool

@@ -18,7 +18,7 @@ from engine_models import letter_tokenizer
 import mlx.core as mx
 from pydantic import create_model
 
-from engine.generation.structure import ConstraintError, Constraints, of_choice, of_json, of_regex
+from engine.generation.structure import ConstraintError, Constraints, of_choice, of_grammar, of_json, of_regex
 
 HELLO = [{"role": "user", "content": "Hello"}]
 PERSON = {
@@ -243,11 +243,50 @@ NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "add
             "$ref": "#/$defs/node",
         },
         {"type": "object", "properties": {"a": {"anyOf": [{"$ref": "#"}, {"$ref": "#"}]}}, "required": ["a"]},
+        {"type": "object", "additionalProperties": {"$ref": "#"}, "minProperties": 1},
+        {
+            "type": "object",
+            "patternProperties": {"a": {"$ref": "#"}},
+            "additionalProperties": False,
+            "minProperties": 1,
+        },
+        {
+            "type": "object",
+            "patternProperties": {"^a$": {"$ref": "#"}},
+            "additionalProperties": False,
+            "required": ["a"],
+        },
     ],
 )
 def test_a_recursion_without_an_end_is_refused(endless: dict[str, Any]) -> None:
     with pytest.raises(ConstraintError, match=r"\$ref: a text that matches this recursion has no end"):
         of_json(endless)
+
+
+@pytest.mark.parametrize(
+    ("costly", "keyword"),
+    [
+        ({"multipleOf": 1_000_003}, "multipleOf"),
+        ({"allOf": [{"multipleOf": 97}, {"multipleOf": 991}]}, "multipleOf"),
+        ({"enum": []}, "enum"),
+        ({"type": []}, "type"),
+        ({"type": "string", "maxLength": 10**12}, "maxLength"),
+        ({"type": "integer", "minimum": 10**390}, "minimum"),
+    ],
+)
+def test_a_costly_or_empty_keyword_is_named(costly: dict[str, Any], keyword: str) -> None:
+    with pytest.raises(ConstraintError, match=f"^{keyword}: "):
+        of_json(costly)
+    assert of_json({"type": "number", "multipleOf": 0.25})
+
+
+def test_a_text_that_is_always_the_same_has_a_limit() -> None:
+    for endless in (
+        of_grammar('root ::= "a" root'),
+        of_json({"type": "array", "items": {"type": "null"}, "minItems": 9999}),
+    ):
+        with pytest.raises(ConstraintError, match="begin with more than 4096 tokens that are always the same"):
+            Constraints(letter_tokenizer(), 97, [96]).compile(endless)
 
 
 @pytest.mark.parametrize(
