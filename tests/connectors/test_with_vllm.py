@@ -7,8 +7,8 @@ import os
 import subprocess
 from pathlib import Path
 
+from documents import blocks
 from servers import start_server
-from test_vllm_page import CONFIGURATIONS
 from vllm_process import ENVIRONMENT, PYTHON, ROOT, needs_vllm
 
 pytestmark = needs_vllm
@@ -46,7 +46,8 @@ for one in json.load(sys.stdin):
     for tier in one["kv_connector_extra_config"].get("secondary_tiers", []):
         print(SecondaryTierFactory.get_tier_class(tier).__name__)
 """
-    assert run_python("-c", program, text=json.dumps(CONFIGURATIONS)).split()[-4:] == [
+    configurations = [one for one in map(json.loads, blocks("docs/vllm.md", "json")) if "kv_connector" in one]
+    assert run_python("-c", program, text=json.dumps(configurations)).split()[-4:] == [
         "KvpageConnector",
         "OffloadingConnector",
         "KvpageTier",

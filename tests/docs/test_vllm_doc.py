@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from documents import ROOT, blocks
 from kvpage_connectors.jobs import Jobs
+from kvpage_connectors.vllm_hints import hints_of
 from servers import start_server
+from vllm.v1.kv_offload.base import ReqContext
 
 from kvpage_server.address import DEFAULT_URL
 from kvpage_server.client import Page
@@ -21,7 +23,8 @@ from kvpage_server.page import DType, PageKey
 
 DOCUMENT = "docs/vllm.md"
 TEXT = (ROOT / DOCUMENT).read_text(encoding="utf-8")
-CONFIGURATIONS = [json.loads(block) for block in blocks(DOCUMENT, "json")]
+EXAMPLES = [json.loads(block) for block in blocks(DOCUMENT, "json")]
+CONFIGURATIONS = [one for one in EXAMPLES if "kv_connector" in one]
 
 
 def test_the_connector_of_a_configuration_exists() -> None:
@@ -64,11 +67,19 @@ def test_a_user_with_the_documented_rights_can_do_all_jobs() -> None:
     with start_server() as server, server.client() as client:
         client.execute_command(*shlex.split(line))
         jobs = Jobs(f"redis://vllm:secret@127.0.0.1:{server.port}", logging.getLogger("kvpage.test"))
-        assert jobs.save(lambda: [block], 1).result(60) == [True], jobs.reasons.counts
-        assert jobs.load(lambda: [block], 1).result(60) == [True], jobs.reasons.counts
+        assert jobs.save([lambda: block], 64).result(60) == [True], jobs.reasons.counts
+        assert jobs.load([lambda: block], 64).result(60) == [True], jobs.reasons.counts
+        for pin in (True, False):
+            jobs.pin(lambda: [(name, 0)], 1, pin=pin)
         lookup = jobs.lookup(lambda: [(name, 0)], 1, 2)
         assert lookup.answer(60) == 1, jobs.reasons.counts
         jobs.close()
+        assert jobs.reasons.counts == {}
+
+
+def test_the_hints_are_understood() -> None:
+    (params,) = [example for example in EXAMPLES if "kvpage_hints" in example]
+    assert [hint.kind for hint in hints_of(ReqContext("r", params))] == ["kvpage.pin", "kvpage.retain"]
 
 
 def test_sizes_are_computed_as_documented() -> None:
