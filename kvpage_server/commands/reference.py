@@ -123,6 +123,12 @@ OK
    14) (integer) 8
    15) "memory"
    16) (integer) ...
+   17) "pinned"
+   18) (integer) 0
+   19) "kept_until_ms"
+   20) (integer) 0
+   21) "kept_by"
+   22) ""
 """,
     "kvpageverify": f"""\
 {_TWO_PAGES}> KVPAGEVERIFY req

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import RenderableType
@@ -17,12 +17,15 @@ from kvpage_server.look.output import LookError
 from kvpage_server.look.pages_on_strings import agent_hint, why_hint
 from kvpage_server.observe.asking import QueriedStore, ask, named
 from kvpage_server.observe.memory_by_agent import (
+    UNPROTECTED,
     Agent,
+    BlockProtection,
     Holdings,
     LookLimits,
     OtherRequest,
     SharedPrefix,
     holdings_of_store,
+    protection_of,
 )
 from kvpage_server.page import KVType, check_req_id
 from kvpage_server.system.terminal import for_people, out, print_json, readable, table_of
@@ -99,7 +102,7 @@ def remarks(holdings: Holdings) -> Iterator[str]:
 
 def _agents(agents: tuple[Agent, ...]) -> Table:
     drop = "saved", "unshared", "model", "blocks", "tokens"
-    columns = "agent", "model", "tokens", "blocks", "size", "unshared", "saved", "used"
+    columns = "agent", "model", "tokens", "blocks", "size", "unshared", "saved", "used", *_protected(agents)
     table = table_of(*columns, numbers_from=2, drop=drop)
     for agent in agents:
         missing = f"{len(agent.blocks) - agent.missing:,} of " if agent.missing else ""
@@ -112,8 +115,27 @@ def _agents(agents: tuple[Agent, ...]) -> Table:
             as_size(agent.own_bytes),
             ago(max(time.time() - agent.manifest.saved_ms / 1000, 0) if agent.manifest.saved_ms else None),
             ago(agent.idle),
+            *(_protection_text(agent.protection) for _ in _protected(agents)),
         )
     return table
+
+
+def _protected(rows: Sequence[Agent | OtherRequest]) -> list[str]:
+    """Return the column of protections; none if no row is protected."""
+    return ["protected"] if any(row.protection != UNPROTECTED for row in rows) else []
+
+
+def _protection_text(protection: BlockProtection) -> Text:
+    """Return whether a context is pinned, and until when it is kept for which tenant."""
+    parts = ["pinned"] if protection.pinned else []
+    if protection.until:
+        parts.append(f"until {time.strftime('%H:%M', time.localtime(protection.until / 1000))}")
+    who = readable(f" for {protection.tenant}", _MAX_NAME_CHARACTERS) if protection.tenant else Text()
+    return Text(", ".join(parts)).append(who)
+
+
+def _protection_json(protection: BlockProtection) -> dict[str, Any]:
+    return {"pinned": protection.pinned, "kept_until_ms": protection.until, "kept_by": protection.tenant}
 
 
 def ago(seconds: float | None) -> str:
@@ -134,11 +156,13 @@ def _prefixes(prefixes: tuple[SharedPrefix, ...]) -> Table:
 
 
 def _requests(requests: tuple[OtherRequest, ...]) -> Table:
-    table = table_of("request", "blocks", "pages", "size", "in memory", numbers_from=1, drop=("in memory", "blocks"))
+    columns = "request", "blocks", "pages", "size", "in memory", *_protected(requests)
+    table = table_of(*columns, numbers_from=1, drop=("in memory", "blocks"))
     for request in requests:
         sizes = as_size(request.bytes), as_size(request.memory)
         name = readable(request.label, _MAX_NAME_CHARACTERS) if request.label else readable(request.req_id)
-        table.add_row(name, f"{request.blocks:,}", f"{request.pages:,}", *sizes)
+        protected = [_protection_text(request.protection) for _ in _protected(requests)]
+        table.add_row(name, f"{request.blocks:,}", f"{request.pages:,}", *sizes, *protected)
     return table
 
 
@@ -162,6 +186,7 @@ def agent_as_json(agent: Agent, args: argparse.Namespace) -> dict[str, Any]:
         "saved_ms": manifest.saved_ms,
         "saved_by": manifest.by,
         "idle_seconds": agent.idle,
+        **_protection_json(agent.protection),
     }
 
 
@@ -190,6 +215,7 @@ def as_json(holdings: Holdings, args: argparse.Namespace) -> dict[str, Any]:
                 "pages": request.pages,
                 "bytes": request.bytes,
                 "memory_bytes": request.memory,
+                **_protection_json(request.protection),
             }
             for request in holdings.requests
         ],
@@ -206,17 +232,24 @@ def _ls_request(store: QueriedStore, args: argparse.Namespace) -> bool:
     if not blocks:
         raise LookError(agent_hint(store, req) or f"request {args.req} has no page{why_hint(store, args.req)}")
     if args.json:
-        rows = [block | {"memory_bytes": block["memory"], "complete": bool(block["complete"])} for block in blocks]
+        rows = [
+            block
+            | {"memory_bytes": block["memory"], "complete": bool(block["complete"])}
+            | _protection_json(protection_of(block))
+            for block in blocks
+        ]
         shown = [{k: row[k] for k in row if k != "memory"} for row in rows]
         print_json({"url": args.home(req), "request": req, "blocks": shown})
         return True
-    columns = "page", "complete", "planes", "layers", "heads", "pages", "size", "in memory"
+    protected = ["protected"] if any(protection_of(block) != UNPROTECTED for block in blocks) else []
+    columns = "page", "complete", "planes", "layers", "heads", "pages", "size", "in memory", *protected
     table = table_of(*columns, numbers_from=3, drop=("heads", "layers", "in memory", "planes"))
     for block in blocks[: args.limit or None]:
         planes = " ".join(KVType(plane).name for plane in block["planes"])
         counts = [f"{block[name]:,}" for name in ("layers", "heads", "pages")]
         sizes = [as_size(block[name]) for name in ("bytes", "memory")]
-        table.add_row(str(block["page"]), "yes" if block["complete"] else "no", planes, *counts, *sizes)
+        cells = str(block["page"]), "yes" if block["complete"] else "no", planes, *counts, *sizes
+        table.add_row(*cells, *(_protection_text(protection_of(block)) for _ in protected))
     out.print(table, soft_wrap=False)
     _print_omitted(args, {"block": len(blocks)})
     return True

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
-from kvpage_server.observe.asking import Command, Reading, parts_of, refused
+from kvpage_server.observe.asking import Command, Reading, parts_of, refused, text
 from kvpage_server.page import tag_of
 from kvpage_server.system.text import name_as_text
 
@@ -158,6 +158,26 @@ class LookLimits:
     requests: int = 1000
 
 
+class BlockProtection(NamedTuple):
+    """The protection of a block from eviction: whether it is pinned, the end of its lifetime in unix milliseconds, 0
+    for none, and the tenant for which it is kept.
+    """
+
+    pinned: bool
+    until: int
+    tenant: str
+
+
+UNPROTECTED = BlockProtection(False, 0, "")
+
+
+def protection_of(received: Mapping[str, Any]) -> BlockProtection:
+    """Return the protection in a reply to KVPAGEINDEX or KVPAGESTAT."""
+    return BlockProtection(
+        bool(received.get("pinned")), int(received.get("kept_until_ms") or 0), text(received.get("kept_by") or b"")
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class ContextBlock:
     """A block of one or more contexts: all pages of the same tokens."""
@@ -168,6 +188,7 @@ class ContextBlock:
     memory: int = 0  # bytes that it takes in memory; 0 if it is on disk only
     pages: int = 0
     complete: bool = False  # a load finds only complete blocks
+    protection: BlockProtection = UNPROTECTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +228,11 @@ class Agent:
         return sum(block.tokens for block in takewhile(lambda block: block.complete, self.blocks))
 
     @property
+    def protection(self) -> BlockProtection:
+        """The protection of the first block."""
+        return self.blocks[0].protection if self.blocks else UNPROTECTED
+
+    @property
     def missing(self) -> int:
         """Number of blocks that are missing or incomplete."""
         return sum(not block.complete for block in self.blocks)
@@ -242,6 +268,7 @@ class OtherRequest:
     bytes: int
     memory: int
     label: str = ""  # label that the engine has stored for a context without a name: own_blocks first words, or a hash
+    protection: BlockProtection = UNPROTECTED  # of its first block
 
 
 class KnownManifest(NamedTuple):
@@ -468,7 +495,8 @@ def _blocks(found: Iterable[Manifest], most: int, state: _ReadState) -> Reading[
 def _block(name: bytes, tokens: int, answer: Any) -> ContextBlock:
     """Return a block from the reply to KVPAGEINDEX with TOTAL. All own_blocks figures are 0 if the block is missing."""
     for total in parts_of(answer):
-        return ContextBlock(name, tokens, total["bytes"], total["memory"], total["pages"], bool(total["complete"]))
+        sizes = total["bytes"], total["memory"], total["pages"]
+        return ContextBlock(name, tokens, *sizes, bool(total["complete"]), protection_of(total))
     return ContextBlock(name, tokens)
 
 
@@ -489,7 +517,8 @@ def _requests(
         known.pop(name, None)
         for total in parts_of(answer):
             sizes = (total[what] for what in ("blocks", "pages", "bytes", "memory"))
-            known[name] = replace(OtherRequest(name, *sizes), label=labels.get(name, ""))
+            found = OtherRequest(name, *sizes)
+            known[name] = replace(found, label=labels.get(name, ""), protection=protection_of(total))
     return _by_label(known.values())
 
 
@@ -517,7 +546,8 @@ def _by_label(requests: Iterable[OtherRequest]) -> list[OtherRequest]:
             found[key] = one
             continue
         sizes = (getattr(one, what) + getattr(other, what) for what in ("blocks", "pages", "bytes", "memory"))
-        found[key] = replace(OtherRequest(other.req_id, *sizes), label=one.label)
+        protection = max(one.protection, other.protection)
+        found[key] = replace(OtherRequest(other.req_id, *sizes), label=one.label, protection=protection)
     return [*found.values()]
 
 

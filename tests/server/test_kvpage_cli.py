@@ -71,6 +71,27 @@ def test_status_shows_the_state_of_a_store() -> None:
     assert "1 never stored" in shown
 
 
+def test_ls_shows_pins_and_lifetimes_with_their_tenants(server: RunningServer, client: redis.Redis) -> None:
+    names = "kept", "pinned", "other"
+    for req in names:
+        set_block(client, req)
+    client.execute_command("KVPAGEPIN", "pinned")
+    client.execute_command("KVPAGEKEEP", "alice", 1, 3600, "kv:kept:0:0:0:0")
+    code, shown, _ = kvpage("ls", url=server.url)
+    assert code == 0
+    [kept, pinned, other] = [
+        next(line for line in shown.splitlines() if req in line) for req in ("kept", "pinned", "other")
+    ]
+    assert re.search(r"until \d\d:\d\d for alice", kept)
+    assert pinned.rstrip().endswith("pinned")
+    assert other.split()[-1] not in ("pinned", "alice")
+    rows = {row["request"]: row for row in json.loads(kvpage("ls", "--json", url=server.url)[1])["requests"]}
+    assert rows["kept"]["kept_by"] == "alice"
+    assert rows["kept"]["kept_until_ms"] > 0
+    assert (rows["pinned"]["pinned"], rows["other"]["pinned"]) == (True, False)
+    assert re.search(r"until \d\d:\d\d for alice", kvpage("ls", "kept", url=server.url)[1])
+
+
 def test_ls_lists_requests_and_the_blocks_of_one(server: RunningServer, client: redis.Redis) -> None:
     for page in range(3):
         set_block(client, "agent-[bold]7", page)

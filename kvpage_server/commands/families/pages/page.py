@@ -20,7 +20,7 @@ from kvpage_server.commands.dispatch.checks import (
     wait_for_checksums,
     wait_for_write_behind,
 )
-from kvpage_server.commands.families.pages.request import pages_missed
+from kvpage_server.commands.families.pages.request import pages_missed, protection_fields
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.specs import Parts, extents_of_pages, nothing, pages, values
 from kvpage_server.commands.steps import Steps
@@ -458,9 +458,7 @@ def kvpagestat(client: Client, args: list[Argument]) -> Reply:
         "checksum": checksum,
         "ttl_left_ms": page.expires - now if page.expires else -1,
         "lease_left_ms": max(guard.until - monotonic_ms(), 0),
-        "pinned": int(guard.pinned),
-        "kept_until_ms": guard.ends,
-        "kept_by": guard.tenant if guard.ends else b"",
+        **protection_fields(guard),
         "tier": "disk" if is_only_on_disk(page) else "memory",
     }
 

@@ -26,6 +26,7 @@ from kvpage_server.resp import Raw, Reply, ReplyError, Stream
 from kvpage_server.store.contents import NEVER_STORED, OVER_QUOTA
 from kvpage_server.store.disk.prefetch import Needed, Prefetcher
 from kvpage_server.store.eviction.ghosts import Ghost
+from kvpage_server.store.eviction.leases import Lease
 from kvpage_server.store.keyspace import Keyspace, gathered
 from kvpage_server.store.memory.entry import Page, header_of, is_page
 from kvpage_server.store.memory.index import Block, Extent
@@ -204,14 +205,14 @@ def kvpagedel(client: Client, args: list[Argument]) -> Reply:
 )
 def kvpageindex(client: Client, args: list[Argument]) -> Reply:
     """Return a map for each block, by page id: page, pages, layers, heads, planes, complete, and for WITHSIZES bytes,
-    memory.
+    memory, pinned, kept_until_ms, kept_by.
 
     `complete` is 1 if KVBLOCKGET would return the block, else 0: with all its pages it may still lack a common shape.
     `layers` and `heads` are the highest numbers plus one. `bytes` is the size of the bodies, `memory` is the size of
     the block in memory.
 
-    With TOTAL, one map for all blocks: blocks, pages, bytes, memory, complete, which is 1 if all of them are, and page
-    and planes of the first; none if the request has no page.
+    With TOTAL, one map for all blocks: blocks, pages, bytes, memory, complete, which is 1 if all of them are, and page,
+    planes, pinned, kept_until_ms and kept_by of the first; none if the request has no page.
     """
     keyspace, req_id = client.keyspace, request_name(args[0])
     with_sizes = [plain(arg).upper() for arg in args[1:]]
@@ -246,13 +247,22 @@ class _Total:
     def add(self, block: dict[str, Reply]) -> None:
         """Add the map of a block. The first map determines `page` and `planes` of the sum."""
         if not self.maps:
-            first = {name: block[name] for name in ("page", "planes")}
+            first = {name: block[name] for name in ("page", "planes", "pinned", "kept_until_ms", "kept_by")}
             self.maps = [{"blocks": 0, "pages": 0, "bytes": 0, "memory": 0, "complete": 1} | first]
         (total,) = self.maps
         for name in ("pages", "bytes", "memory"):
             total[name] += block[name]
         total["blocks"] += 1
         total["complete"] = min(total["complete"], block["complete"])
+
+
+def protection_fields(lease: Lease) -> dict[str, Reply]:
+    """Return whether a block is pinned, the end of its lifetime in unix milliseconds, 0 for none, and its tenant."""
+    return {
+        "pinned": int(lease.pinned),
+        "kept_until_ms": lease.ends,
+        "kept_by": lease.tenant if lease.ends else b"",
+    }
 
 
 def _describe(keyspace: Keyspace, block: Block, with_sizes: bool) -> Steps[dict[str, Reply]]:
@@ -271,6 +281,7 @@ def _describe(keyspace: Keyspace, block: Block, with_sizes: bool) -> Steps[dict[
         extent = block.extent
         described["bytes"] = extent.slot.size if extent else sum(page.size for page in pages)
         described["memory"] = block.footprint
+        described |= protection_fields(keyspace.leases.of(block))
     return described
 
 
