@@ -28,6 +28,7 @@ string has the key, or if the block is an extent.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, zip_longest
 from operator import attrgetter
@@ -36,16 +37,25 @@ from typing import NamedTuple, TypeVar
 from kvpage_server.core import NewPages
 from kvpage_server.core.pieces import END, Piece, frame
 from kvpage_server.page import HEADER_SIZE, MAX_BLOCK_PAGES, BlockShape, DType, Plane, header_fields, unix_ms
-from kvpage_server.store.contents import Contents, footprint_of, unit_of
+from kvpage_server.store.contents import Contents, Source, footprint_of, unit_of
 from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.disk.fetching import BorrowedReads
 from kvpage_server.store.disk.limit import DiskAccount
 from kvpage_server.store.disk.prefetch import Prefetcher
 from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.disk.usage import Stored
-from kvpage_server.store.evict import MemoryAccount, PendingWrite, Reservation, ReservationParts, make_room
+from kvpage_server.store.evict import (
+    Account,
+    MemoryAccount,
+    OverLimit,
+    PendingWrite,
+    Reservation,
+    ReservationParts,
+    make_room,
+)
 from kvpage_server.store.eviction.leases import LONGEST_LIFETIME, Bytes
 from kvpage_server.store.eviction.queues import Unit
+from kvpage_server.store.eviction.quotas import counted
 from kvpage_server.store.memory.entry import Entry, Page, Text, has_bytes
 from kvpage_server.store.memory.index import Block, Extent, ExtentPage
 from kvpage_server.store.memory.on_disk import OnDisk
@@ -138,6 +148,64 @@ class Protection:
             return int(quota.limit * min(1, room / promised) * SHARE)
         return int((room - min(promised, room)) * SHARE)
 
+    # -- growth of protected blocks --------------------------------------------------------------------------------
+
+    def protects_any(self, pages: NewPages) -> bool:
+        """Return whether a block of some of these pages is protected."""
+        leases, index = self._contents.leases.by_unit, self._contents.index
+        return any(index.block(*name) in leases for name in pages.blocks())
+
+    def admit(self, coming: Iterable[PendingWrite]) -> None:
+        """Raise OverLimit if new pages let protected blocks grow above their limit."""
+        contents, growth = self._contents, Counter[Block]()
+        for key, size, name in coming:
+            block = contents.index.block(*name) if name is not None else None
+            if block is not None and block in contents.leases:
+                growth[block] += size - counted(key, contents.catalogue.entries.get(key), as_page=True)
+        self._admit_growth(growth)
+
+    def admit_block(self, req_id: bytes, page: int, size: int) -> None:
+        """Raise OverLimit if a new extent of `size` bytes lets its block, if protected, grow above the limit."""
+        block = self._contents.index.block(req_id, page)
+        if block is not None and block in self._contents.leases:
+            had = block.footprint if block.extent is None else block.extent.slot.size
+            self._admit_growth({block: size - had})
+
+    def _admit_growth(self, growth: Mapping[Block, int]) -> None:
+        leases, now, together = self._contents.leases, monotonic_ms(), Counter[object]()
+        for block, size in growth.items():
+            if size > 0 and leases.spares(block, now):
+                quota = self._contents.eviction_order.limit_of(block)
+                together[quota] += size
+                account = _ProtectedMemory(self._contents, self, block)
+                if account.refuses(together[quota]):
+                    raise OverLimit(account)
+
+
+class _ProtectedMemory(Account):
+    """The memory that leases, pins and lifetimes protect in a block's quota, or outside all quotas."""
+
+    def __init__(self, contents: Contents, protection: Protection, block: Block) -> None:
+        super().__init__(contents)
+        self._protection = protection
+        self._block = block
+
+    @property
+    def limit(self) -> int:
+        return self._protection.most(self._block).memory
+
+    most = limit
+
+    @property
+    def used(self) -> int:
+        return self.contents.leases.protected_bytes(self._block).memory
+
+    def sources(self, _: int) -> Iterator[Source]:
+        return iter(())
+
+    def refusal(self, _: int) -> str:
+        return f"leased, pinned and kept values take more than {self.limit} bytes, and the block is one of them"
+
 
 _SIZE = attrgetter("size")
 
@@ -186,6 +254,8 @@ class Keyspace:
 
         Return the bytes to reserve in the quotas for each part, () without quotas. Raise OverLimit as `admit` does.
         """
+        if self.leases.by_unit:
+            self.protection.admit(chain.from_iterable(parts))
         if self.disk.stored.maxdisk:
             self.disk.admit([*chain.from_iterable(parts)])
         return self.quotas.admit(parts) if self.eviction_order.has_quotas else ()
@@ -193,7 +263,8 @@ class Keyspace:
     def admit_batch(self, pages: NewPages) -> None:
         """Evict values until there is space for pages that are stored in this step. Raise OverLimit as `admit`."""
         slots, disk = pages.slots, self.disk
-        if not self.eviction_order.has_quotas:
+        protected = self.leases.by_unit and self.protection.protects_any(pages)
+        if not (protected or self.eviction_order.has_quotas):
             if not disk.stored.maxdisk:
                 return
             size = slots[0].size if len(slots) == 1 else sum(map(_SIZE, slots))
@@ -223,7 +294,7 @@ class Keyspace:
         Return the reservation of the space, with a part for each batch. Raise OverLimit if the policy may not evict
         enough; none of the pages must be stored then.
         """
-        if not self.is_limited:
+        if not (self.is_limited or self.leases.by_unit):
             return Reservation()
         parts: list[list[PendingWrite]] = []
         for pages in batches:
@@ -237,6 +308,7 @@ class Keyspace:
 
     def set_block(self, req_id: bytes, page: int, extent: Extent) -> None:
         """Admit and store a block as an extent, see `Contents.set_block`. Raise OverLimit as `admit`."""
+        self.protection.admit_block(req_id, page, extent.shape.nbytes)
         self.disk.admit_block(req_id, page, extent.shape)
         self.quotas.admit_block(req_id, page, extent.shape)
         self.contents.set_block(req_id, page, extent)

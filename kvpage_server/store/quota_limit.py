@@ -18,6 +18,7 @@ from kvpage_server.store.evict import (
     LEAST_INDEX,
     Account,
     MemoryAccount,
+    OverLimit,
     PendingWrite,
     ReservationParts,
     make_room,
@@ -126,12 +127,13 @@ class QuotaAccounts:
         """Evict values of the quotas of new values until these fit. Return the sizes to reserve for each part.
 
         Values that a part replaces, and blocks that it extends, are not evicted. Raise OverLimit if the policy may not
-        evict enough; the new values must not be stored then.
+        evict enough, or if a block would grow above the quota; the new values must not be stored then.
         """
         catalogue, index, quotas = self._contents.catalogue, self._contents.index, self._contents.eviction_order.quotas
-        growth, new_blocks = dict[bytes, int](), set[tuple[bytes, int]]()
+        growth, existed = dict[bytes, int](), dict[tuple[bytes, int], bool]()
         taken: list[dict[Quota, int]] = []
         index_grows: dict[Quota, int] = {}
+        extended = set[Quota]()  # quotas of blocks that get more or other pages
         for part in parts:
             wanted: dict[Quota, int] = {}
             taken.append(wanted)
@@ -139,22 +141,29 @@ class QuotaAccounts:
                 quota = quotas.named(key if block is None else block_name(block[0]))
                 if quota is None:
                     continue
-                entry = catalogue.get(key)
+                entry, cost = catalogue.get(key), 0
                 grows = size - counted(key, entry, as_page=block is not None)
                 wanted[quota] = wanted.get(quota, 0) + grows - growth.get(key, 0)
+                if block is not None and block not in existed:
+                    existed[block] = index.has(*block)
+                    if existed[block]:
+                        extended.add(quota)
+                    else:
+                        cost = catalogue.costs.of_block(block[0])
                 if entry is None and key not in growth:
-                    cost = catalogue.costs.of_key(key)
-                    if block is not None and block not in new_blocks and not index.has(*block):
-                        new_blocks.add(block)
-                        cost += catalogue.costs.of_block(block[0])
-                    index_grows[quota] = index_grows.get(quota, 0) + cost
+                    cost += catalogue.costs.of_key(key)
+                index_grows[quota] = index_grows.get(quota, 0) + cost
                 growth[key] = grows
         lacking: list[tuple[Account, int]] = []
-        for quota in dict.fromkeys(chain.from_iterable(taken)):
-            size = sum([wanted.get(quota, 0) for wanted in taken])
+        sizes = {quota: sum([wanted.get(quota, 0) for wanted in taken]) for quota in chain.from_iterable(taken)}
+        for quota, size in sizes.items():
             lacking += self._lacking(quota, size, index_grows.get(quota, 0))
         if lacking:
             _make_room(lacking, units_of(self._contents, chain.from_iterable(parts)))
+            for quota in extended:
+                account, size = self.of[quota][0], sizes[quota]
+                if size > 0 and account.used > account.evicts_above(size):
+                    raise OverLimit(account, size)
         return (((self.of[quota][0], size) for quota, size in wanted.items()) for wanted in taken)
 
     def admit_block(self, req_id: bytes, page: int, shape: BlockShape) -> None:

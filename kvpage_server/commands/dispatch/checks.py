@@ -436,12 +436,16 @@ def free_memory(client: Client) -> None:
     Postponed if more has to be evicted than in one step, or if queued writes have to reach the disk first; ReplyError
     (OOM) if nothing more may be evicted.
     """
+    memory, tiered = client.server.keyspace.memory, client.server.tiered
     try:
-        if not client.server.keyspace.memory.shrink():
+        if not memory.shrink():
             raise Postponed(Wait(asyncio.get_running_loop().call_soon))
+        # More than may be queued is in memory: parts of large blocks, which leave memory when they are on disk whole.
+        if tiered is not None and memory.limit and memory.used > memory.evicts_above(-tiered.behind.limit):
+            wait_for_memory(tiered)
     except OverLimit as full:
-        if client.server.tiered is not None:
-            wait_for_memory(client.server.tiered)
+        if tiered is not None:
+            wait_for_memory(tiered)
         raise ReplyError(f"OOM {full}") from None
 
 

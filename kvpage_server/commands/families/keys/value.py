@@ -79,7 +79,7 @@ def store(client: Client, key: bytes, value: Argument, expires: int = 0) -> None
     """
     keyspace = client.keyspace
     page = pages_of(client, [(key, value)])[0] if key[:3] == b"kv:" else None
-    if keyspace.is_limited:
+    if page is not None or keyspace.is_limited:
         admit(client, [(key, value, page)])
     if page is None:
         keyspace.contents.set_string(key, value, expires)
@@ -117,7 +117,7 @@ def admit(client: Client, values: Iterable[tuple[bytes, Argument, PageParts | No
     the result of `pages_of` for them. Raises OverLimit if not enough may be evicted.
     """
     keyspace = client.server.keyspace
-    if keyspace.is_limited:
+    if keyspace.is_limited or keyspace.leases.by_unit:
         keyspace.admit(_coming(key, value, page) for key, value, page in values)
 
 
