@@ -11,8 +11,8 @@ const MAX_TURNS = 100; // on the page; older ones are removed from it, and stay 
 let model = null;
 let messages = [];
 
-/** Install the handlers of the form, and request the list of models until the engine replies. Resolve to the name of the
- * model. */
+/** Install the handlers of the form, and request the list of models until the engine replies. Resolve to the names of the
+ * models; the chat is with the first one. */
 export async function chat() {
   at("ask").addEventListener("submit", (event) => {
     event.preventDefault();
@@ -31,7 +31,11 @@ export async function chat() {
   });
   for (;;) {
     const reply = await fetch("/v1/models", { headers: authHeaders() }).catch(() => null);
-    if (reply?.ok) return (model = (await reply.json()).data[0].id);
+    if (reply?.ok) {
+      const names = (await reply.json()).data.map((each) => each.id);
+      model = names[0];
+      return names;
+    }
     if (reply?.status === 401) await askForToken();
     else await new Promise((resolve) => setTimeout(resolve, 2000));
   }

@@ -135,7 +135,7 @@ function showBatch() {
   const running = first(state.running, MAX_ROWS, at("batch-more"));
   at("batch-empty").hidden = running.length > 0;
   at("batch-box").hidden = !running.length;
-  list(at("batch"), running, (each) => each.uid, (each) =>
+  list(at("batch"), running, (each) => `${each.uid} ${each.model}`, (each) =>
     el("tr", {},
       el("td", {}, name(each.agent_id ?? (each.label || null))),
       el("td", { class: "soft" }, each.generated ? "decode" : STAGES[each.stage]),
@@ -170,13 +170,14 @@ function showAgents() {
   const wanted = at("agents-find").value.trim();
   const found = agents.agents.filter((agent) => agent.id.includes(wanted));
   const largest = Math.max(...agents.agents.map((agent) => agent.bytes), 1);
+  const several = new Set(agents.agents.map((agent) => agent.model)).size > 1;
   const shown = first(found, MAX_ROWS, at("agents-more"));
   say(at("agents-note"), agents.count ? `${plural(agents.count, "agent")}, the largest first` : "");
   at("agents-empty").hidden = agents.count > 0;
   at("agents-box").hidden = !agents.count;
-  list(at("agents"), shown, (agent) => agent.id, (agent) =>
+  list(at("agents"), shown, (agent) => `${agent.id} ${agent.model}`, (agent) =>
     el("tr", {},
-      el("td", {}, name(agent.id)),
+      el("td", {}, name(agent.id), several ? el("span", { class: "soft" }, ` ${agent.model}`) : ""),
       el("td", { class: "num" }, count(agent.tokens)),
       meter(bar([[agent.tiers[0] ?? "none", agent.bytes]], largest), bytes(agent.bytes)),
       el("td", {}, ...agent.tiers.map(chip)),
@@ -196,4 +197,4 @@ const PARTS = { // the functions that draw the data of each event
 
 at("agents-find").addEventListener("input", () => soon(showAgents));
 themes(at("theme"));
-chat().then((model) => say(at("model"), model));
+chat().then((models) => say(at("model"), models.join(", ")));

@@ -49,8 +49,10 @@ def browser() -> Iterator[Any]:
         yield browser
 
 
-def ask(engine: RunningEngine, agent: str | None, text: str, token: str = "none") -> dict[str, Any]:
-    body = {"model": "tiny", "agent_id": agent, "messages": [{"role": "user", "content": text}], "temperature": 0}
+def ask(
+    engine: RunningEngine, agent: str | None, text: str, token: str = "none", model: str = "tiny"
+) -> dict[str, Any]:
+    body = {"model": model, "agent_id": agent, "messages": [{"role": "user", "content": text}], "temperature": 0}
     headers = {"Authorization": f"Bearer {token}"}
     reply = httpx.post(f"{engine.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
     assert reply.status_code == 200, reply.text
@@ -167,6 +169,17 @@ def test_a_token_opens_the_page_of_its_tenant(tenants: RunningEngine, browser: A
         says(page, "#agents", "ours")
         assert "theirs" not in page.locator("main").inner_text()
         assert page.locator("#memory-box").is_hidden()
+
+
+@in_chromium
+def test_agents_of_several_models_are_distinguished(tiny: Path, browser: Any) -> None:
+    with start_engine(tiny, "--model", f"other={tiny}", "--max-tokens", "8") as engine:
+        for model in ("tiny", "other"):
+            ask(engine, "anne", "Hello", model=model)
+        with shown(browser, engine.url) as page:
+            says(page, "#model", "tiny, other")
+            says(page, "#agents", "anne tiny")
+            says(page, "#agents", "anne other")
 
 
 @in_chromium
