@@ -76,7 +76,7 @@ def rendered(body: Body) -> str:
     return text.replace(MARK, "\0")
 
 
-def ask_messages(engine: RunningEngine, body: Body, earlier: str | None = None) -> tuple[str, Any]:
+def ask_messages(engine: RunningEngine, body: Body, earlier: str | None = None, model: str = "tiny") -> tuple[str, Any]:
     """Return the id of a message, and its diagnosis."""
     asked: Any = {
         "messages": [{"role": role, "content": text} for role, text in body["messages"]],
@@ -85,12 +85,14 @@ def ask_messages(engine: RunningEngine, body: Body, earlier: str | None = None) 
         **({} if body["system"] is None else {"system": body["system"]}),
     }
     with anthropic.Anthropic(base_url=engine.url, api_key=engine.token, max_retries=0) as client:
-        message = client.messages.create(model="tiny", max_tokens=1, **asked)
+        message = client.messages.create(model=model, max_tokens=1, **asked)
     reason = message.diagnostics and message.diagnostics.cache_miss_reason
     return message.id, reason and reason.model_dump()
 
 
-def ask_responses(engine: RunningEngine, body: Body, earlier: str | None = None) -> tuple[str, Any]:
+def ask_responses(
+    engine: RunningEngine, body: Body, earlier: str | None = None, model: str = "tiny"
+) -> tuple[str, Any]:
     """Return the id of a response, and its diagnosis."""
     asked: Any = {
         "input": [{"role": role, "content": text} for role, text in body["messages"]],
@@ -99,7 +101,7 @@ def ask_responses(engine: RunningEngine, body: Body, earlier: str | None = None)
         **({} if body["system"] is None else {"instructions": body["system"]}),
     }
     with engine.client(engine.token) as client:
-        response = client.responses.create(model="tiny", max_output_tokens=1, **asked)
+        response = client.responses.create(model=model, max_output_tokens=1, **asked)
     found = response.prompt_cache_diagnostics
     return response.id, found and found.model_dump(exclude_none=True)
 
@@ -182,8 +184,20 @@ def test_an_id_of_another_tenant_is_unknown(tenants: RunningEngine) -> None:
     assert found == [{"type": "previous_message_not_found"}] * 2 + [{"type": "comparison_response_not_found"}] * 2
 
 
+def test_a_swapped_model_is_named(tmp_path: Path) -> None:
+    other = write_tiny(tmp_path / "other", hidden_size=32)
+    body = {**conversation(Random(5)), "tools": []}
+    with start_engine(write_tiny(tmp_path / "tiny"), "--model", str(other)) as engine:
+        ids = ask_messages(engine, body)[0], ask_responses(engine, body)[0]
+        reason = ask_messages(engine, body, ids[0], "other")[1]
+        found = ask_responses(engine, body, ids[1], "other")[1]
+    missed = len(rendered(body))
+    assert (reason["type"], reason["cache_missed_input_tokens"]) == ("model_changed", missed)
+    assert (found["reason"], found["cache_missed_tokens"]) == ("model_changed", missed)
+
+
 def test_another_model_and_other_options_are_named() -> None:
-    """An engine serves one model, so this compares prompts directly."""
+    """No variable of the tiny template is tested here: this compares prompts directly."""
 
     def prompt(model: str = "a", text: str = "Hello", **fields: Any) -> AskedPrompt:
         body = ChatBody.of({"model": model, "messages": [{"role": "user", "content": text}], **fields})
