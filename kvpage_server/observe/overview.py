@@ -122,6 +122,8 @@ class ContentFigures:
     expiring: int = 0  # keys that have a time to live
     protected: int = _of("leased_or_pinned")  # blocks leased or pinned
     protected_bytes: int = _of("leased_or_pinned_bytes")
+    kept: int = _of("kept")  # values with a lifetime
+    kept_bytes: int = _of("kept_bytes")
 
 
 @dataclass(frozen=True, slots=True)

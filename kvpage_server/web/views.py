@@ -170,6 +170,8 @@ def context(agent: Agent, places: list[BlockPlace]) -> Shown:
                 "tier": place.tier,
                 "pinned": place.pinned,
                 "lease": place.lease,
+                "kept_until": place.block.protection.until,
+                "kept_by": place.block.protection.tenant,
                 "why": place.why,
                 "at": place.why_at,
                 "by": place.by,

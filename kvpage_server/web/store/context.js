@@ -62,7 +62,7 @@ function showContexts(contexts) {
     el("div", {}, el("div", { class: "blocks", role: "group", "aria-label": `Blocks under ${model}` }), el("p", { class: "soft" })));
   contexts.forEach(({ blocks }, i) => showBlocks(blocks, ...at("contexts").children[i].children));
   const words = [["page", "in memory"], ["cold", "on disk only"], ["shared", "top edge: shared"],
-    ["page leased", "bottom bar: leased or pinned"], ["missing", "missing"]];
+    ["page leased", "bottom bar: leased, pinned or kept"], ["missing", "missing"]];
   list(at("context-legend"), words, ([kind]) => kind, ([kind, word]) => el("li", {}, el("span", { class: `key ${kind}` }), word));
 }
 
@@ -78,7 +78,7 @@ function showBlocks(blocks, box, more) {
 /** Return the button that opens a block. Its colour shows the tier, its marks show sharing, leases and pins. */
 function blockButton(each, index) {
   const kind = each.there ? (each.tier === "disk" ? "cold" : "page") : "missing";
-  const marks = `${each.shared > 1 ? " common" : ""}${each.lease || each.pinned ? " leased" : ""}`;
+  const marks = `${each.shared > 1 ? " common" : ""}${each.lease || each.pinned || each.kept_until ? " leased" : ""}`;
   return el("button", {
     class: `block ${kind}${marks}`,
     type: "button",
@@ -91,11 +91,12 @@ function blockButton(each, index) {
   });
 }
 
-/** Return a block as text: index, tokens, size and tier or the reason of its removal, sharing agents, lease or pin. */
+/** Return a block as text: index, tokens, size and tier or the reason of its removal, sharing agents, lifetime, lease or pin. */
 function describe(each, index) {
   const where = each.there ? `${bytes(each.bytes)} ${each.tier === "disk" ? "on disk" : "in memory"}` : `missing: ${each.why}${each.by ? ` by ${each.by}` : ""}${each.at ? ` at ${clock(each.at / 1000)}` : ""}`;
   const others = each.shared > 1 ? `, shared with ${each.with.join(", ")}${each.shared - 1 > each.with.length ? " and others" : ""}` : "";
-  const kept = each.pinned ? ", pinned" : each.lease ? `, leased for ${seconds(each.lease / 1000)}` : "";
+  const lifetime = each.kept_until ? `, kept until ${clock(each.kept_until / 1000)}${each.kept_by ? ` for ${each.kept_by}` : ""}` : "";
+  const kept = lifetime + (each.pinned ? ", pinned" : each.lease ? `, leased for ${seconds(each.lease / 1000)}` : "");
   return `Block ${count(index)}, ${plural(each.tokens, "token")}: ${where}${others}${kept}`;
 }
 
