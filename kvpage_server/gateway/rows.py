@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from kvpage_server.client import BlockName
 from kvpage_server.client.cluster import commands as cluster
-from kvpage_server.client.cluster.plan import Failed
+from kvpage_server.client.cluster.plan import Failed, Timed
 from kvpage_server.client.wire.exchange import Piece, word
 from kvpage_server.client.wire.reply import Answer
 from kvpage_server.commands.arguments import WRONG_TYPE, check_batch, integer_in, plain, plain_all
@@ -411,20 +411,38 @@ class StringsBehind:
 
         TOUCH of a page in a block touches the block.
         """
-        word, keys = SUMMED[spec.name], plain_all(args)
-        pages = [page for key in keys if (page := page_of(key))]
-        others = [key for key in keys if not page_of(key)]
-        count = 0
-        if pages and word == b"UNLINK":
-            count += yield from self.upstream.do(self._plans.calls.delete(pages))
-        elif pages:
-            count += sum((yield from self.upstream.each(pages, self._plans.calls.taken)))
-        if word == b"TOUCH":
-            blocks = dict.fromkeys(cluster.block_key((page.req_id, page.page)) for page in pages)
-            touched = [cluster.simple(word, key, writes=spec.writes) for key in (*map(bytes, pages), *blocks)]
-            yield from self.upstream.each(touched, self._plans.ask)
-        asked = [cluster.simple(word, key, writes=spec.writes) for key in others]
-        answers = yield from self.upstream.each(asked, self._plans.ask)
+        word = SUMMED[spec.name]
+        pages, others, seen = list[PageKey](), list[bytes](), set[bytes]()
+
+        def sort(some: Sequence[Argument]) -> list[None]:
+            for key in plain_all(some):
+                if word == b"UNLINK" and key in seen:
+                    continue
+                seen.add(key)
+                if page := page_of(key):
+                    pages.append(page)
+                else:
+                    others.append(key)
+            return []
+
+        yield from each(args, sort)
+
+        def ask(some: Sequence[bytes]) -> Timed[list[Answer | Failed]]:
+            return self._plans.ask([cluster.simple(word, key, writes=spec.writes) for key in some])
+
+        def touch(some: Sequence[PageKey]) -> Timed[list[Answer | Failed]]:
+            return ask([*map(bytes, some), *{cluster.block_key((page.req_id, page.page)) for page in some}])
+
+        if word == b"UNLINK" and 0 < len(pages) <= MOST:
+            count = yield from self.upstream.do(self._plans.calls.delete(pages))
+        else:  # all pages are counted before the first one is deleted, because its block is deleted with it
+            count = sum((yield from self.upstream.each(pages, self._plans.calls.taken)))
+            if word == b"UNLINK":
+                for some in _some(pages):
+                    yield from self.upstream.do(self._plans.calls.delete(some))
+            elif word == b"TOUCH":
+                yield from self.upstream.each(pages, touch)
+        answers = yield from self.upstream.each(others, ask)
         yield count + sum(answer for answer in answers if isinstance(answer, int))
 
     def passed(self, spec: Spec, client: Client, args: list[Argument]) -> Iterator[Reply]:

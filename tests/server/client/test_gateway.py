@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -32,6 +34,9 @@ from benchmarks import valkey_cluster
 from benchmarks.valkey_cluster import Cluster
 from kvpage_server.cli import main
 from kvpage_server.client import PageClient
+from kvpage_server.commands.specs import TABLE
+from kvpage_server.gateway.rows import StringsBehind
+from kvpage_server.gateway.upstream import MOST, Upstream
 from kvpage_server.page import PageKey, decode_page
 
 PAGE = (0, 0, 7, 0, 1, 2, 1, 0)  # the words between the request and the body in KVPAGESET
@@ -455,3 +460,36 @@ def test_wrong_passwords_and_plain_servers_are_reported(redis_server: RunningSer
 def test_options_that_make_no_sense_are_refused(options: tuple[str, ...], why: str, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=re.escape(why)), start_server(*options):
         pass
+
+
+def test_del_of_many_pages_counts_each_once(client: Any) -> None:
+    client.execute_command("KVBLOCKSET", "r", 0, 1, 4, 1, 0, 1, 0, 8, 2, bytes(8))
+    absent = [f"kv:other:0:0:{page}:0" for page in range(600)]
+    of_block = [f"kv:r:0:{head}:0:0" for head in range(4)]
+    keys = [*of_block[:2], *absent, *of_block]
+    assert client.exists(*keys) == 6
+    assert client.delete(*keys) == 4
+    assert client.exists(*keys) == 0
+
+
+@pytest.mark.parametrize("command", ["del", "exists", "touch"])
+def test_commands_of_many_keys_ask_in_small_parts(command: str) -> None:
+    """A request for all keys at once would be one step, and other clients would wait meanwhile."""
+    sizes: list[int] = []
+
+    def plan(some: Sequence[object]) -> list[int]:
+        sizes.append(len(some))
+        return [0] * len(some)
+
+    def do(found: list[int]) -> Generator[object, None, list[int]]:
+        yield ()
+        return found
+
+    upstream = Mock()
+    upstream.plans.ask = upstream.plans.calls.taken = upstream.plans.calls.delete = plan
+    upstream.do = do
+    upstream.each = partial(Upstream.each, upstream)
+    args = [b"kv:r:0:0:%d:0" % page for page in range(2000)] + [b"string %d" % number for number in range(2000)]
+    steps = StringsBehind(upstream).counted(TABLE[command], Mock(), args)
+    assert len([*steps]) > 2 * len(args) // MOST
+    assert max(sizes) <= 2 * MOST
