@@ -40,6 +40,7 @@ def test_a_context_is_restored_and_failures_are_misses(tmp_path: Path) -> None:
             _two_at_once(first, second)
         for number, url in enumerate((store.url, f"unix://{unix}")):
             with vllm(tmp_path / f"fresh{number}", url=url, **PATIENT) as fresh:
+                print("by", url.partition(":")[0], end=", ")
                 _restored(fresh, computed)
         _failures(first, proxy, store, computed)
         _killed_during_save(first, store)
