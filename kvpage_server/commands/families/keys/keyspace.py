@@ -232,7 +232,13 @@ def _scan_count(word: bytes) -> int:
     return count
 
 
-@_generic("randomkey", flags="readonly filtered", reply="bulk | null", summary="Returns a random key.")
+@_generic(
+    "randomkey",
+    flags="readonly filtered",
+    complexity="O(1), or O(N) with N keys for a user who may not read all of them",
+    reply="bulk | null",
+    summary="Returns a random key.",
+)
 def randomkey(client: Client, args: list[Argument]) -> Reply:
     """Return a random key that the user may read; null if there is none."""
     if client.sees_all:
