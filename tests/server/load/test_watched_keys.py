@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -68,3 +69,17 @@ def test_watch_waits_while_many_keys_are_removed(turns: Turns, monkeypatch: pyte
         turns.join(stack, watch(0) + encode_command([b"UNWATCH"]) + encode_command([b"WATCH", b"another"]))
         assert turns.on_loop(lambda: turns.server.keyspace.contents.on_event) is not None
         assert not turns.on_loop(lambda: turns.server.events.has_many_left)
+
+
+def test_watch_of_an_index_key_expires_one_block_in_a_step() -> None:
+    with measured() as turns:
+        before = list[list[bytes]]()
+        for page in (b"%d" % number for number in range(6)):
+            shape = [b"1024", b"32", b"1", b"0", b"1", b"0", b"8", b"1", bytes(1024 * 32)]
+            before.append([b"KVBLOCKSET", b"r", page, *shape])
+            before.append([b"KVPAGESET", b"r", b"0", b"0", page, b"0", b"8", b"1", b"1", b"0", b"x"])
+        overdue = [[b"PEXPIRE", b"kv:r:0:1:%d:0" % page, b"1"] for page in range(6)]
+        turns.cost(b"".join(map(encode_command, before + overdue)), encode_command([b"PING"]))
+        time.sleep(0.1)
+        cost = turns.cost(b"", encode_command([b"WATCH", b"kv:r:index"]))
+    assert 0.01 < cost.longest < cost.total / 2

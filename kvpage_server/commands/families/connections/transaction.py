@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 
 from kvpage_server.commands.arguments import plain_all
 from kvpage_server.commands.context import Client, Transaction
 from kvpage_server.commands.dispatch.run import run_queued
-from kvpage_server.commands.families.pages.request import blocks_of
+from kvpage_server.commands.families.pages.request import blocks_of, is_overdue
 from kvpage_server.commands.index_key import derived_from
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.specs import WORDS_PER_STEP, Parts, Spec, nothing
@@ -128,8 +129,13 @@ def watch(client: Client, args: list[Argument]) -> Reply:
             client.watched_until = min(filter(None, due), default=0)
         return OK
 
-    blocks = sum(map(client.keyspace.index.count, requests))
-    is_small = len(keys) <= WORDS_PER_STEP and blocks <= STEP and not client.server.events.has_many_left
+    index = client.keyspace.index
+    is_small = (
+        len(keys) <= WORDS_PER_STEP
+        and not client.server.events.has_many_left
+        and sum(map(index.count, requests)) <= STEP
+        and not any(map(is_overdue, chain.from_iterable(map(index.of, requests))))
+    )
     return stepwise(steps(), small=is_small)
 
 

@@ -21,7 +21,7 @@ from kvpage_server.commands.specs import READ, WORDS_PER_STEP, WRITE, Parts, blo
 from kvpage_server.commands.steps import STEP, Steps
 from kvpage_server.core import Argument, PageNames
 from kvpage_server.core.arguments import PageName
-from kvpage_server.page import MAX_PAGE, PageError, PageKey, check_req_id, checksum
+from kvpage_server.page import MAX_PAGE, PageError, PageKey, check_req_id, checksum, unix_ms
 from kvpage_server.resp import Raw, Reply, ReplyError, Stream
 from kvpage_server.store.contents import NEVER_STORED, OVER_QUOTA
 from kvpage_server.store.disk.prefetch import Needed, Prefetcher
@@ -137,11 +137,18 @@ def blocks_of(client: Client, req_id: bytes) -> Steps[list[Block]]:
         yield ()
     found: list[Block] = []
     for at, page in enumerate(merge(*sorted_ids)):
-        if block := keyspace.reader.block(req_id, page):
+        block = keyspace.index.block(req_id, page)
+        passes = block is not None and is_overdue(block)
+        if block is not None and keyspace.contents.unexpired(block):
             found.append(block)
-        if at % STEP == STEP - 1:
+        if passes or at % STEP == STEP - 1:
             yield ()
     return found
+
+
+def is_overdue(block: Block) -> bool:
+    """Return whether a page of a block may have expired: the next lookup of the block then passes over its pages."""
+    return 0 < block.soonest <= unix_ms()
 
 
 def keys_in(block: Block) -> Iterator[list[bytes]]:
