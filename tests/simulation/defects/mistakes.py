@@ -543,8 +543,8 @@ MISTAKES = [
         "full-memory-takes-more",
         _COMMANDS + "dispatch.checks",
         "free_memory",
-        "    except OverLimit as full:\n        if client.server.tiered is not None:\n            wait_for_memory(client.server.tiered)\n",
-        "    except OverLimit as full:\n        if client.server.tiered is None:\n            return\n        wait_for_memory(client.server.tiered)\n",
+        "    except OverLimit as full:\n        if tiered is not None:\n            wait_for_memory(tiered)\n",
+        "    except OverLimit as full:\n        if client.server.tiered is None:\n            return\n        wait_for_memory(tiered)\n",
         "under noeviction, a full store takes what it has to refuse",
     ),
     Mistake(
