@@ -140,10 +140,10 @@ def _pages(many: int) -> Iterator[Scene]:
         yield Scene("absent beside blocks", [command, count, *others], blocks)
         yield Scene("cold", [command, count, *arguments], [large], cold=True)
         yield Scene("in cold blocks", [command, count, *arguments], blocks, cold=True)
-    for command in (b"DEL", b"EXISTS", b"MGET"):
-        yield Scene("pages", [command, *keys], [stored])
-        yield Scene("pages in blocks", [command, *keys], blocks)
-        yield Scene("cold pages", [command, *keys], [large], cold=True)
+    for command in ([b"DEL"], [b"EXISTS"], [b"MGET"], [b"KVPAGEKEEP", b"t", b"1", b"1000"]):
+        yield Scene("pages", [*command, *keys], [stored])
+        yield Scene("pages in blocks", [*command, *keys], blocks)
+        yield Scene("cold pages", [*command, *keys], [large], cold=True)
     layers = [[b"r", b"%d" % layer, b"0", b"0", b"0"] for layer in range(many // 2)]
     tall = [b"KVPAGEMSET", b"%d" % len(layers), *_with_bodies(layers, b"b" * 64)]
     index = b"kv:r:index"

@@ -6,22 +6,28 @@ itself, and stars alone do not match the empty string, except a single star in t
 further. A byte above 127 in a range is above 127; in Redis this depends on whether the machine's chars are signed.
 
 Stars divide a pattern into parts of a fixed length. The first and the last part are compared at the two ends of a
-string, and each part between them at its first occurrence, without backtracking. A part without wildcards is found in
-O(string) by `bytes.find`, another one in O(part x string), so it matches at most `LONGEST_PART` bytes. A pattern of
-short parts becomes one regular expression, which is faster for short strings and has the same bound.
+string, and each part between them at its first occurrence, without backtracking. A part without wildcards is found by
+`bytes.find`, another one, of at most `LONGEST_PART` bytes, by `find_classes`, each in O(string). A pattern of short
+parts also becomes a regular expression, which is faster for short strings.
 """
 
 from __future__ import annotations
 
 import re
+from array import array
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Generic, TypeVar
 
+from kvpage_server.core import find_classes
+
 LONGEST = 1024  # bytes of a pattern; longer ones are refused, because they take long to compile
 LONGEST_PART = 64  # bytes that a part between two stars matches, if it has a ? or a class
+COMPARED = 1 << 20  # bytes of names that are compared with a pattern in one step
+_SHORT = 256  # bytes of a string that is compared with a regular expression, in O(part x string)
 
 Matches = Callable[[bytes], object]  # returns a true value if the bytes match
 
@@ -57,22 +63,25 @@ def glob(pattern: bytes, *, ignore_case: bool = False) -> Matches:
         return bool
     first, *middle, last = parts if len(parts) > 1 else (*parts, [])
     middle = [part for part in middle if part]
+    by_parts = _ByParts(first, middle, last).matches
     if max(map(len, middle), default=0) > LONGEST_PART:
-        return _ByParts(first, middle, last).matches
+        return by_parts
     whole = b"".join([*first, *(b"(?>.*?%b)" % b"".join(part) for part in middle)])
     if len(parts) > 1:  # the rest of the string is skipped at once, and its last bytes are compared
         whole += b".{%d,}+(?<=%b)" % (len(last), b"".join(last))
-    return re.compile(whole, re.DOTALL).fullmatch
+    short = re.compile(whole, re.DOTALL).fullmatch
+    return (lambda name: short(name) if len(name) <= _SHORT else by_parts(name)) if middle else short
 
 
 class _ByParts:
-    """Comparison with a pattern that has a long part between two stars. Each part is a list of elements."""
+    """Comparison with the parts of a pattern, one after another. Each part is a list of elements."""
 
     def __init__(self, first: list[bytes], middle: list[list[bytes]], last: list[bytes]) -> None:
         """Compile the parts. Raises PatternTooLong for a long part with wildcards."""
         self._ends = re.compile(b"".join(first), re.DOTALL), re.compile(b"".join(last), re.DOTALL)
         self._sizes = len(first), len(last)
-        self._middle: list[tuple[bytes | re.Pattern[bytes], int]] = []
+        self._middle: list[bytes | _Classes] = []
+        sharing: list[_Classes] = []  # parts whose classes have bits of the same masks
         for part in middle:
             plain = _plain(part)
             if plain is None and len(part) > LONGEST_PART:
@@ -80,7 +89,16 @@ class _ByParts:
                     f"a part of a pattern between two stars that has a ? or [ matches at most {LONGEST_PART} bytes, "
                     f"got {len(part)}"
                 )
-            self._middle.append((re.compile(b"".join(part), re.DOTALL) if plain is None else plain, len(part)))
+            if plain is not None:
+                self._middle.append(plain)
+                continue
+            bit = sharing[-1].bit + len(sharing[-1].elements) if sharing else 0
+            if bit + len(part) > LONGEST_PART:
+                _fill(sharing)
+                sharing, bit = [], 0
+            sharing.append(_Classes(part, bit))
+            self._middle.append(sharing[-1])
+        _fill(sharing)
 
     def matches(self, string: bytes) -> bool:
         """Return whether a string matches the whole pattern."""
@@ -88,12 +106,12 @@ class _ByParts:
         first, last = self._ends
         if start > end or not first.match(string) or not last.match(string, end):
             return False
-        for part, size in self._middle:
+        for part in self._middle:
             if isinstance(part, bytes):
-                at = string.find(part, start, end)
+                at, size = string.find(part, start, end), len(part)
             else:
-                found = part.search(string, start, end)
-                at = found.start() if found else -1
+                size = len(part.elements)
+                at = find_classes(part.masks, part.bit, size, string, start, end)
             if at < 0:
                 return False
             start = at + size
@@ -106,6 +124,34 @@ def _plain(part: list[bytes]) -> bytes | None:
     return b"".join(plain) if part == [re.escape(byte) for byte in plain] else None
 
 
+@dataclass(slots=True)
+class _Classes:
+    """A part with wildcards: its elements, and their masks for `find_classes`."""
+
+    elements: list[bytes]
+    bit: int  # of the first element
+    masks: bytes = b""
+
+
+def _fill(parts: list[_Classes]) -> None:
+    """Give parts the masks that they share."""
+    bits = {part.bit + i: _members(element) for part in parts for i, element in enumerate(part.elements)}
+    most = sum(1 << bit for bit, members in bits.items() if len(members) > len(_EVERY) // 2)
+    masks = array("Q", [most] * len(_EVERY))
+    for bit, members in bits.items():
+        for byte in _EVERY.translate(None, members) if most >> bit & 1 else members:
+            masks[byte] ^= 1 << bit
+    shared = masks.tobytes()
+    for part in parts:
+        part.masks = shared
+
+
+@lru_cache(maxsize=1024)
+def _members(element: bytes) -> bytes:
+    """Return all bytes that an element matches."""
+    return b"".join(re.findall(element, _EVERY, re.DOTALL))
+
+
 def literal(pattern: bytes) -> bytes | None:
     """Return the only name that a pattern matches; None if it has wildcards. A backslash quotes the next byte."""
     plain = re.sub(rb"\\(.)", b"", pattern, flags=re.DOTALL)
@@ -116,6 +162,18 @@ def opening_of(pattern: bytes) -> bytes | None:
     """Return the prefix of a pattern that is a prefix and a star; None for any other pattern."""
     opening = pattern[:-1]
     return opening if pattern[-1:] == b"*" and opening and not _SPECIAL.search(opening) else None
+
+
+def portions(names: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Divide names into lists that each can be compared with a pattern in some milliseconds."""
+    some, size = list[bytes](), 0
+    for name in names:
+        some.append(name)
+        size += len(name)
+        if size > COMPARED:
+            yield some
+            some, size = [], 0
+    yield some
 
 
 def channel_glob(pattern: bytes) -> Matches:
@@ -255,15 +313,18 @@ class Patterns(Generic[T]):
 
     def matching(self, name: bytes) -> Iterator[T]:
         """Yield the values of the patterns that match a name."""
-        for length in self._in_order:
+        return (value for value in self.compared(name) if value is not None)
+
+    def compared(self, name: bytes) -> Iterator[T | None]:
+        """Yield the value of each pattern that matches a name, and None for others. Patterns may be added and removed
+        meanwhile.
+        """
+        for length in [*self._in_order]:
             if length > len(name):
                 break
-            found = self._openings.get(name[:length])
-            if found is not None:
-                yield found
-        for matches, value in self._others.values():
-            if matches(name):
-                yield value
+            yield self._openings.get(name[:length])
+        for matches, value in [*self._others.values()]:
+            yield value if matches(name) else None
 
     def may_match_some(self, prefix: bytes) -> Iterator[T]:
         """Yield the values of the patterns that may match a name with a prefix, judged by the patterns' first bytes up

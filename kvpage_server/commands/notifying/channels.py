@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from time import monotonic_ns
 from typing import Protocol
 
 from kvpage_server.core.pieces import Piece
-from kvpage_server.glob import Patterns, channel_glob
+from kvpage_server.glob import COMPARED, Patterns, channel_glob
 from kvpage_server.resp import Push, Raw, Reply, Wait, encode
 
 # -- Interface of a client that receives messages ----------------------------------------------------------------------
@@ -83,6 +84,7 @@ class Recipient(Protocol):
 
 
 Listeners = dict[Recipient, None]  # in order of subscription
+Group = tuple[Listeners, list[Reply]]  # subscribers, and the items of the message that they get
 Steps = Iterator[None]
 
 _FEW = 32  # subscribers that get a message at once
@@ -91,7 +93,14 @@ MOST_WAITING = 8 << 20  # bytes of messages that wait to be sent; above it, comm
 _MESSAGE = 300  # bytes of a message that waits, in addition to its text
 _LISTENERS = 250  # bytes of a message for the listeners of a channel or pattern, in addition to its text
 _CHANNEL = 512  # bytes of a client's subscription to a channel, in addition to its name
-_COMPILED = 16  # bytes of a compiled pattern for each byte of the pattern
+_COMPILED = 80  # bytes of a compiled pattern for each byte of the pattern
+
+
+@dataclass(slots=True)
+class Delivery:
+    """A published message."""
+
+    count: int = 0  # subscribers that were found so far
 
 
 class Channels:
@@ -191,17 +200,33 @@ class Channels:
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    def publish(self, channel: bytes, message: bytes, about: bytes | None = None) -> int:
-        """Send a message to all subscribers of a channel, and return their number.
+    def publish(self, channel: bytes, message: bytes, about: bytes | None = None) -> Delivery:
+        """Send a message to all subscribers of a channel, and return their number, which is final when it was sent.
 
         If the message is about a key, `about`, only clients that may read this key get it, but all are counted. The
-        message is encoded once for each protocol, not for each subscriber.
+        message is encoded once for each protocol, not for each subscriber. If the comparison of the channel with all
+        patterns takes long, it is done in steps, too.
         """
-        recipients = self._recipients(channel, message)
-        count = sum(len(listeners) for listeners, _ in recipients)
-        size = len(channel) + len(message) + _MESSAGE + _LISTENERS * len(recipients)
-        self._do(_push(recipients, about), size, at_once=count <= _FEW)
-        return count
+        delivery, size = Delivery(), len(channel) + len(message) + _MESSAGE
+        if len(channel) * self.by_pattern.cost > COMPARED:
+            self._do(self._deliver(channel, message, about, delivery), size, at_once=False)
+            return delivery
+        recipients = [*self._recipients(channel, message)]
+        delivery.count = sum(len(listeners) for listeners, _ in recipients)
+        self._do(_push(recipients, about), size + _LISTENERS * len(recipients), at_once=delivery.count <= _FEW)
+        return delivery
+
+    def _deliver(self, channel: bytes, message: bytes, about: bytes | None, delivery: Delivery) -> Steps:
+        """Send a message to the subscribers of a channel, while it is compared with the patterns."""
+        compared = 0
+        for group in self._groups(channel, message):
+            if group:
+                delivery.count += len(group[0])
+                yield from _push([group], about)
+            compared += len(channel)
+            if compared > COMPARED:
+                compared = 0
+                yield
 
     def publish_all(self, messages: Iterator[Sequence[tuple[bytes, bytes, bytes]]], size: int) -> None:
         """Publish very many messages in steps. Each message is (channel, message, key that it is about).
@@ -213,7 +238,7 @@ class Channels:
         def steps() -> Steps:
             for some in messages:
                 for channel, message, about in some:
-                    yield from _push(self._recipients(channel, message), about)
+                    yield from self._deliver(channel, message, about, Delivery())
                 yield
 
         self._do(steps(), size, at_once=False)
@@ -240,17 +265,16 @@ class Channels:
 
         self._do(steps(), at_once=False)
 
-    def _recipients(self, channel: bytes, message: bytes) -> list[tuple[Listeners, list[Reply]]]:
-        """Return groups of subscribers of a channel, each with the items of the message that they get: one group for
-        the name, and one for each matching pattern.
-        """
+    def _recipients(self, channel: bytes, message: bytes) -> Iterator[Group]:
+        """Yield groups of subscribers of a channel: one group for the name, and one for each matching pattern."""
+        return (group for group in self._groups(channel, message) if group)
+
+    def _groups(self, channel: bytes, message: bytes) -> Iterator[Group | None]:
+        """Yield groups of subscribers of a channel, and None for each pattern that does not match."""
         listeners = self.by_name.get(channel)
-        recipients: list[tuple[Listeners, list[Reply]]] = []
-        if listeners:
-            recipients.append((listeners, [b"message", channel, message]))
-        for pattern, listeners in self.by_pattern.matching(channel):
-            recipients.append((listeners, [b"pmessage", pattern, channel, message]))
-        return recipients
+        yield (listeners, [b"message", channel, message]) if listeners else None
+        for found in self.by_pattern.compared(channel):
+            yield (found[1], [b"pmessage", found[0], channel, message]) if found else None
 
     # -- in turns ----------------------------------------------------------------------------------------------------
 
@@ -297,7 +321,7 @@ def _size_of(pattern: bytes) -> int:
     return _CHANNEL + _COMPILED * len(pattern)
 
 
-def _push(recipients: list[tuple[Listeners, list[Reply]]], about: bytes | None) -> Steps:
+def _push(recipients: Iterable[Group], about: bytes | None) -> Steps:
     """Send messages to groups of subscribers; yield after `_FEW` of them. Skip clients that have unsubscribed
     meanwhile, and clients that may not read the key `about`.
     """

@@ -7,6 +7,7 @@ from kvpage_server.core.native.calls import Callee, Caller
 from kvpage_server.core.native.digests import digest, fill_digests
 from kvpage_server.core.native.frames import Parser, Scratch
 from kvpage_server.core.native.gather import Outbox
+from kvpage_server.core.native.matching import find_classes
 from kvpage_server.core.native.memory import Memory
 from kvpage_server.core.native.outgoing import Outgoing
 from kvpage_server.core.native.page_keys import PageKeys

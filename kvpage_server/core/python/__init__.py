@@ -4,6 +4,7 @@ from kvpage_server.core.python.bodies import Bodies, Chunk, Memory, Outbox, Page
 from kvpage_server.core.python.calls import Callee, Caller
 from kvpage_server.core.python.frames import Parser, Scratch, Words
 from kvpage_server.core.python.lru import Columns, enter, touch_many
+from kvpage_server.core.python.matching import find_classes
 from kvpage_server.core.python.outgoing import Outgoing
 from kvpage_server.core.python.pages import NewPages, PageNames, PageSet, filled, look_up
 from kvpage_server.core.python.slots import Arena, Part, Slot
@@ -32,6 +33,7 @@ __all__ = [
     "enter",
     "fill_digests",
     "filled",
+    "find_classes",
     "look_up",
     "touch_many",
 ]

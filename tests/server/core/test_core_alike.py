@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Iterator
 
@@ -28,6 +29,23 @@ def inputs(seed: int, count: int) -> Iterator[bytes]:
 def test_both_cores_do_the_same(seed: int) -> None:
     for data in inputs(seed, 20):
         differ(data)
+
+
+def test_both_cores_find_the_same_classes() -> None:
+    rng = random.Random(3)
+    for _ in range(2000):
+        masks, bit = bytes(rng.choices([0, 255, 3, 15, 170], k=2048)), rng.randrange(64)
+        size, string = rng.randrange(1, 65 - bit), rng.randbytes(rng.randrange(300))
+        start, end = sorted(rng.choices(range(len(string) + 1), k=2))
+        where = masks, bit, size, string, start, end
+        assert CORES[1].find_classes(*where) == python.find_classes(*where)
+
+
+def test_both_cores_refuse_positions_outside() -> None:
+    for where in ((bytes(2048), 60, 5, b"", 0, 0), (bytes(2047), 0, 1, b"", 0, 0), (bytes(2048), 0, 1, b"a", 0, 2)):
+        for core in CORES:
+            with pytest.raises(ValueError, match="positions are within"):
+                core.find_classes(*where)
 
 
 EMPTY = b"*100\r\n" + b"$0\r\n\r\n" * 100

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from kvpage_server.commands.arguments import plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.registry import command, container
 from kvpage_server.commands.specs import Parts
-from kvpage_server.commands.steps import STEP, Steps, each, stepwise
+from kvpage_server.commands.steps import STEP, Steps, stepwise
 from kvpage_server.core import Argument
 from kvpage_server.core.pieces import Piece
-from kvpage_server.glob import channel_glob
+from kvpage_server.glob import COMPARED, channel_glob, portions
 from kvpage_server.resp import Push, Reply, ReplyError, Stream, encode
 
 _LISTENING = "pubsub noscript loading stale while_subscribed"
@@ -131,11 +131,11 @@ def publish(client: Client, args: list[Argument]) -> Reply:
     """
     channel, message = plain_all(args)
     channels = client.server.channels
-    count = channels.publish(channel, message)
+    delivery = channels.publish(channel, message)
 
     def steps() -> Steps[Reply]:
         yield from channels.all_sent()
-        return count
+        return delivery.count
 
     return stepwise(steps(), small=not channels.busy)
 
@@ -157,10 +157,15 @@ def pubsub_channels(client: Client, args: list[Argument]) -> Reply:
     channels = list(client.server.channels.by_name)
     matches = channel_glob(plain(args[0])) if args else None
 
-    def chosen(some: Sequence[bytes]) -> list[bytes]:
-        return [one for one in some if client.may_subscribe(one) and (matches is None or matches(one))]
+    def steps() -> Steps[list[bytes]]:
+        found = list[bytes]()
+        for start in range(0, len(channels), STEP):
+            for some in portions(channels[start : start + STEP]):
+                found += [one for one in some if client.may_subscribe(one) and (matches is None or matches(one))]
+                yield ()
+        return found
 
-    return stepwise(each(channels, chosen), small=len(channels) <= STEP)
+    return stepwise(steps(), small=len(channels) <= STEP and sum(map(len, channels)) <= COMPARED)
 
 
 @_about(

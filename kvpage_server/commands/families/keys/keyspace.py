@@ -15,7 +15,7 @@ from kvpage_server.commands.index_key import lists_pages
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.specs import Parts, extents, nothing
 from kvpage_server.core import Argument
-from kvpage_server.glob import Matches, glob, literal
+from kvpage_server.glob import COMPARED, Matches, glob, literal, portions
 from kvpage_server.page import index_key
 from kvpage_server.resp import OK, Raw, Reply, ReplyError, Stream, simple
 from kvpage_server.store.contents import OVER_QUOTA, Loss
@@ -115,11 +115,17 @@ def keys(client: Client, args: list[Argument]) -> Reply:
     def steps() -> Iterator[Reply]:
         found: list[bytes] = []
         for some in _visible_keys(client):
-            found += some if matches is None else filter(matches, some)
-            yield ()
+            yield from _matching(some, matches, found)
         yield from _encode_keys(found)
 
     return Stream(None, steps())
+
+
+def _matching(keys: list[bytes], matches: Matches | None, found: list[bytes]) -> Iterator[Reply]:
+    """Add the keys that match to `found`, in steps."""
+    for some in portions(keys) if matches else [keys]:
+        found += some if matches is None else filter(matches, some)
+        yield ()
 
 
 def _visible_keys(client: Client) -> Iterator[list[bytes]]:
@@ -165,6 +171,8 @@ def scan(client: Client, args: list[Argument]) -> Reply:
     if keys > _STEP or not client.sees_all:
         return Stream(None, _scanned(client, cursor, groups, matches))
     found = [*chain.from_iterable(groups)]
+    if matches and sum(map(len, found)) > COMPARED:
+        return Stream(None, _scanned(client, cursor, iter([found]), matches))
     return [b"%d" % cursor, found if matches is None else list(filter(matches, found))]
 
 
@@ -174,8 +182,7 @@ def _scanned(client: Client, cursor: int, groups: Iterator[list[bytes]], matches
     """
     found = list[bytes]()
     for some in map(client.visible, groups):
-        found += some if matches is None else filter(matches, some)
-        yield ()
+        yield from _matching(some, matches, found)
     yield Raw(b"*2\r\n$%d\r\n%d\r\n" % (len(b"%d" % cursor), cursor))
     yield from _encode_keys(found)
 
@@ -343,10 +350,11 @@ def kvlost(client: Client, args: list[Argument]) -> Reply:
         names = [key] if key is not None else [*keyspace.lost.latest()]
         step, found = max(_LOST_STEP // client.cost_of_a_key, 1), list[dict[str, Reply]]()
         for start in range(0, len(names), step):
-            found += removed(names[start : start + step])
+            for some in portions(names[start : start + step]):
+                found += removed(some)
+                yield ()
             if len(found) >= count:
                 break
-            yield ()
         yield {"since": keyspace.lost.since, "strings": found[:count]}
 
     return Stream(None, steps())

@@ -1,0 +1,67 @@
+"""Long names are compared with patterns in steps, and each comparison costs O(name).
+
+Measured in processor time of a server in this process, as in `test_stalls`.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from turns import Turns, measured
+from wire import encode_command
+
+PATTERN = b"*" + b"[ab]" * 60 + b"c*"
+LONGEST = 0.04  # seconds of a turn, for slow machines; usually 6 ms. With other costs, the commands take 0.3 to 4 s
+TRIES = 5  # a long turn is long each time, unless this machine did something else
+
+
+@pytest.fixture(scope="module")
+def turns() -> Iterator[Turns]:
+    with measured() as turns:
+        yield turns
+
+
+def longest(turns: Turns, before: list[list[bytes]], words: list[bytes], *crowd: list[list[bytes]]) -> float:
+    with ExitStack() as stack:
+        for said in crowd:
+            turns.join(stack, b"".join(map(encode_command, said)))
+        said = b"".join(map(encode_command, before))
+        return min(turns.cost(said, encode_command(words)).longest for _ in range(TRIES))
+
+
+def names(count: int, size: int) -> list[list[bytes]]:
+    return [[b"SET", b"a" * size + b"%d" % i, b""] for i in range(count)]
+
+
+@pytest.mark.parametrize("command", [[b"SCAN", b"0", b"MATCH", PATTERN, b"COUNT", b"1000"], [b"KEYS", PATTERN]])
+def test_long_keys_are_compared_in_steps(turns: Turns, command: list[bytes]) -> None:
+    assert longest(turns, [[b"FLUSHALL"], *names(200, 200_000)], command) < LONGEST
+
+
+def test_removed_keys_are_compared_in_steps(turns: Turns) -> None:
+    removed = [[b"DEL", name] for _, name, _ in names(1000, 480)]
+    before = [[b"FLUSHALL"], *names(1000, 480), *removed]
+    assert longest(turns, before, [b"KVLOST", PATTERN]) < LONGEST
+
+
+def test_long_channels_are_compared_in_steps(turns: Turns) -> None:
+    crowd = [[b"SUBSCRIBE", b"a" * 1_000_000 + b"%d" % i] for i in range(20)]
+    assert longest(turns, [], [b"PUBSUB", b"CHANNELS", PATTERN], crowd) < LONGEST
+
+
+def test_a_long_channel_is_compared_with_patterns_in_steps(turns: Turns) -> None:
+    patterns = [[b"PSUBSCRIBE", b"%d" % i + PATTERN[1:]] for i in range(100)]
+    patterns += [[b"PSUBSCRIBE", b"*" + PATTERN[5 * i :]] for i in range(1, 60)]
+    assert longest(turns, [], [b"PUBLISH", b"a" * 1_000_000, b"m"], patterns) < LONGEST
+
+
+def test_a_message_of_a_long_channel_is_counted_and_arrives(turns: Turns) -> None:
+    channel = b"a" * 1_000_000 + b"c"
+    with ExitStack() as stack:
+        turns.join(stack, b"".join(map(encode_command, [[b"PSUBSCRIBE", PATTERN, b"*c", b"*b", b"a*"]])))
+        sock = stack.enter_context(socket.create_connection(("127.0.0.1", turns.server.port), timeout=60))
+        sock.sendall(encode_command([b"PUBLISH", channel, b"m"]))
+        assert sock.recv(100) == b":3\r\n"
