@@ -14,6 +14,7 @@ import ctypes
 import functools
 import gc
 import hashlib
+import json
 import operator
 import sys
 import types
@@ -73,6 +74,8 @@ def adapt(model: Module, directory: Path) -> None:
         if not (directory / needed).is_file():
             raise UnknownModelError(f"{directory} has no adapter of mlx-lm: there is no {needed}")
     try:
+        if "num_layers" not in json.loads((directory / "adapter_config.json").read_text(encoding="utf-8")):
+            raise ValueError("adapter_config.json has no num_layers; an adapter of PEFT must be converted")
         load_adapters(model, str(directory))
         given = {*mx.load(str(directory / ADAPTER_WEIGHTS))}
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
