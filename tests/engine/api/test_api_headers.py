@@ -13,6 +13,7 @@ from api_engines import RunningEngine
 from starlette.testclient import TestClient
 
 from engine.api.metrics import Metrics
+from engine.api.models import Models
 from engine.api.openai.errors import ApiError
 from engine.api.openai.schema import ChatBody
 from engine.api.server import make_app
@@ -47,7 +48,7 @@ def test_two_different_tokens_are_refused(tenants: RunningEngine) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/messages"])
 def test_a_failure_has_the_headers_of_other_replies(path: str) -> None:
-    metrics = Metrics(lambda: 0)
+    metrics = Metrics(cast(Models, SimpleNamespace(by_name={}, loaded=[])), lambda: 0)
     app = make_app(cast(Service, SimpleNamespace(metrics=metrics, tokens=None)), "localhost", [SITE])
     app.state.service = None
     client = TestClient(app, "http://localhost", raise_server_exceptions=False)

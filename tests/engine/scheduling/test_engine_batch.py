@@ -298,7 +298,7 @@ def test_an_unstorable_context_is_reported_and_the_old_one_stays(
     prompt = list(first.blocks.tokens)
     available = batch.pool.available_blocks
 
-    def out_of_memory(*_: object) -> None:
+    def out_of_memory(*_: object, **__: object) -> None:
         raise RuntimeError("[malloc] Unable to allocate 906 bytes.")
 
     with monkeypatch.context() as broken:
