@@ -31,7 +31,7 @@ write_speaker(Path(sys.argv[1]), tokenizer, tokenizer.convert_tokens_to_ids([":"
 def speaker(tmp_path: Path) -> Iterator[Recorder]:
     """A proxy of an engine whose model says "Paris"."""
     environment = {**ENVIRONMENT, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"}
-    subprocess.run([PYTHON, "-c", MAKE, str(tmp_path / "speaker")], env=environment, check=True, timeout=120)
+    subprocess.run([PYTHON, "-c", MAKE, str(tmp_path / "speaker")], cwd=ROOT, env=environment, check=True, timeout=120)
     with serving(tmp_path / "speaker") as engine, recording(engine) as recorder:
         yield recorder
     assert recorder.wrong == []
