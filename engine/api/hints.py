@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from starlette.requests import Request
@@ -39,7 +39,7 @@ class HintAction(RequestBody):
 class HintsBody(RequestBody):
     """Body of POST /v1/kv_hints."""
 
-    protocol_version: str
+    protocol_version: Literal["1"]
     message_id: str
     actions: Annotated[list[HintAction], Field(fail_fast=True, max_length=MAX_ACTIONS)]
     model: str | None = None
