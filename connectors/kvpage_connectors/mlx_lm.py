@@ -12,6 +12,7 @@ import copy
 import json
 import logging
 import os
+import re
 import signal
 import tempfile
 import threading
@@ -175,7 +176,7 @@ class StoredPromptCache(LRUPromptCache):  # type: ignore[misc]
             log.warning("contexts are not stored: %s", refusal)
             return
         self._contexts[key] = StoredContexts(self._url, spec)
-        log.info("contexts are stored on %s", self._url.rpartition("@")[2])
+        log.info("contexts are stored on %s", re.sub("//[^/]*@", "//", self._url))  # without user and password
 
     def prefetch(self, key: Any, tokens: Sequence[int]) -> None:
         """Fetch the beginning of a prompt that memory lacks, and wait for it. Call it in a thread of HTTP."""
