@@ -40,6 +40,7 @@ class _Node:
     block: KVBlock
     used: float = 0.0  # time of the last use, in monotonic seconds
     stored: bool = False  # whether it was passed to a tier below memory
+    withheld: bool = False  # whether no request has allowed that it is saved to a tier below
     label: str = ""  # the label with which it will be stored, if its context has no name
 
     @property
@@ -152,12 +153,15 @@ class ContextTree:
         return sum(block.tokens for node, block in pairs if not (node and node.stored))
 
     def stored_reach(self, agent_id: str, tokens: Sequence[int]) -> int:
-        """Return how many of the first `tokens` are in blocks that were saved to a tier below."""
+        """Return how many of the first `tokens` are in blocks that were saved to a tier below, or may not be saved."""
         chain, path = self._spec.chain(agent_id, tokens), list[_Node]()
-        while (node := self._child(self._parent(chain, path), self._rest(tokens, path))) and node.stored:
+        while node := self._child(self._parent(chain, path), self._rest(tokens, path)):
+            if not (node.stored or node.withheld):
+                break
             path.append(node)
         rest = self._rest(tokens, path)
-        others = (node for side in self._sides(self._parent(chain, path), rest) for node in side if node.stored)
+        sides = (node for side in self._sides(self._parent(chain, path), rest) for node in side)
+        others = (node for node in sides if node.stored or node.withheld)
         return len(path) * self._spec.block_tokens + max(
             (common_prefix(node.tokens, rest) for node in others), default=0
         )
@@ -167,6 +171,14 @@ class ContextTree:
         for name in self.names(context.agent_id, context.tokens):
             if node := self._nodes.get(name):
                 node.stored = True
+
+    def withhold(self, context: AgentBlocks, *, withheld: bool = True) -> None:
+        """Note whether the blocks of a context that were not saved yet stay in memory when another prompt reuses
+        them.
+        """
+        for name in self.names(context.agent_id, context.tokens):
+            if node := self._nodes.get(name):
+                node.withheld = withheld
 
     def label(self, context: AgentBlocks, label: str) -> None:
         """Set the label of a context without a name, with which it is stored if a later prompt reuses it."""
@@ -369,6 +381,7 @@ class ContextTree:
         longer, shorter = self._sides(node.parent, node.tokens)
         if known:
             node.used, node.stored = known.used, known.stored and known.block.states == node.block.states
+            node.withheld = known.withheld
             lifetime = self._kept.get(known.name)
             self._drop(known)
         elif covering := next((other for other in longer if other.covers(node)), None):

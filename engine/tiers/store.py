@@ -237,9 +237,10 @@ class AgentCacheStore:
             kept = self._keep_in_memory(adopted, lifetimes, written=written)
             stays = not written
             written = written and (label is None or lifetimes is not None or self._is_worth_writing(adopted))
-            if written or stays:  # one that stays in memory is not written when it is reused, either
+            self._tree.withhold(adopted, withheld=stays)
+            if written:
                 self._tree.mark_stored(adopted)
-            elif label:
+            elif label and not stays:
                 self._tree.label(adopted, label)
         if lifetimes and kept:
             lifetimes.report(kept)

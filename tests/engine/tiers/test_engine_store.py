@@ -744,13 +744,13 @@ contexts = st.builds(
 )
 
 
-def unnamed(store: AgentCacheStore, pool: BlockPool, tokens: tuple[int, ...]) -> int:
+def unnamed(store: AgentCacheStore, pool: BlockPool, tokens: tuple[int, ...], *, written: bool = True) -> int:
     """A prompt without a name: how many tokens of it are found. Its context is published."""
     loaded = store.begin_load("anon", tokens, named=False).result()
     if loaded.blocks:
         pool.free(loaded.blocks.block_ids, "anon")
     context = made(pool, "anon", tokens)
-    store.publish(context)
+    store.publish(context, written=written)
     pool.free(context.block_ids, "anon")
     return loaded.reach
 
@@ -775,6 +775,20 @@ def test_a_context_without_a_name_is_written_if_it_is_worth_it(
     assert unnamed(store, pool, some_tokens(10, 40)) == 0
     store.flush_dirty()
     assert recalled(elsewhere, pool, "bob", some_tokens(10, 41)) == ("page", 40), "computing takes long"
+
+
+def test_a_withheld_context_is_written_when_a_prompt_allows_it(
+    stores: Callable[..., AgentCacheStore], pool: BlockPool
+) -> None:
+    store, elsewhere = stores(), stores()
+    store.prefilled(10, 10_000)  # each context is worth it
+    for _ in range(2):  # the second one reuses the first one
+        unnamed(store, pool, TOKENS[:40], written=False)
+        store.flush_dirty()
+    assert recalled(elsewhere, pool, "bob", TOKENS) == ("none", 0)
+    assert unnamed(store, pool, TOKENS[:40]) > 0
+    store.flush_dirty()
+    assert recalled(elsewhere, pool, "bob", TOKENS) == ("page", 40)
 
 
 def test_unnamed_contexts_wait_for_a_failing_server(
