@@ -101,14 +101,14 @@ class StoredContexts:
     def save(self, tokens: Sequence[int], cache: Sequence[Any], beginnings: Mapping[int, Sequence[Any]]) -> None:
         """Copy a context, and write it in the background, unless too many wait.
 
-        If layers have states, the states of its `beginnings`, caches by their number of tokens, are written with it.
+        The states of its `beginnings`, caches by their number of tokens, are written with it.
         """
         nbytes = len(tokens) * self.spec.token_nbytes + self.spec.state_nbytes(len(tokens))
         with self._lock:
             if sum(self._waiting.values()) + nbytes > QUEUE_BYTES:
                 self.reasons.count("save", "queue")
                 return
-        context = self._blocks(tokens, cache, beginnings if self.spec.has_state else {})
+        context = self._blocks(tokens, cache, beginnings)
         writing = self._writer.submit(self._write, context)
         with self._lock:
             self._waiting[writing] = nbytes
@@ -203,11 +203,12 @@ class StoredPromptCache(LRUPromptCache):  # type: ignore[misc]
         self, model: Any, tokens: list[int], prompt_cache: list[Any], *, cache_type: str = "assistant"
     ) -> None:
         """Keep a context in memory. Write it if it ends with an answer: then its beginnings are in it."""
+        contexts, has_images = self._contexts.get(model), min(tokens, default=0) < 0  # mlx-lm's ids of images
+        writes = contexts and cache_type == "assistant" and not has_images
         with self._lock:
-            beginnings = self._beginnings(model, tokens)
+            beginnings = self._beginnings(model, tokens) if contexts and writes and contexts.spec.has_state else {}
             super().insert_cache(model, tokens, prompt_cache, cache_type=cache_type)
-        has_images = min(tokens, default=0) < 0  # mlx-lm's ids of images
-        if cache_type == "assistant" and not has_images and (contexts := self._contexts.get(model)):
+        if contexts and writes:
             contexts.save(tokens, prompt_cache, beginnings)
 
     def _beginnings(self, model: Any, tokens: Sequence[int]) -> dict[int, list[Any]]:

@@ -95,8 +95,8 @@ def lark_of_json(schema: Mapping[str, Any]) -> str:
 
 
 def _check(schema: Any) -> None:
-    """Raise ConstraintError for a schema with many properties, whose compilation takes quadratic time, and for a
-    recursion that no text can end.
+    """Raise ConstraintError for a schema with many properties, whose compilation takes quadratic time, for costly or
+    empty values of keywords, and for a recursion that no text can end.
     """
     found, parts, references, multiple = 0, [schema], set(), 1
     while parts:
@@ -115,17 +115,8 @@ def _check(schema: Any) -> None:
         raise ConstraintError(f"properties: a schema has {MAX_PROPERTIES} at most, got {found}")
     if multiple > MAX_MULTIPLE:  # llguidance multiplies those of `allOf`
         raise ConstraintError(f"multipleOf: the product of all is {MAX_MULTIPLE} at most, without decimal points")
-    targets = {reference: _target(schema, reference) for reference in references}
-    finite: set[str] = set()  # references to schemas that a text of finite length matches
-    try:
-        for _ in range(_ROUNDS):
-            if not (more := {name for name in targets.keys() - finite if _is_finite(targets[name], finite)}):
-                if not _is_finite(schema, finite):
-                    raise ConstraintError("$ref: a text that matches this recursion has no end")
-                return
-            finite |= more
-    except RecursionError as error:
-        raise ConstraintError("the schema is nested too deeply") from error
+    if not _ends(schema, references):
+        raise ConstraintError("$ref: a text that matches this recursion has no end")
 
 
 def _check_values(schema: dict[str, Any]) -> None:
@@ -145,6 +136,22 @@ def _digits(multiple: Any) -> int:
     if isinstance(multiple, bool) or not isinstance(multiple, int | float) or not math.isfinite(multiple):
         return 1
     return max(1, abs(int("".join(map(str, Decimal(str(multiple)).normalize().as_tuple().digits)))))
+
+
+def _ends(schema: Any, references: Collection[str]) -> bool:
+    """Return whether a text of finite length can match a schema, which has these references. Return True, too, if that
+    is not known after _ROUNDS. Raises ConstraintError for a schema that is nested too deeply.
+    """
+    targets = {reference: _target(schema, reference) for reference in references}
+    finite: set[str] = set()  # references to schemas that a text of finite length matches
+    try:
+        for _ in range(_ROUNDS):
+            if not (more := {name for name in targets.keys() - finite if _is_finite(targets[name], finite)}):
+                return _is_finite(schema, finite)
+            finite |= more
+    except RecursionError as error:
+        raise ConstraintError("the schema is nested too deeply") from error
+    return True
 
 
 def _target(schema: Any, reference: str) -> Any:
@@ -188,12 +195,8 @@ def _is_finite(schema: Any, references: Collection[str]) -> bool:
     return True
 
 
-def escaped(text: str) -> str:
-    """Return a regular expression that matches only this text."""
-    return re.sub(r"([\\.+*?()|\[\]{}^$#&\-~/])", r"\\\1", text)
-
-
 def _is_finite_object(schema: dict[str, Any], references: Collection[str]) -> bool:
+    """Return whether each property that an object must have can be finite."""
     properties, patterns, required = (schema.get(word) for word in ("properties", "patternProperties", "required"))
     named = properties if isinstance(properties, dict) else {}
     others = [*patterns.values()] if isinstance(patterns, dict) else []  # schemas of properties with other names
@@ -204,6 +207,11 @@ def _is_finite_object(schema: dict[str, Any], references: Collection[str]) -> bo
     if not needed and schema.get("minProperties"):
         choices.append([*named.values(), *others])
     return all(any(_is_finite(one, references) for one in some) for some in choices)
+
+
+def escaped(text: str) -> str:
+    """Return a regular expression that matches only this text."""
+    return re.sub(r"([\\.+*?()|\[\]{}^$#&\-~/])", r"\\\1", text)
 
 
 class Constraints:

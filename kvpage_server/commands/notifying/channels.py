@@ -211,7 +211,7 @@ class Channels:
         if len(channel) * self.by_pattern.cost > COMPARED:
             self._do(self._deliver(channel, message, about, delivery), size, at_once=False)
             return delivery
-        recipients = [*self._recipients(channel, message)]
+        recipients = [group for group in self._groups(channel, message) if group]
         delivery.count = sum(len(listeners) for listeners, _ in recipients)
         self._do(_push(recipients, about), size + _LISTENERS * len(recipients), at_once=delivery.count <= _FEW)
         return delivery
@@ -265,12 +265,10 @@ class Channels:
 
         self._do(steps(), at_once=False)
 
-    def _recipients(self, channel: bytes, message: bytes) -> Iterator[Group]:
-        """Yield groups of subscribers of a channel: one group for the name, and one for each matching pattern."""
-        return (group for group in self._groups(channel, message) if group)
-
     def _groups(self, channel: bytes, message: bytes) -> Iterator[Group | None]:
-        """Yield groups of subscribers of a channel, and None for each pattern that does not match."""
+        """Yield groups of subscribers of a channel: one group for the name, one for each matching pattern, and None for
+        each other pattern.
+        """
         listeners = self.by_name.get(channel)
         yield (listeners, [b"message", channel, message]) if listeners else None
         for found in self.by_pattern.compared(channel):
