@@ -139,6 +139,25 @@ def theirs(loaded: Any, tokenizer: Any, prompts: Answers) -> tuple[float, Answer
     return seconds, [answers[uid] for uid in uids]
 
 
+def _ratio(
+    work: str,
+    against: str,
+    pairs: list[tuple[float, float]],
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+) -> Finding:
+    """Return the medians of each side of `pairs`, and the median of their ratios. Those with a goal `at_most` are
+    seconds, others tokens a second.
+    """
+    unit, digits = ("tokens/s", 1) if at_most is None else ("seconds", 2)
+    one, other = map(median, zip(*pairs, strict=True))
+    ratio = median(one / other for one, other in pairs)
+    return Finding(
+        work, against, unit, f"{one:.{digits}f} / {other:.{digits}f}", ratio, at_least=at_least, at_most=at_most
+    )
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Print the table; write results/engine_batch.json and .md, unless --quick is given."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks engine_batch")
@@ -158,9 +177,7 @@ def main(arguments: list[str] | None = None) -> None:
         if answers != expected:
             raise AssertionError(f"the engine said {answers}, mlx-lm {expected}")
         plain, varied = (decoding(loaded, tokenizer, spec, prompts, some) for some in ([Sampling()] * 8, EIGHT))
-        free, in_json = (
-            decoding(loaded, tokenizer, spec, prompts, [Sampling()] * 8, some) for some in (None, json_text)
-        )
+        in_json = decoding(loaded, tokenizer, spec, prompts, [Sampling()] * 8, json_text)
         alone, together = (first_tokens(loaded, tokenizer, spec, count) for count in (1, 8))
         greedy = [Sampling()] * len(prompts)
         batched, in_turns = (decoding(loaded, tokenizer, some, prompts, greedy) for some in (quantised, turns))
@@ -168,7 +185,7 @@ def main(arguments: list[str] | None = None) -> None:
             packed.append((batched, in_turns))
             pairs.append((one, other))
             mixed.append((varied, plain))
-            constrained.append((in_json, free))
+            constrained.append((in_json, plain))
             forked.append((together, alone))
     tokens = sum(map(len, answers))
     speeds = [tokens / median(seconds) for seconds in zip(*pairs, strict=True)]
@@ -180,39 +197,18 @@ def main(arguments: list[str] | None = None) -> None:
         median(other / one for one, other in pairs),
         at_least=AT_LEAST,
     )
-    parameters = Finding(
-        "8 answers with 8 sets of parameters",
-        "the likeliest tokens",
-        "tokens/s",
-        "{:.1f} / {:.1f}".format(*map(median, zip(*mixed, strict=True))),
-        median(varied / plain for varied, plain in mixed),
-        at_least=AT_LEAST,
-    )
-    structure = Finding(
-        "8 answers in JSON of a schema",
-        "8 free answers",
-        "tokens/s",
-        "{:.1f} / {:.1f}".format(*map(median, zip(*constrained, strict=True))),
-        median(in_json / free for in_json, free in constrained),
-        at_least=AT_LEAST,
-    )
-    forks = Finding(
-        f"first tokens of 8 answers to {PROMPT_TOKENS} tokens",
-        "one answer",
-        "seconds",
-        "{:.2f} / {:.2f}".format(*map(median, zip(*forked, strict=True))),
-        median(together / alone for together, alone in forked),
-        at_most=ALL_FIRST,
-    )
-    caches = Finding(
-        f"{len(prompts)} prompts with {KV_BITS}-bit caches in a batch",
-        "the same in turns",
-        "tokens/s",
-        "{:.1f} / {:.1f}".format(*map(median, zip(*packed, strict=True))),
-        median(batched / in_turns for batched, in_turns in packed),
-        at_least=OF_TURNS,
-    )
-    findings = [finding, parameters, structure, forks, caches]
+    findings = [
+        finding,
+        _ratio("8 answers with 8 sets of parameters", "the likeliest tokens", mixed, at_least=AT_LEAST),
+        _ratio("8 answers in JSON of a schema", "8 free answers", constrained, at_least=AT_LEAST),
+        _ratio(f"first tokens of 8 answers to {PROMPT_TOKENS} tokens", "one answer", forked, at_most=ALL_FIRST),
+        _ratio(
+            f"{len(prompts)} prompts with {KV_BITS}-bit caches in a batch",
+            "the same in turns",
+            packed,
+            at_least=OF_TURNS,
+        ),
+    ]
     show(findings, INTRO)
     if not quick:
         write(findings, "engine_batch", {"rounds": len(pairs), "load": os.getloadavg()}, intro=INTRO)
