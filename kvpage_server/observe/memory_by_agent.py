@@ -53,7 +53,7 @@ class Manifest:
 
 
 def parse(key: bytes, raw: bytes) -> Manifest | None:
-    """Parse the manifest at a key. `raw` is own_blocks whole value, or the first HEAD_BYTES or MOST_BYTES bytes of it.
+    """Parse the manifest at a key. `raw` is its whole value, or the first HEAD_BYTES or MOST_BYTES bytes of it.
 
     Return None if it is damaged, or if these bytes are not enough. The names of the model and of the process that has
     saved it are cut to MOST_LETTERS.
@@ -131,7 +131,7 @@ def _block_tokens(tokens: int, blocks: int) -> int:
 # >>> for agent in holdings.agents:
 # ...     print(agent.agent_id, agent.model, agent.tokens, agent.bytes)
 #
-# A chain hash names a block by own_blocks tokens and all tokens before them. So agents whose contexts begin with the
+# A chain hash names a block by its tokens and all tokens before them. So agents whose contexts begin with the
 # same tokens have the same first blocks. The work is bounded: LookLimits limits the number of keys, and `Holdings.cut`
 # names the kinds that exceed it.
 
@@ -182,9 +182,9 @@ def protection_of(received: Mapping[str, Any]) -> BlockProtection:
 class ContextBlock:
     """A block of one or more contexts: all pages of the same tokens."""
 
-    name: bytes  # own_blocks request id
+    name: bytes  # its request id
     tokens: int
-    bytes: int = 0  # bytes of own_blocks pages; 0 if it is missing
+    bytes: int = 0  # bytes of its pages; 0 if it is missing
     memory: int = 0  # bytes that it takes in memory; 0 if it is on disk only
     pages: int = 0
     complete: bool = False  # a load finds only complete blocks
@@ -197,10 +197,10 @@ class Agent:
 
     manifest: Manifest
     blocks: tuple[ContextBlock, ...]
-    bytes: int  # bytes of own_blocks stored blocks
+    bytes: int  # bytes of its stored blocks
     own_bytes: int  # bytes of the blocks that no other agent has
-    memory: int  # bytes that own_blocks blocks take in memory
-    idle: int | None  # seconds since own_blocks manifest was used; None if unknown
+    memory: int  # bytes that its blocks take in memory
+    idle: int | None  # seconds since its manifest was used; None if unknown
 
     @property
     def agent_id(self) -> str:
@@ -214,7 +214,7 @@ class Agent:
 
     @property
     def model(self) -> str:
-        """The name of own_blocks model, or the fingerprint if the name is unknown."""
+        """The name of its model, or the fingerprint if the name is unknown."""
         return self.manifest.model or self.manifest.fingerprint
 
     @property
@@ -242,7 +242,7 @@ class Agent:
 class SharedPrefix:
     """A prefix that the contexts of several agents have in common. More agents may have a shorter prefix in common."""
 
-    name: bytes  # request id of own_blocks last block, which identifies the prefix
+    name: bytes  # request id of its last block, which identifies the prefix
     tokens: int
     blocks: int
     bytes: int
@@ -267,7 +267,7 @@ class OtherRequest:
     pages: int
     bytes: int
     memory: int
-    label: str = ""  # label that the engine has stored for a context without a name: own_blocks first words, or a hash
+    label: str = ""  # label that the engine has stored for a context without a name: its first words, or a hash
     protection: BlockProtection = UNPROTECTED  # of its first block
 
 
@@ -304,7 +304,7 @@ class Holdings:
     requests: tuple[OtherRequest, ...] = ()
     unreadable: tuple[bytes, ...] = ()  # keys of manifests that could not be parsed
     cut: tuple[str, ...] = ()  # the kinds of which not all were read: "agents", "blocks", "requests"
-    # The agents that have a block, by own_blocks name.
+    # The agents that have a block, by its name.
     owners: Mapping[bytes, tuple[str, ...]] = field(default_factory=dict)
     refused: str = ""  # the error if the user may not list keys
 
@@ -350,7 +350,7 @@ def _manifest_keys(most: int, known: Known, state: _ReadState) -> Reading[list[b
 
 
 def holdings_of_agent(agent_id: bytes) -> Reading[Holdings]:
-    """Return the contexts of one agent, one for each model, without other agents that share own_blocks blocks."""
+    """Return the contexts of one agent, one for each model, without other agents that share its blocks."""
     state, key, limits = _ReadState(), PREFIX + agent_id, LookLimits(requests=0)
     pattern = exact_pattern(key) + b":*"
     found = yield from _keys(pattern, b"string", limits.agents + MOST_UNREADABLE, "agents", state)
@@ -493,7 +493,7 @@ def _blocks(found: Iterable[Manifest], most: int, state: _ReadState) -> Reading[
 
 
 def _block(name: bytes, tokens: int, answer: Any) -> ContextBlock:
-    """Return a block from the reply to KVPAGEINDEX with TOTAL. All own_blocks figures are 0 if the block is missing."""
+    """Return a block from the reply to KVPAGEINDEX with TOTAL. All its figures are 0 if the block is missing."""
     for total in parts_of(answer):
         sizes = total["bytes"], total["memory"], total["pages"]
         return ContextBlock(name, tokens, *sizes, bool(total["complete"]), protection_of(total))
