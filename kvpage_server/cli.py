@@ -32,6 +32,7 @@ from kvpage_server.look.ls import ROWS, ls
 from kvpage_server.look.multi_store import NO_ANSWER, MultiStore, SlotsMoved, Unavailable, by_segment
 from kvpage_server.look.output import WRONG_ARGUMENTS, LookError, UsageError, connect_without_touch
 from kvpage_server.look.pages_on_strings import PagesOnStrings
+from kvpage_server.look.savings import BLOCK_TOKENS, WATTS, savings
 from kvpage_server.look.status import status
 from kvpage_server.look.top import top
 from kvpage_server.look.why import stat, verify, why
@@ -42,12 +43,14 @@ _ONE_SERVER_ONLY = {  # commands that take one server, with the advice for sever
     "restore": "a dump of several has a directory for each, restore each into its server",
     "bench": "measure one after the other",
     "connectors": "name the one that the engine uses",
+    "savings": "engines publish to each of them, so name one",
 }
 _NO_CLUSTER = {  # commands that take no cluster, with the advice for a cluster
     "dump": "a Valkey or Redis Cluster has BGSAVE",
     "restore": "restore into one kvpage-server",
     "bench": "--url takes one kvpage-server, and --against one Valkey or Redis",
     "connectors": "--url takes one kvpage-server",
+    "savings": "--url takes one kvpage-server; kvpage top shows the reused tokens of each engine",
 }
 
 _FAILURES = LookError, redis.RedisError, ValueError, OSError  # exceptions that end a command with a message
@@ -286,6 +289,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_snapshots(shows)
     _add_replay(add)
+    _add_savings(shows)
     connectors_ = add("connectors", connectors, "check that an engine saves a context here, and restores it unchanged")
     connectors_.add_argument("action", choices=["verify"])
     connectors_.add_argument("engine", choices=["vllm"])
@@ -365,6 +369,22 @@ def _add_replay(add: Callable[..., argparse.ArgumentParser]) -> None:
     help = "size of a block, such as 2mb (default: 64mb)"
     replay_.add_argument("--block-bytes", type=size, metavar="SIZE", default=64 << 20, help=help)
     _add_figures(replay_)
+
+
+def _add_savings(shows: Callable[..., argparse.ArgumentParser]) -> None:
+    positive = _number(integer(1, 10**12))
+    help = "show the prefill, energy and memory that reuse has saved, of running engines or of a trace"
+    savings_ = shows("savings", savings, help)
+    help = "trace in Mooncake's format, for a store without a limit; without it, the engines of the store"
+    savings_.add_argument("trace", metavar="TRACE", nargs="?", type=Path, help=help)
+    help = f"power of a machine that computes (default: {WATTS:g})"
+    savings_.add_argument("--watts", metavar="W", type=_number(integer(1, 10**6)), default=WATTS, help=help)
+    help = "of a trace: tokens a second that an engine computes"
+    savings_.add_argument("--rate", metavar="N", type=positive, help=help)
+    help = "of a trace: bytes of the KV cache a token"
+    savings_.add_argument("--token-bytes", metavar="N", type=positive, help=help)
+    help = f"of a trace: tokens of a block (default: {BLOCK_TOKENS})"
+    savings_.add_argument("--block-tokens", metavar="N", type=positive, default=BLOCK_TOKENS, help=help)
 
 
 def _path(text: str) -> Path:

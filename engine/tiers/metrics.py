@@ -19,6 +19,7 @@ from .cold import SafetensorsCacheAdapter
 from .pages import PageTier
 from .server.connection import OUTAGES, SHORTEST, ServerConnection, State
 from .server.manifest import WRITER
+from .server.restore_planner import Rates
 
 Tier = Literal["hot", "prefix", "page", "cold", "none"]  # the tier that a context was loaded from
 
@@ -141,7 +142,12 @@ class Tally:
         """Return the published statistics: the tokens that each tier supplied."""
         with self._lock:
             tiers = {
-                name: {"hits": traffic.hits, "tokens": self.tokens[name], "bytes": traffic.loaded_bytes}
+                name: {
+                    "hits": traffic.hits,
+                    "tokens": self.tokens[name],
+                    "bytes": traffic.loaded_bytes,
+                    "seconds": traffic.load_seconds,
+                }
                 for name, traffic in self.traffic.items()
             }
             return {"answers": self.events["answers"], "computed": self.tokens["none"], "tiers": tiers}
@@ -193,11 +199,11 @@ EVERY_SECONDS = 5.0
 MAX_NAME_LENGTH = 100  # of the model's name
 
 
-def figures(model_id: str, pool: BlockPool, tally: Tally) -> str:
+def figures(model_id: str, pool: BlockPool, tally: Tally, rates: Rates) -> str:
     """Return the message with the current statistics, as JSON."""
     room = 0 if pool.total_bytes == UNLIMITED else pool.total_bytes
     statistics = {"name": WRITER, "model": model_id[:MAX_NAME_LENGTH], "used": pool.used_bytes, "room": room}
-    return json.dumps(statistics | tally.figures())
+    return json.dumps(statistics | tally.figures() | {"prefill_rate": rates.prefill_rate})
 
 
 async def publish_statistics(connection: ServerConnection, make_message: Callable[[], str]) -> None:

@@ -267,7 +267,7 @@ class AgentCacheStore:
     def publish_statistics(self) -> None:
         """Start to publish statistics on the page server every few seconds."""
         if self._pages:
-            statistics = partial(figures, self.spec.model_id, self._pool, self._tally)
+            statistics = partial(figures, self.spec.model_id, self._pool, self._tally, self._pages.rates)
             self._pages.do_in_background(lambda connection: publish_statistics(connection, statistics))
 
     def delete(self, agent_id: str) -> bool:

@@ -31,6 +31,7 @@ class TierFigures:
     hits: int = 0
     tokens: int = 0  # prompt tokens that the tier supplied
     bytes: int = 0  # bytes that were loaded from it
+    seconds: float = 0.0  # the duration of these loads
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,21 @@ class EngineFigures:
     used: int  # bytes of contexts in its memory
     room: int  # limit of these bytes; 0 for no limit
     tiers: Mapping[str, TierFigures]
+    prefill_rate: float = 0.0  # tokens a second that it computes; 0 if unknown
+
+    @property
+    def reused(self) -> int:
+        """Prompt tokens that a tier supplied."""
+        return sum(tier.tokens for tier in self.tiers.values())
+
+    @property
+    def seconds_saved(self) -> float:
+        """Seconds of prefill that reuse has saved: the reused tokens at the recent rate of prefill, less the duration
+        of the loads. 0 if the rate is unknown, or if the loads took longer.
+        """
+        if not self.prefill_rate:
+            return 0.0
+        return max(self.reused / self.prefill_rate - sum(tier.seconds for tier in self.tiers.values()), 0.0)
 
     @property
     def tokens(self) -> dict[str, int]:
@@ -110,16 +126,25 @@ def parse(raw: bytes) -> EngineFigures | None:
             _count(received["used"]),
             _count(received["room"]),
             {name: _tier(received["tiers"][name]) for name in TIERS},
+            _rate(received.get("prefill_rate") or 0.0),
         )
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
 def _tier(received: Mapping[str, object]) -> TierFigures:
-    return TierFigures(_count(received["hits"]), _count(received["tokens"]), _count(received["bytes"]))
+    hits, tokens, nbytes = (_count(received[name]) for name in ("hits", "tokens", "bytes"))
+    return TierFigures(hits, tokens, nbytes, _rate(received.get("seconds", 0.0)))
 
 
 def _count(received: object) -> int:
     if not isinstance(received, int) or not 0 <= received < MOST_COUNT:
         raise ValueError(f"a count is a number from 0, got {received!r:.40}")
     return received
+
+
+def _rate(received: object) -> float:
+    """Return a duration or a rate, which engines of earlier versions do not publish."""
+    if type(received) not in (int, float) or not 0 <= received < MOST_COUNT:  # type: ignore[operator]
+        raise ValueError(f"a duration or a rate is a number from 0, got {received!r:.40}")
+    return float(received)  # type: ignore[arg-type]

@@ -48,7 +48,7 @@ def overview(now: Overview, user: str, engines: EnginesSeen) -> Shown:
     }
     shown["traffic"]["hit_ratio"] = now.traffic.hit_ratio
     shown["user"] = user
-    shown["engines"] = [asdict(engine) for engine in engines.connected]
+    shown["engines"] = [asdict(each) | {"seconds_saved": round(each.seconds_saved, 1)} for each in engines.connected]
     return shown
 
 

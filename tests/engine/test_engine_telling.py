@@ -112,7 +112,7 @@ def test_statistics_are_short_and_name_no_agent(seen: SeenServer) -> None:
         until(lambda: messages.append(channel.get_message(timeout=1.0)) or messages[-1], "a message")
     bench.store.close()
     received = json.loads(messages[-1]["data"])
-    assert received.keys() == {"name", "model", "answers", "computed", "used", "room", "tiers"}
+    assert received.keys() == {"name", "model", "answers", "computed", "used", "room", "tiers", "prefill_rate"}
     assert received["answers"] == 1
     assert received["computed"] + sum(tier["tokens"] for tier in received["tiers"].values()) == 20
     assert "alice" not in json.dumps(received)

@@ -42,7 +42,7 @@ MAY_KNOW = {
     "snapshot": "address bounded client page system",
     "replay": "bounded page store system",
     "bench": "client page system",
-    "look": "address client observe page system",
+    "look": "replay address client observe page system",
     "observe": "bounded page system",
     "http": "",
     "monitor": "http observe system",

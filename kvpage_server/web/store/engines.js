@@ -1,7 +1,7 @@
 // Statistics of engines: the share of reused prompt tokens, and a table with the tokens of each engine by source.
 
 import { at, bar, el, first, list, meter, say } from "./dom.js";
-import { bytes, count, percent, plural } from "./format.js";
+import { bytes, count, percent, plural, seconds } from "./format.js";
 
 const TIERS = [["hot", "memory"], ["prefix", "shared prefixes"], ["page", "this store"], ["cold", "files"]];
 
@@ -22,7 +22,9 @@ export function showEngines({ engines, everything }) {
   at("engines-card").hidden = at("spared-box").hidden = !everything && !engines.length;
   const [reused, all] = [sum(engines.map(found)), sum(engines.map(prompts))];
   say(at("spared"), ratio(reused, all));
-  say(at("spared-note"), `${count(reused)} of ${plural(all, "token")}, ${plural(engines.length, "engine")}`);
+  const spared = sum(engines.map((engine) => engine.seconds_saved));
+  const saved = spared >= 1 ? `, ${seconds(Math.round(spared))} of prefill saved` : "";
+  say(at("spared-note"), `${count(reused)} of ${plural(all, "token")}, ${plural(engines.length, "engine")}${saved}`);
   at("engines-empty").hidden = engines.length > 0;
   at("engines-box").hidden = !engines.length;
   list(at("engines"), first(engines, 20, at("engines-more")), (engine) => engine.name, (engine) =>
