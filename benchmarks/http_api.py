@@ -126,7 +126,7 @@ def _answers(api: Api) -> bool:
 @contextmanager
 def ours(store: str) -> Iterator[Api]:
     """Run `kvpage-engine serve` during the block."""
-    with _serving("smollm2", "-m", "engine.cli", "serve", "--model", str(SMOLLM2), "--store", store) as api:
+    with _serving("smollm2", "-m", "kvpage.engine.cli", "serve", "--model", str(SMOLLM2), "--store", store) as api:
         yield api
 
 

@@ -152,7 +152,7 @@ class Pages(Process):
 def ours(directory: str, pages: Pages | None) -> Api:
     """Return `kvpage-engine serve`, not started yet."""
     store = ("--store", pages.url) if pages else ()
-    return Api("smollm2", "-m", "engine.cli", "serve", "--model", str(SMOLLM2), *store, directory=directory)
+    return Api("smollm2", "-m", "kvpage.engine.cli", "serve", "--model", str(SMOLLM2), *store, directory=directory)
 
 
 def theirs(directory: str) -> Api:

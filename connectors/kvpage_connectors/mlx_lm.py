@@ -25,17 +25,17 @@ from urllib.parse import urldefrag
 import mlx.nn as nn
 import redis
 import xxhash
+from kvpage.engine.caches import CacheStateError
+from kvpage.engine.chains import unnamed_agent
+from kvpage.engine.memory import kvcache
+from kvpage.engine.memory.blocks import AgentBlocks, BlockError
+from kvpage.engine.pool import BlockPool
+from kvpage.engine.spec import ModelCacheSpec
+from kvpage.engine.tiers.pages import PageTier
 from mlx_lm import server
 from mlx_lm.models import cache as caches
 from mlx_lm.models.cache import LRUPromptCache
 
-from engine.caches import CacheStateError
-from engine.chains import unnamed_agent
-from engine.memory import kvcache
-from engine.memory.blocks import AgentBlocks, BlockError
-from engine.pool import BlockPool
-from engine.spec import ModelCacheSpec
-from engine.tiers.pages import PageTier
 from kvpage_connectors.jobs import Reasons, guarded
 from kvpage_server.address import with_credentials
 

@@ -60,7 +60,7 @@ async def events(request: Request) -> Response:
 PAGE_ROUTES = [
     Route("/", page, include_in_schema=False),
     Route("/page/events", events, include_in_schema=False),
-    Mount("/page", StaticFiles(packages=[("engine.api", "browser"), ("kvpage_server.web", "shared")])),
+    Mount("/page", StaticFiles(directory=PAGE.parent, packages=[("kvpage_server.web", "shared")])),
 ]
 
 

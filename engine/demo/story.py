@@ -18,7 +18,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from http.client import HTTPException
-from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO, Any
@@ -256,7 +255,7 @@ def running_engine(name: str, model: str, store: str | None = None) -> Iterator[
     in memory. `model` is a directory.
     """
     options = ["--model", model, "--port", "0", "--name", MODEL, *(["--store", store] if store else [])]
-    with _running(name, "-P", EXIT_WITH_PARENT, "engine.cli", "serve", *options) as process:
+    with _running(name, "-P", EXIT_WITH_PARENT, "kvpage.engine.cli", "serve", *options) as process:
         yield EngineProcess(process, MODEL)
 
 
@@ -320,7 +319,7 @@ def share_reused(turn: Turn) -> float:
 
 def run(model: str, console: Console) -> Outcome:
     """Run both conversations, and print the progress on `console`. Raises ProcessError."""
-    handbook = files("engine.demo").joinpath("handbook.txt").read_text(encoding="utf-8")
+    handbook = Path(__file__).with_name("handbook.txt").read_text(encoding="utf-8")
     opening = [{"role": "system", "content": f"Answer from this handbook.\n\n{handbook}"}]
     with ExitStack() as stack:
         store = stack.enter_context(running_store())

@@ -115,6 +115,6 @@ def missing_extra(error: ModuleNotFoundError, extra: str) -> str:
     Raise `error` again if the missing module belongs to this project.
     """
     package = (error.name or "").partition(".")[0]
-    if package in ("", "kvpage_server", "engine"):
+    if package in ("", "kvpage", "kvpage_server", "engine"):
         raise error
     return f"{package} is not installed: pip install '.[{extra}]' in a checkout of kvpage"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 
+import kvpage
 from documents import ROOT, blocks, check_program
 from servers import RunningServer
 
-from kvpage_server import client, layouts
+from kvpage_server import layouts
 from kvpage_server.page import MAX_BLOCK_PAGES, MAX_HEAD, MAX_LAYER, MAX_PAGE, MAX_REQ_ID
 
 DOCUMENT = "docs/client.md"
@@ -19,9 +20,9 @@ def test_the_program_prints_its_comments(server: RunningServer) -> None:
 
 def test_its_tables_have_every_error_and_every_layout() -> None:
     text = (ROOT / DOCUMENT).read_text(encoding="utf-8")
-    kinds = {name: kind for name in client.__all__ if isinstance(kind := getattr(client, name), type)}
+    kinds = {name: kind for name in kvpage.__all__ if isinstance(kind := getattr(kvpage, name), type)}
     errors = {name for name, kind in kinds.items() if issubclass(kind, Exception)}
-    assert len(errors) == 8
+    assert len(errors) == 9
     assert {name for name in errors if f"`{name}`" not in text} == set()
     functions = {name for name in vars(layouts) if re.search(r"(to|from)_(mlx|vllm)$", name)}
     assert len(functions) == 6

@@ -45,13 +45,11 @@ def check(output: str, shown: str) -> None:
     assert re.fullmatch(re.escape(shown).replace(re.escape("..."), "(?s:.*)"), output), output
 
 
-def check_program(program: str) -> None:
-    """Check that a document's program runs, and prints the values in its comments."""
+def check_program(program: str, python: str | Path = sys.executable, cwd: Path = ROOT) -> None:
+    """Check that a document's program runs, and prints the values in its comments. `python` is an interpreter."""
     promised = re.findall(r"^ *print\(.*\)  # (.*)$", program, re.MULTILINE)
     assert promised
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=HANGS
-    )
+    done = subprocess.run([python, "-c", program], cwd=cwd, capture_output=True, encoding="utf-8", timeout=HANGS)
     assert done.returncode == 0, done.stderr
     printed = done.stdout.splitlines()
     assert [line for line in promised if line not in printed] == []

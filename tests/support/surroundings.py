@@ -6,7 +6,9 @@ import os
 import resource
 import signal
 import sys
+from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
 UMASK = 0o022
 OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
 _OF_MLX_LM = resource.RLIMIT_NOFILE, (2048, 4096)  # which `mlx_lm.utils` sets when it is imported
@@ -17,6 +19,8 @@ def make_usual() -> None:
 
     Tests of one of these settings set it themselves, for a process of their own.
     """
+    # Processes that tests start import this checkout, also its `kvpage`, whichever one the environment has.
+    os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'connectors'}"
     # Several threads of OpenBLAS wait for each other at every step of a decode while anything else runs.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     # Each of the servers that are started would compile all modules anew, which takes longer than to run them.

@@ -1,0 +1,56 @@
+"""The public names of kvpage: clients, pages and blocks, and their errors.
+
+`kvpage.layouts` converts blocks for other engines, and `kvpage.engine` is the engine, which needs the extra `engine`.
+"""
+
+from kvpage_server import __version__
+from kvpage_server.client import (
+    AsyncPageClient,
+    BadBuffer,
+    BlockName,
+    Closed,
+    DeadlineExceeded,
+    Disconnected,
+    Page,
+    PageClient,
+    PageClientError,
+    Refused,
+    Unsupported,
+    WrongReply,
+)
+from kvpage_server.page import (
+    BlockShape,
+    DType,
+    KVType,
+    PageError,
+    PageHeader,
+    PageKey,
+    Plane,
+    decode_page,
+    encode_page,
+)
+
+__all__ = [
+    "AsyncPageClient",
+    "BadBuffer",
+    "BlockName",
+    "BlockShape",
+    "Closed",
+    "DType",
+    "DeadlineExceeded",
+    "Disconnected",
+    "KVType",
+    "Page",
+    "PageClient",
+    "PageClientError",
+    "PageError",
+    "PageHeader",
+    "PageKey",
+    "Plane",
+    "Refused",
+    "Unsupported",
+    "WrongReply",
+    "__version__",
+    "decode_page",
+    "encode_page",
+]
