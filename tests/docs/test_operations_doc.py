@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
-from configparser import ConfigParser
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -138,50 +136,6 @@ def test_its_rights_suffice_to_dump_and_restore(tmp_path: Path) -> None:
             code, _, errors = kvpage(name, directory, url=server.url.replace("//", f"//{name}:word@"))
             assert code == 0, errors
             client.flushall()
-
-
-def test_its_service_starts_the_server(tmp_path: Path) -> None:
-    (text,) = blocks(DOCUMENT, "ini")
-    unit = ConfigParser(interpolation=None)
-    unit.optionxform = str  # type: ignore[assignment, method-assign]
-    unit.read_string(text)
-    program, file, *options = shlex.split(unit["Service"]["ExecStart"])
-    assert (program, file) == ("/opt/kvpage/bin/kvpage-server", "/etc/kvpage/kvpage.conf")
-    assert options == ["--dir", "/var/lib/" + unit["Service"]["StateDirectory"]]
-    command = [*entry_point("kvpage-server"), "--check-config", str(ROOT / "conf" / "kvpage.conf")]
-    assert run([*command, "--dir", str(tmp_path)]) == "the configuration is valid"
-    service = unit["Service"]
-    assert service["ExecReload"] == "/bin/kill -HUP $MAINPID"
-    writable = {
-        "/var/lib/" + service["StateDirectory"],
-        "/run/" + service["RuntimeDirectory"],
-        "/var/log/" + service["LogsDirectory"],
-        service["ReadWritePaths"],
-    }
-    named = re.findall(
-        r"^# ?(?:pidfile|logfile|unixsocket) (/.*)/",
-        (ROOT / "conf" / "kvpage.conf").read_text(encoding="utf-8"),
-        re.MULTILINE,
-    )
-    assert len(named) >= 3
-    assert writable >= {*named, str(Path(service["ExecStart"].split()[1]).parent)}
-    if analyze := shutil.which("systemd-analyze"):
-        file = tmp_path / "kvpage.service"
-        file.write_text(text.replace(program, f'"{entry_point("kvpage-server")[0]}"'), encoding="utf-8")
-        errors = subprocess.run(
-            [analyze, "verify", str(file)], capture_output=True, encoding="utf-8", timeout=60
-        ).stderr
-        assert "kvpage.service" not in errors
-
-
-def test_its_container_starts_the_server(tmp_path: Path) -> None:
-    (text,) = blocks(DOCUMENT, "dockerfile")
-    received = re.search(r"^CMD (.*)$", text, re.MULTILINE)
-    assert received
-    program, file, *options = json.loads(received[1])
-    assert (program, file) == ("kvpage-server", "/etc/kvpage/kvpage.conf")
-    command = [*entry_point(program), "--check-config", str(ROOT / "conf" / "kvpage.conf"), *options]
-    assert run(command) == "the configuration is valid"
 
 
 def test_the_documented_user_may_run_redis_exporter_queries(tmp_path: Path) -> None:
