@@ -1,5 +1,5 @@
 """`python -m kvpage_server` is `kvpage-server`."""
 
-from kvpage_server.app import main
+from kvpage_server.start import kvpage_server
 
-main()
+kvpage_server()

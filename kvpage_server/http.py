@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import h11
 import uvicorn
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -152,6 +153,27 @@ BOTH_LENGTHS = Unanswered(400, "a request has Content-Length or Transfer-Encodin
 TOO_MANY = Unanswered(503, "too many connections", "too_many_connections", 1)
 
 
+_REFUSAL = "refusal"  # key in the state of a request's scope
+
+
+class RefusalReplies:
+    """ASGI middleware that replies to the requests that the connection limiter refuses. It belongs within the
+    middleware that adds headers to every reply.
+    """
+
+    def __init__(self, app: ASGIApp, reply: Callable[[Request, Unanswered], Response]) -> None:
+        self._app = app
+        self._reply = reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = scope.get("state", {}).get(_REFUSAL)
+        if refusal is None:
+            return await self._app(scope, receive, send)
+        response = self._reply(Request(scope), refusal)
+        response.headers["Connection"] = "close"
+        return await response(scope, receive, send)
+
+
 class ConnectionTable:
     """Open connections, of the whole server or of one address, up to a limit. A connection with a complete request is
     busy, any other one is silent.
@@ -204,16 +226,14 @@ class ConnectionLimiter:
         for_each: int,
         *,
         closed: Callable[[str], object],
-        refused: Callable[[Unanswered], Response],
         always: Collection[str],
     ) -> None:
         """Allow `connections` in total, and `for_each` from one address.
 
-        `closed` is called with the reason, a word for metrics, when the limiter closes a connection. `refused` makes
-        the reply to a refused request. Requests for the paths in `always` are never refused.
+        `closed` is called with the reason, a word for metrics, when the limiter closes a connection. The application
+        replies to refused requests with `RefusalReplies`. Requests for the paths in `always` are never refused.
         """
         self.closed = closed
-        self.refused = refused
         self.always = always
         self._everybody = ConnectionTable(connections)
         self._for_each = for_each
@@ -339,13 +359,8 @@ class HttpConnection(H11Protocol):
         self._requests += 1
         self._note_asked()
         try:
-            refusal = self._refusal(scope)
-            if refusal:
-                response = self._limiter.refused(refusal)
-                response.headers["Connection"] = "close"
-                await response(scope, receive, send)
-            else:
-                await self._app(scope, receive, send)
+            scope["state"][_REFUSAL] = self._refusal(scope)
+            await self._app(scope, receive, send)
         finally:
             self._requests -= 1
             if not self._requests:

@@ -28,7 +28,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvpage_server.http import ConnectionLimiter, Guards, HttpServer, Unanswered, own_names
+from kvpage_server.http import ConnectionLimiter, Guards, HttpServer, RefusalReplies, Unanswered, own_names
 from kvpage_server.system import signals
 from kvpage_server.tracing import continued
 
@@ -114,7 +114,10 @@ def make_app(service: Service, host: str, origins: Sequence[str] = ()) -> Starle
                 allow_headers=["*"],  # OpenAI's JavaScript client sends a dozen of its own
                 expose_headers=READABLE,
             ),
-            Middleware(ServerErrorMiddleware, handler=_handler(_failure)),  # within CORS: its replies need the headers
+            Middleware(
+                RefusalReplies, reply=_refused
+            ),  # this and the next within CORS, whose headers their replies need
+            Middleware(ServerErrorMiddleware, handler=_handler(_failure)),
             Middleware(_Traced),
         ],
         exception_handlers={
@@ -141,6 +144,10 @@ def _handler(error_of: Callable[..., ApiError]) -> Callable[[Request, Exception]
         return _reply(request, error_of(error))
 
     return handle
+
+
+def _refused(request: Request, refusal: Unanswered) -> Response:
+    return _reply(request, ApiError(refusal.status, refusal.message, None, refusal.code, refusal.retry_after))
 
 
 def _failure(error: Exception) -> ApiError:
@@ -253,7 +260,6 @@ def run(
         limits.connections,
         limits.for_each,
         closed=lambda reason: service.metrics.closed.labels(reason).inc(),
-        refused=_refused,
         always=HEALTH,
     )
     server = HttpServer(make_app(service, host, origins), limiter, grace=grace + UNREAD_SECONDS)
@@ -286,11 +292,6 @@ async def _serve(server: HttpServer, service: Service, listener: socket.socket, 
         await serving
         await models.close()
     return int(failed or models.unsaved > 0)
-
-
-def _refused(refusal: Unanswered) -> Response:
-    error = ApiError(refusal.status, refusal.message, None, refusal.code, refusal.retry_after)
-    return error.response(error.body)
 
 
 async def _first_of(*waits: object) -> None:

@@ -185,12 +185,17 @@ def _write_output_limits(limits: dict[str, OutputLimit]) -> list[str]:
     return [word for name, limit in limits.items() for word in (name, *map(str, limit))]
 
 
+_MOST_QUOTAS = 1024  # some commands pass over all
+
+
 def _read_quotas(words: list[str]) -> dict[str, int]:
     if words == [""]:
         return {}
     words = _parts(words)
     if not words or len(words) % 2:
         raise ValueError(f"takes 2 values a quota: a pattern of keys, bytes (0 for no limit); got {len(words)}")
+    if len(words) > 2 * _MOST_QUOTAS:
+        raise ValueError(f"has at most {_MOST_QUOTAS} quotas, got {len(words) // 2}")
     quotas: dict[str, int] = {}
     for pattern, limit in zip(words[::2], words[1::2], strict=True):
         if not pattern or re.search(r"\s", pattern):

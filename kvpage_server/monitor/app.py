@@ -25,7 +25,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from kvpage_server.http import Guards, own_names
+from kvpage_server.http import Guards, RefusalReplies, Unanswered, own_names
 from kvpage_server.monitor.logins import (
     DEFAULT,
     IDLE_SECONDS,
@@ -271,7 +271,10 @@ def make_app(
             Route("/logout", _log_out, methods=["POST"]),
             *pages,
         ],
-        middleware=[Middleware(Guards, names=own_names(), origins=origins)],
+        middleware=[
+            Middleware(Guards, names=own_names(), origins=origins),
+            Middleware(RefusalReplies, reply=_too_many),
+        ],
         exception_handlers={
             NotLoggedIn: _to_login,
             Malformed: _malformed,
@@ -391,6 +394,11 @@ async def _malformed(request: Request, error: Exception) -> Response:
 
 async def _not_allowed(request: Request, error: Exception) -> Response:
     return PlainTextResponse(f"{error}\n", 403)
+
+
+def _too_many(request: Request, refusal: Unanswered) -> Response:
+    headers = {} if refusal.retry_after is None else {"Retry-After": str(refusal.retry_after)}
+    return PlainTextResponse(f"{refusal.message}\n", refusal.status, headers)
 
 
 async def _refused(request: Request, error: Exception) -> Response:

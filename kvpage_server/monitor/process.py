@@ -12,10 +12,9 @@ from contextlib import suppress
 
 import redis
 import uvloop
-from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute
 
-from kvpage_server.http import ConnectionLimiter, HttpServer, Unanswered
+from kvpage_server.http import ConnectionLimiter, HttpServer
 from kvpage_server.monitor.app import HEALTH, make_app
 from kvpage_server.monitor.logins import Logins
 from kvpage_server.monitor.store_connections import MONITOR, StoreConnector
@@ -73,7 +72,7 @@ async def _serve(
 ) -> None:
     closed: Counter[str] = Counter()
     limiter = ConnectionLimiter(
-        CONNECTIONS, PER_ADDRESS, closed=lambda reason: closed.update([reason]), refused=_refused, always=[HEALTH]
+        CONNECTIONS, PER_ADDRESS, closed=lambda reason: closed.update([reason]), always=[HEALTH]
     )
     connector = StoreConnector(channel)
     logins = Logins(connector, token)
@@ -88,8 +87,3 @@ async def _serve(
     server.should_exit = True
     listening_to_engines.cancel()
     await serving
-
-
-def _refused(refusal: Unanswered) -> Response:
-    headers = {} if refusal.retry_after is None else {"Retry-After": str(refusal.retry_after)}
-    return PlainTextResponse(f"{refusal.message}\n", refusal.status, headers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,6 +76,7 @@ def ends_quietly(program: str) -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would interrupt the exit
         sys.exit(say(program, "interrupted", INTERRUPTED))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's last flush

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -25,6 +26,8 @@ from kvpage_server import __version__, core
 from kvpage_server.cli import main
 from kvpage_server.client import PageClient
 from kvpage_server.page import DType, PageKey, encode_page
+
+ROOT = next(parent for parent in Path(__file__).parents if (parent / "pyproject.toml").exists())
 
 
 def kvpage(*words: str, url: str = "") -> tuple[int, str, str]:
@@ -604,3 +607,21 @@ def test_a_wrong_argument_is_refused_with_the_allowed_ones(words: tuple[str, ...
     code, _, errors = kvpage(*words)
     assert code == 2
     assert reason in errors
+
+
+@pytest.mark.parametrize("program", ["kvpage", "kvpage-server", "kvpage-engine"])
+def test_ctrl_c_during_the_imports_ends_a_program_with_one_line(program: str) -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        module, _, function = tomllib.load(file)["project"]["scripts"][program].partition(":")
+    command = [sys.executable, "-X", "importtime", "-c", f"from {module} import {function} as main; main()", "--help"]
+    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "connectors")])}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **path}
+    ) as process:
+        assert process.stderr is not None
+        while not process.stderr.readline().endswith(b" numpy.version\n"):
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        *_, last = process.stderr.read().splitlines()
+        assert last.endswith(f"{program}: interrupted".encode())
+        assert process.wait(100) == 130

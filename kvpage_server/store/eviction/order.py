@@ -28,6 +28,7 @@ class EvictionOrder:
         every = POLICIES[policy].order()
         self.quotas = Quotas((), every, POLICIES[policy].order, IN_MEMORY)
         self.has_quotas = False
+        self._changes = False  # whether a change of policy is not complete
         self.units: Queues | Quotas = every  # `quotas` if there are any
 
     @property
@@ -44,6 +45,7 @@ class EvictionOrder:
     def policy(self, name: str) -> None:
         """Change the policy. The new policy takes over the units and their last uses in steps, see `hand_over`."""
         self._policy = name
+        self._changes = True
         self.hand_over()
 
     def set_quotas(self, rules: Sequence[Rule], index_costs: IndexCosts) -> None:
@@ -82,6 +84,8 @@ class EvictionOrder:
 
         If `policy` was set again before that is complete, the next change begins afterwards.
         """
+        if not self._changes:
+            return False
         self._begin_to_hand_over()
         for policy in self._policies():
             for unit in policy.hand_over(_UNITS_PER_STEP):
@@ -89,7 +93,8 @@ class EvictionOrder:
                     policy.follows(self._index.around(unit))
             if policy.hands_over:
                 return True
-        return self._begin_to_hand_over()
+        self._changes = self._begin_to_hand_over()
+        return self._changes
 
     def _begin_to_hand_over(self) -> bool:
         """Install policies of the class that `policy` requires, which take over from the present ones.

@@ -8,14 +8,15 @@ their own size, and has a limit of its own: see `QuotaIndexAccount`.
 
 Each quota has a policy of its own in addition to that of the whole store. It gets only the uses of the quota's units,
 so a quota's victim is found without examining other units. Costs: O(1) for a use, a change of size and a victim. The
-quota of a name is searched for once, O(quotas), and then cached.
+quota of a name is searched for once, as `Patterns` does, and then cached.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from kvpage_server.glob import Matches, Patterns
 from kvpage_server.page import HEADER_SIZE
 from kvpage_server.store.eviction.queues import Queues, Unit
 from kvpage_server.store.memory.catalogue import IndexCosts
@@ -47,16 +48,16 @@ class Rule(NamedTuple):
 
     pattern: bytes
     limit: int
-    matches: Callable[[bytes], object]
+    matches: Matches
 
 
 class Quota:
     """The units whose names match a pattern, their sizes, and the policy that orders their eviction."""
 
-    __slots__ = ("bytes", "costs", "evicted", "index", "index_costs", "limit", "matches", "pattern", "sizes", "units")
+    __slots__ = ("bytes", "costs", "evicted", "index", "index_costs", "limit", "pattern", "sizes", "units")
 
     def __init__(self, rule: Rule, units: Queues, index_costs: IndexCosts) -> None:
-        self.pattern, self.limit, self.matches = rule
+        self.pattern, self.limit = rule.pattern, rule.limit
         self.bytes = 0  # the sum of `sizes`
         self.sizes: dict[Unit, int] = {}  # bytes of every unit that was counted
         self.index = 0  # the sum of `costs`
@@ -91,13 +92,17 @@ class Quotas:
     """
 
     def __init__(
-        self, rules: Iterable[Rule], every: Queues, make: Callable[[], Queues], index_costs: IndexCosts
+        self, rules: Sequence[Rule], every: Queues, make: Callable[[], Queues], index_costs: IndexCosts
     ) -> None:
         self.every = every
         self._quotas = [Quota(rule, make(), index_costs) for rule in rules]
         self.limits = sum(quota.limit for quota in self._quotas)  # bytes of all limits together
+        self._numbers = {quota: number for number, quota in enumerate(self._quotas)}
+        self._patterns = Patterns[Quota]()
+        for rule, quota in zip(rules, self._quotas, strict=True):
+            self._patterns.add(rule.pattern, quota, rule.matches)
+            quota.units.now = every.now
         self._names: dict[bytes, Quota | None] = {}  # cached results of `named`
-        self.now = every.now  # sets the time of each policy
 
     def __len__(self) -> int:
         return len(self.every)
@@ -120,9 +125,10 @@ class Quotas:
 
     @now.setter
     def now(self, now: int) -> None:
-        self.every.now = now
-        for quota in self._quotas:
-            quota.units.now = now
+        if now != self.every.now:
+            self.every.now = now
+            for quota in self._quotas:
+                quota.units.now = now
 
     # -- quotas of units --------------------------------------------------------------------------------------------
 
@@ -135,7 +141,8 @@ class Quotas:
         except KeyError:
             if len(self._names) >= _MOST_NAMES:
                 self._names.clear()
-            found = self._names[name] = next((quota for quota in self._quotas if quota.matches(name)), None)
+            matching = self._patterns.matching(name)
+            found = self._names[name] = min(matching, key=self._numbers.__getitem__, default=None)
             return found
 
     def of(self, unit: Unit) -> Quota | None:

@@ -17,6 +17,7 @@ from test_api_bounds import MOST_WAIT, Heart
 from waiting import eventually
 
 CONNECTIONS, FROM_ADDRESS = 40, 24
+SITE = "https://chat.example"
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
 
 
@@ -28,6 +29,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(tiny: Path) -> Iterator[RunningEngine]:
     options = ["--max-connections", str(CONNECTIONS), "--max-from-address", str(FROM_ADDRESS), "--max-body", "64kb"]
+    options += ["--allow-origin", SITE]
     with start_engine(tiny, *options) as engine:
         yield engine
 
@@ -114,10 +116,15 @@ def test_too_many_concurrent_requests_return_an_error(engine: RunningEngine) -> 
         for _ in range(FROM_ADDRESS - 1):
             watching = stack.enter_context(connect(engine, b"GET /page/events HTTP/1.1\r\nHost: here\r\n\r\n"))
             assert watching.recv(1000).startswith(b"HTTP/1.1 200")
-        refused = httpx.get(f"{engine.url}/v1/models")
+        refused = httpx.get(f"{engine.url}/v1/models", headers={"Origin": SITE})
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         error = refused.json()["error"]
         assert (error["code"], error["message"]) == ("too_many_connections", "too many connections")
+        assert refused.headers["access-control-allow-origin"] == SITE
+        assert refused.headers["x-request-id"].startswith("req_")
+        refused = httpx.post(f"{engine.url}/v1/messages", json={})
+        assert (refused.status_code, refused.json()["type"]) == (503, "error")
+        assert refused.headers["request-id"].startswith("req_")
         assert healthy(engine)
     assert eventually_answered(engine)
 

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from kvpage_server.http import ConnectionLimiter, HttpServer
+from kvpage_server.http import ConnectionLimiter, HttpServer, RefusalReplies
 
 CONNECTIONS = 8  # of which 7 may have a request
 Ask = Callable[[bytes], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
@@ -39,11 +39,11 @@ def serve(story: Callable[[Ask, asyncio.Event], Awaitable[None]]) -> None:
                     return
             await PlainTextResponse("done")(scope, receive, send)
 
-        def refused(refusal: object) -> PlainTextResponse:
+        def refused(request: object, refusal: object) -> PlainTextResponse:
             return PlainTextResponse("", 503)
 
-        limiter = ConnectionLimiter(CONNECTIONS, CONNECTIONS, closed=str, refused=refused, always=["/health"])
-        server = HttpServer(app, limiter, grace=1)
+        limiter = ConnectionLimiter(CONNECTIONS, CONNECTIONS, closed=str, always=["/health"])
+        server = HttpServer(RefusalReplies(app, refused), limiter, grace=1)
         with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as stack:
             serving = asyncio.create_task(server.serve([listening]))
 

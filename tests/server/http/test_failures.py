@@ -8,7 +8,6 @@ import socket
 
 import httpx
 import pytest
-from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from kvpage_server.http import MOST_KINDS, ConnectionLimiter, HttpServer, RateLimitedLog
@@ -19,9 +18,7 @@ async def fail(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def ask(times: int) -> list[int]:
-    limiter = ConnectionLimiter(
-        8, 8, closed=print, refused=lambda refusal: PlainTextResponse("", refusal.status), always=[]
-    )
+    limiter = ConnectionLimiter(8, 8, closed=print, always=[])
     server = HttpServer(fail, limiter, grace=1)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         serving = asyncio.create_task(server.serve([listening]))

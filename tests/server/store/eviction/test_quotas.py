@@ -18,6 +18,7 @@ from stored_pages import Here, ask, held, set_block, set_page
 
 from kvpage_server.commands.families.server.config import apply
 from kvpage_server.configuration.config import Config, ConfigError
+from kvpage_server.glob import glob
 from kvpage_server.page import unix_ms
 from kvpage_server.store import quota_limit
 from kvpage_server.store.eviction.quotas import Quota, Rule
@@ -426,12 +427,34 @@ def test_a_name_is_matched_once_for_any_number_of_uses() -> None:
         return name.startswith(b"kv:a")
 
     here = Here()
-    here.keyspace.quotas.set_rules([Rule(b"never", 1, lambda name: asked.append(name)), Rule(b"kv:a*", 10**6, matches)])
+    here.keyspace.quotas.set_rules([Rule(b"never", 1, lambda name: asked.append(name)), Rule(b"k?:a*", 10**6, matches)])
     for page in range(20):
         here.call("KVBLOCKSET", "a", page, 1, 1, 1, 0, 1, 0, 3, 100, bytes(100))
         here.call("KVBLOCKGET", "a", page)
         here.call("SET", "b", "x")
     assert sorted(asked) == [b"b", b"b", b"kv:a:", b"kv:a:"]
+
+
+def test_many_quotas_cost_a_command_nothing() -> None:
+    def count(quotas: int) -> int:
+        """Return the number of calls of Python functions for 100 new keys and the work between them."""
+        here = Here()
+        patterns = [b"kv:tenant%d.*" % number for number in range(quotas)]
+        here.keyspace.quotas.set_rules([Rule(pattern, 10**6, glob(pattern)) for pattern in patterns])
+        calls = 0
+
+        def note(frame: object, event: str, function: object) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(note)
+        for number in range(100):
+            here.keyspace.contents.set_string(b"kv:tenant0.%d" % number, b"x")
+            here.keyspace.sweep(0, 100)
+        sys.setprofile(None)
+        return calls
+
+    assert count(1000) < 1.1 * count(1)
 
 
 def test_a_batch_that_fits_is_not_refused_half_way(client: redis.Redis) -> None:
@@ -598,6 +621,7 @@ def test_quotas_are_in_the_file_options_and_config_get(tmp_path: Path) -> None:
         ('quota "" 1mb', "pattern must not be empty or have spaces (use ? instead), got ''"),
         ('quota "a b" 1mb', "pattern must not be empty or have spaces (use ? instead), got 'a b'"),
         (f"quota {'x' * 1025} 1mb", "a pattern has at most 1024 bytes, got 1025"),
+        ("quota " + " ".join(f"{number} 1mb" for number in range(1025)), "has at most 1024 quotas, got 1025"),
     ],
 )
 def test_a_bad_quota_is_refused_with_the_line_and_the_reason(
