@@ -169,6 +169,9 @@ def _blocks(many: int) -> Iterator[Scene]:
         for before, there in (([], "absent"), ([stored], "present")):
             yield Scene(f"{there}, {kind}", [b"KVPAGEPREFIX", b"1", b"1000", count, *arguments], before)
             yield Scene(f"{there}, {kind}", [b"KVBLOCKMGET", count, *arguments], before)
+        states = chain.from_iterable((req, page, b"%d" % (at + 1)) for at, (req, page) in enumerate(names))
+        lengths = [b"KVPAGEPREFIX", b"1", b"1000", count, *arguments, b"LENGTHS", count, *states]
+        yield Scene(f"present with states, {kind}", lengths, [stored])
         yield Scene(f"cold, {kind}", [b"KVBLOCKMGET", count, *arguments], [stored], cold=True)
     yield Scene("TYPE set", [b"SCAN", b"0", b"TYPE", b"set", b"COUNT", b"1000000"], [stored])
 

@@ -23,7 +23,7 @@ from kvpage_server.client.cluster.plan import RAISES, Failed, NodeRequest, Plan,
 from kvpage_server.client.cluster.store import PAUSE, ClusterCalls, several
 from kvpage_server.client.commands import BlobCommands, Kept, ask_dialect
 from kvpage_server.client.errors import Closed, Disconnected, PageClientError, Unsupported
-from kvpage_server.client.page import BlockBody, BlockName, Page, check_keys
+from kvpage_server.client.page import BlockBody, BlockName, Page, StateName, check_keys
 from kvpage_server.client.questions import BlockWords, Question, Word, ask, commit, encoded, watch
 from kvpage_server.client.wire.connection import Deadline, PageConnection, PagePool, page_pool, pause_before_retry
 from kvpage_server.client.wire.exchange import READ, WRITE, Conversation, Request
@@ -278,6 +278,17 @@ class AsyncPageClient:
         self, names: Sequence[BlockName], *, pages_per_block: int, lease_ms: int = 0, deadline: float | None = None
     ) -> int:
         return await self._do(self._calls.prefix(names, pages_per_block, lease_ms), deadline)
+
+    async def lengths(
+        self,
+        names: Sequence[BlockName],
+        states: Sequence[StateName],
+        *,
+        pages_per_block: int,
+        lease_ms: int = 0,
+        deadline: float | None = None,
+    ) -> list[int]:
+        return await self._do(self._calls.lengths(names, states, pages_per_block, lease_ms), deadline)
 
     async def lease(
         self, req_id: bytes, lease_ms: int, pages: Sequence[int] = (), *, deadline: float | None = None

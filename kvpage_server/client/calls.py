@@ -21,8 +21,10 @@ from kvpage_server.client.page import (
     BlockBody,
     BlockName,
     Page,
+    StateName,
     check_block_sizes,
     check_names,
+    check_states,
     places,
     sized,
     sized_blocks,
@@ -167,6 +169,18 @@ class Calls:
         check_names(names)
         asked = _WHOLE if names else []
         return Call("prefix", asked, lambda to, _: to.prefix(names, pages_per_block, lease_ms), sum)
+
+    def lengths(
+        self, names: Sequence[BlockName], states: Sequence[StateName], pages_per_block: int, lease_ms: int
+    ) -> Call[list[int]]:
+        """Find the lengths of which all blocks and states are complete."""
+        check_states(names, states)
+        return Call(
+            "lengths",
+            _WHOLE if names and states else [],
+            lambda to, _: to.lengths(names, states, pages_per_block, lease_ms),
+            lambda found: [*chain(*found)],
+        )
 
     def lease(self, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Call[int]:
         check_names([(req_id, page) for page in pages or (0,)])

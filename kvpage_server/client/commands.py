@@ -7,8 +7,8 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from kvpage_server.client.errors import Unsupported
-from kvpage_server.client.page import BlockName, Page, header_of, mismatch, pages_of_block
-from kvpage_server.client.questions import array, integer, ok, text, up_to
+from kvpage_server.client.page import BlockName, Page, StateName, header_of, mismatch, pages_of_block
+from kvpage_server.client.questions import array, integer, integers, ok, text, up_to
 from kvpage_server.client.wire.exchange import Piece, Request, around_set, command, word
 from kvpage_server.client.wire.reply import Values
 from kvpage_server.core import Bodies, Chunk, Memory, PageKeys, SentPages
@@ -64,7 +64,7 @@ def _page_opening(name: bytes, count: int, width: int) -> bytes:
     return b"*%d\r\n%b%b" % (2 + count * width, word(b"KVPAGEM" + name), word(count))
 
 
-def _flat(names: Sequence[BlockName]) -> Iterator[bytes | int]:
+def _flat(names: Sequence[BlockName | StateName]) -> Iterator[bytes | int]:
     for name in names:
         yield from name
 
@@ -172,6 +172,12 @@ class BlobCommands:
         """Raise Unsupported: a plain Redis cannot count the complete blocks of a prefix."""
         raise self._unsupported("count the complete blocks of a prefix")
 
+    def lengths(
+        self, names: Sequence[BlockName], states: Sequence[StateName], pages_per_block: int, lease_ms: int
+    ) -> Request[list[int]]:
+        """Raise Unsupported."""
+        raise self._unsupported("count the complete blocks of a prefix")
+
     def lease(self, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Request[int]:
         """Raise Unsupported: a plain Redis has no leases."""
         raise self._unsupported("lease blocks")
@@ -273,6 +279,13 @@ class PageCommands(BlobCommands):
         """
         text = command(b"KVPAGEPREFIX", pages_per_block, lease_ms, len(names), *_flat(names))
         return Request(_one_piece(text), Values, lambda values: up_to(len(names))(values[0]))
+
+    def lengths(
+        self, names: Sequence[BlockName], states: Sequence[StateName], pages_per_block: int, lease_ms: int
+    ) -> Request[list[int]]:
+        """Find the lengths of which all blocks and states are complete, and lease the longest for `lease_ms`."""
+        words = pages_per_block, lease_ms, len(names), *_flat(names), b"LENGTHS", len(states), *_flat(states)
+        return Request(_one_piece(command(b"KVPAGEPREFIX", *words)), Values, lambda values: integers(values[0]))
 
     def lease(self, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Request[int]:
         """Lease all blocks of a request, or those with these page ids, for `lease_ms` milliseconds. The result is their

@@ -52,6 +52,7 @@ def places(buffers: Sequence[Buffer], count: int) -> Memory:
 
 
 BlockName = tuple[bytes, int]  # req_id, page_id
+StateName = tuple[bytes, int, int]  # req_id, page_id, number of blocks that are before the state
 BlockBody = Buffer | Sequence[Buffer]  # memory in one piece, or in several consecutive ones
 
 
@@ -145,6 +146,23 @@ def check_names(names: Sequence[BlockName]) -> None:
         req_id, page = name
         check_req_id(req_id)
         check_range("page_id", page, 0, MAX_PAGE)
+
+
+def check_states(names: Sequence[BlockName], states: Sequence[StateName]) -> None:
+    """Check the names of blocks and of states as `check_names`."""
+    check_names(names)
+    for state in states:
+        if not isinstance(state, tuple | list) or len(state) != 3:
+            raise TypeError(f"a state's name is a tuple (req_id, page_id, need), got {state!r:.60}")
+        check_names([(state[0], state[1])])
+        check_range("need", state[2], 1, MAX_U32)
+
+
+def restorable(states: Sequence[StateName], complete: Sequence[bool], blocks: int) -> list[int]:
+    """Return the lengths up to `blocks` of which every state is complete, in ascending order."""
+    needs = [need for _, _, need in states]
+    incomplete = {need for need, is_complete in zip(needs, complete, strict=True) if not is_complete}
+    return sorted({need for need in needs if need <= blocks} - incomplete)
 
 
 def sized_blocks(

@@ -114,6 +114,11 @@ def integer(value: Any) -> int:
     return int(value)
 
 
+def integers(value: Any) -> list[int]:
+    _expect(isinstance(value, list), "numbers", value)
+    return [integer(one) for one in value]
+
+
 def up_to(most: int) -> Callable[[Any], int]:
     """Return a decoder of numbers from 0 to `most`."""
 

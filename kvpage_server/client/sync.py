@@ -16,7 +16,7 @@ from kvpage_server.client.cluster.plan import RAISES, Timed, present
 from kvpage_server.client.cluster.store import PAUSE, several
 from kvpage_server.client.commands import BlobCommands, Kept, ask_dialect
 from kvpage_server.client.errors import Closed, Disconnected
-from kvpage_server.client.page import BlockBody, BlockName, Page, check_keys
+from kvpage_server.client.page import BlockBody, BlockName, Page, StateName, check_keys
 from kvpage_server.client.questions import Question, Word, ask, commit, encoded, watch
 from kvpage_server.client.wire.connection import Deadline, PagePool, page_pool, pause_before_retry
 from kvpage_server.client.wire.exchange import Request
@@ -210,6 +210,23 @@ class PageClient:
         as well. Raises Unsupported on a plain Redis.
         """
         return self._do(self._calls.prefix(names, pages_per_block, lease_ms), deadline)
+
+    def lengths(
+        self,
+        names: Sequence[BlockName],
+        states: Sequence[StateName],
+        *,
+        pages_per_block: int,
+        lease_ms: int = 0,
+        deadline: float | None = None,
+    ) -> list[int]:
+        """Return the lengths at which a model with states or windows can continue, in ascending order: numbers of
+        complete blocks from the first name on, with all states that need as many. The longest is leased as in `prefix`.
+
+        A state is (req_id, page_id, need), complete if it is a complete block of any shape. Several states may have the
+        same need. Raises Unsupported on a plain Redis.
+        """
+        return self._do(self._calls.lengths(names, states, pages_per_block, lease_ms), deadline)
 
     def lease(self, req_id: bytes, lease_ms: int, pages: Sequence[int] = (), *, deadline: float | None = None) -> int:
         """Protect a request, or its blocks with these page ids, from eviction for `lease_ms` milliseconds. Return the

@@ -76,19 +76,19 @@ def integer_in(name: str, raw: Argument, low: int, high: int) -> int:
         raise ReplyError(f"ERR {error}") from None
 
 
-def check_batch(name: str, args: Sequence[Argument], width: int, unit: str) -> int:
+def check_batch(name: str, args: Sequence[Argument], width: int, unit: str, counted: str = "N") -> int:
     """Return N, the number of items of a batch. `args` are N and then exactly N items of `width` arguments each.
 
     Raises ReplyError if N is not an integer from 1 on, or if the number of arguments differs. `name` is the command's,
-    and `unit` names an item in the error.
+    `unit` names an item in the error, and `counted` is the name of N.
     """
     given = (len(args) - 1) // width
     if args[0] == b"%d" % given and len(args) - 1 == given * width and given:
         return given  # the common case; the general code below has the same result
-    count = integer_in("N", args[0], 1, MAX_U32)
+    count = integer_in(counted, args[0], 1, MAX_U32)
     if len(args) - 1 != count * width:
         raise ReplyError(
-            f"ERR {name} with N = {count} takes {count * width} arguments after N, {width} a {unit}, "
+            f"ERR {name} with {counted} = {count} takes {count * width} arguments after {counted}, {width} a {unit}, "
             f"got {len(args) - 1}"
         )
     return count

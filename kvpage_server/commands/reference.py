@@ -142,6 +142,10 @@ OK
     "kvpageprefix": f"""\
 {_TWO_PAGES}> KVPAGEPREFIX 2 5000 2 req 0 req 1
 (integer) 1
+> KVPAGESET state 0 0 0 0 3 1 4 0 body
+OK
+> KVPAGEPREFIX 2 5000 2 req 0 req 1 LENGTHS 2 state 0 1 other 0 2
+1) (integer) 1
 """,
     "kvpagelease": f"""\
 {_TWO_PAGES}> KVPAGELEASE req 30000

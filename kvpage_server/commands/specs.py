@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
 
-from kvpage_server.commands.arguments import plain, plain_all, shorten
-from kvpage_server.core import Argument
+from kvpage_server.commands.arguments import as_integer, plain, plain_all, shorten
+from kvpage_server.core import Argument, Command
 from kvpage_server.resp import Reply, ReplyError
 from kvpage_server.store.disk.prefetch import Needed, Prefetcher
 
@@ -53,7 +53,7 @@ class Naming:
         at = self.first + 1
         return (at, -1, self.step) if self.step else (at, at, 1)
 
-    def _starts(self, args: Sequence[Argument]) -> range:
+    def _starts(self, args: Sequence[Argument]) -> Iterable[int]:
         """Return the indexes of the request ids in `args`."""
         return range(self.first, len(args) if self.step else min(self.first + 1, len(args)), self.step or 1)
 
@@ -74,6 +74,25 @@ class requests(Naming):
         """Yield the prefix `kv:{req}:` of each named request once, with `access`."""
         for req_id in dict.fromkeys(plain(args[start]) for start in self._starts(args)):
             yield KeyPrefix(b"kv:%b:" % req_id), access
+
+
+class prefixes(requests):
+    """Every key of each request that KVPAGEPREFIX names, of blocks and of states, as a KeyPrefix."""
+
+    def _starts(self, args: Sequence[Argument]) -> Iterable[int]:
+        blocks, states = prefix_words(args)
+        return chain(range(blocks.start, blocks.stop, 2), range(states.start, states.stop, 3))
+
+
+def prefix_words(args: Sequence[Argument]) -> tuple[range, range]:
+    """Return the indexes of KVPAGEPREFIX's arguments for blocks, two each, and for states, three each, behind LENGTHS
+    and their number. If a number is wrong, the last name may be incomplete.
+    """
+    count = as_integer(args[2])
+    end = len(args) if count is None or count < 0 else min(3 + 2 * count, len(args))
+    if end < len(args) and plain(args[end]).upper() == b"LENGTHS":
+        return range(3, end), range(min(end + 2, len(args)), len(args))
+    return range(3, len(args)), range(0)
 
 
 def key_of_set(args: Sequence[Argument], access: int) -> Iterator[Use]:
@@ -211,6 +230,7 @@ FLAGS = frozenset(_FLAGS.split())
 
 
 WORDS_PER_STEP = 1024  # words of a command that runs at once; longer ones run in parts
+_PART = 128  # items of a part
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +248,25 @@ class Parts:
     width: int = 1  # arguments of an item
     joined: str = ""
     items: int = 1
+
+    def divided(self, words: Command, named: int) -> Iterator[Command]:
+        """Yield the words of each part: the name, which has `named` words, the first arguments, and up to `_PART`
+        items.
+        """
+        first, size = named + self.first, _PART * self.width
+        return (words[:first] + words[start : start + size] for start in range(first, len(words), size))
+
+
+class PrefixParts(Parts):
+    """The division of KVPAGEPREFIX: parts with blocks, and parts with states."""
+
+    def divided(self, words: Command, named: int) -> Iterator[Command]:
+        """Yield commands with some of the blocks or states each."""
+        blocks, states = prefix_words(words[named:])
+        head, size = words[: named + 2], 3 * _PART
+        yield from super().divided(words[: named + blocks.stop], named)
+        for start in range(named + states.start, named + states.stop, size):
+            yield [*head, b"0", b"LENGTHS", b"0", *words[start : start + size]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -419,8 +458,8 @@ def _one_of(schemas: list[dict[str, Any]]) -> dict[str, Any]:
 # means that the argument before the brackets can be repeated.
 
 _TOKEN = re.compile(r"\.\.\.|[\[\]<>|]|[^\s\[\]<>|]+")
-_INTEGERS = """N P count cursor decrement dtype end head head_dim heads increment index layer layers lease_ms
-    milliseconds numreplicas page page_size pages_per_block protover seconds start timeout ttl type"""
+_INTEGERS = """M N P count cursor decrement dtype end head head_dim heads increment index layer layers lease_ms
+    milliseconds need numreplicas page page_size pages_per_block protover seconds start timeout ttl type"""
 _KINDS = dict.fromkeys(_INTEGERS.split(), "integer") | {
     "key": "key",
     "pattern": "pattern",

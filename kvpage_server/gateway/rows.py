@@ -11,6 +11,7 @@ from typing import TypeVar
 from kvpage_server.client import BlockName
 from kvpage_server.client.cluster import commands as cluster
 from kvpage_server.client.cluster.plan import Failed, Timed
+from kvpage_server.client.page import StateName, restorable
 from kvpage_server.client.wire.exchange import Piece, word
 from kvpage_server.client.wire.reply import Answer
 from kvpage_server.commands.arguments import WRONG_TYPE, check_batch, integer_in, plain, plain_all
@@ -18,6 +19,7 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.checks import Postponed
 from kvpage_server.commands.families.keys.value import checked_page
 from kvpage_server.commands.families.pages.block import read_shape
+from kvpage_server.commands.families.pages.lease import checked_prefix, state_names
 from kvpage_server.commands.families.pages.page import PAGES_PER_STEP, header_fields, new_pages, page_name
 from kvpage_server.commands.families.pages.request import block_names, page_id, request_name
 from kvpage_server.commands.specs import TABLE, Spec, nothing
@@ -289,15 +291,34 @@ class PagesBehind:
     def kvpageprefix(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
         pages_per_block = integer_in("pages_per_block", args[0], 1, MAX_U32)
         milliseconds = integer_in("lease_ms", args[1], 0, LONGEST_LEASE)
-        check_batch("KVPAGEPREFIX", args[2:], 2, "block")
-        names, found = (yield from each(args[3:], block_names, 2)), 0
+        blocks, of_states = checked_prefix(args)
+        names = yield from each(args[3 : blocks.stop], block_names, 2)
+        states = yield from each(args[of_states.start : of_states.stop], state_names, 3)
+        found = yield from self._prefix(names, pages_per_block, 0 if states else milliseconds)
+        if not states:
+            yield found
+            return
+        openings = yield from self.upstream.each(
+            states, lambda some: self.upstream.plans.ask([cluster.get_opening(name) for name in _blocks(some)])
+        )
+        complete = [isinstance(one, memoryview) and cluster.shape_of(one) is not None for one in openings]
+        lengths = restorable(states, complete, found)
+        if milliseconds and lengths:
+            yield from self._prefix(names[: lengths[-1]], pages_per_block, milliseconds)
+            own = _blocks([state for state in states if state[2] == lengths[-1]])
+            yield from self.upstream.do(self.upstream.plans.calls.prefix(own, pages_per_block, milliseconds))
+        yield lengths
+
+    def _prefix(self, names: list[BlockName], pages_per_block: int, milliseconds: int) -> Steps[int]:
+        """Count the complete blocks from the first name on, and lease them."""
+        found = 0
         for some in _some(names):
             plan = self.upstream.plans.calls.prefix(some, pages_per_block, milliseconds)
             here = yield from self.upstream.do(plan)
             found += here
             if here < len(some):
                 break
-        yield found
+        return found
 
     # -- blocks ------------------------------------------------------------------------------------------------------
 
@@ -333,6 +354,10 @@ class PagesBehind:
             written = [set_page(name.key, slot) for name, slot in zip(names, pages.slots, strict=True)]
             blocks = [(name.req_id, name.page) for name in names]
             yield from self.upstream.do(self.upstream.plans.calls.put_pages(written, blocks))
+
+
+def _blocks(states: Sequence[StateName]) -> list[BlockName]:
+    return [(req_id, page) for req_id, page, _ in states]
 
 
 def _key(args: Sequence[Argument]) -> PageKey:

@@ -24,7 +24,7 @@ from kvpage_server.client.calls import Call, Calls, count_misses
 from kvpage_server.client.cluster.plan import GONE, Failed, NodeRequest, Plan, Round, timed
 from kvpage_server.client.commands import BlobCommands, Kept, ask_dialect
 from kvpage_server.client.errors import Disconnected, PageClientError, Refused
-from kvpage_server.client.page import BlockBody, BlockName, Page, check_names
+from kvpage_server.client.page import BlockBody, BlockName, Page, StateName, check_names, check_states, restorable
 from kvpage_server.client.questions import BlockWords, Question, ask, key_of
 from kvpage_server.client.wire.connection import Deadline
 from kvpage_server.client.wire.exchange import Request
@@ -180,6 +180,33 @@ class SideBySideCalls:
             if complete < len(part.items):
                 first = min(first, part.items[complete])
         return first
+
+    @timed
+    def lengths(
+        self,
+        end: Deadline,
+        names: Sequence[BlockName],
+        states: Sequence[StateName],
+        pages_per_block: int,
+        lease_ms: int,
+    ) -> Plan[list[int]]:
+        """Return the lengths of which all blocks and states are complete. Blocks are leased as in `prefix`, and then
+        the states of the longest length.
+        """
+        check_states(names, states)
+        blocks = yield from self.prefix(names, pages_per_block, lease_ms)(end)
+        asked = [self.words.exists((req_id, page)) for req_id, page, _ in states]
+        complete = yield from self.ask(asked, again=True)(end)
+        lengths = restorable(states, [answer == 1 for answer in complete], blocks)
+        while lease_ms and lengths:
+            own = [(req_id, page) for req_id, page, need in states if need == lengths[-1]]
+            leased = 0
+            for req_id, page in own:
+                leased += yield from self.lease(req_id, lease_ms, [page])(end)
+            if leased == len(own):
+                break
+            lengths.pop()
+        return lengths
 
     @timed
     def lease(self, end: Deadline, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Plan[int]:

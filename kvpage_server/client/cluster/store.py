@@ -27,12 +27,15 @@ from kvpage_server.client.page import (
     BlockBody,
     BlockName,
     Page,
+    StateName,
     check_block_sizes,
     check_names,
+    check_states,
     header_of,
     mismatch,
     pages_of_block,
     places,
+    restorable,
     sized,
     sized_blocks,
 )
@@ -213,11 +216,29 @@ class ClusterCalls:
         asked = [commands.get_opening(name) for name in names]
         leased = [_lease(name, lease_ms, at_primary=True) for name in names] if lease_ms else []
         answers = yield from self.router.ask([*asked, *leased], end)
-        shapes = _shapes(names, answers[: len(names)])
-        for i, name in enumerate(names):
-            if name not in shapes or shapes[name].pages != pages_per_block:
-                return i
-        return len(names)
+        return _complete(names, _shapes(names, answers[: len(names)]), pages_per_block)
+
+    @timed
+    def lengths(
+        self,
+        end: Deadline,
+        names: Sequence[BlockName],
+        states: Sequence[StateName],
+        pages_per_block: int,
+        lease_ms: int,
+    ) -> Plan[list[int]]:
+        """Return the lengths of which all blocks and states were stored whole. The TTL of the longest is extended."""
+        check_states(names, states)
+        of_states = [(req_id, page) for req_id, page, _ in states]
+        every = [*names, *of_states]
+        shapes = _shapes(every, (yield from self.router.ask([commands.get_opening(name) for name in every], end)))
+        blocks = _complete(names, shapes, pages_per_block)
+        lengths = restorable(states, [name in shapes for name in of_states], blocks)
+        if lease_ms and lengths:
+            own = [name for name, (_, _, need) in zip(of_states, states, strict=True) if need == lengths[-1]]
+            leased = [_lease(name, lease_ms, at_primary=True) for name in (*names[: lengths[-1]], *own)]
+            yield from self.router.ask(leased, end)
+        return lengths
 
     @timed
     def lease(self, end: Deadline, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Plan[int]:
@@ -432,6 +453,14 @@ def _shapes(names: Sequence[BlockName], answers: Sequence[Answer]) -> dict[Block
         if isinstance(opening, memoryview) and (shape := commands.shape_of(opening)):
             found[name] = shape
     return found
+
+
+def _complete(names: Sequence[BlockName], shapes: dict[BlockName, BlockShape], pages_per_block: int) -> int:
+    """Return the number of blocks with `pages_per_block` pages, from the first name on. `shapes` are by name."""
+    for i, name in enumerate(names):
+        if name not in shapes or shapes[name].pages != pages_per_block:
+            return i
+    return len(names)
 
 
 def _ranges(key: PageKey, shapes: dict[BlockName, BlockShape]) -> tuple[tuple[int, int], tuple[int, int]] | None:

@@ -9,7 +9,7 @@ the effects of the parts before it stay.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from kvpage_server.commands.context import MOST_QUEUED, Client, too_much_queued
 from kvpage_server.commands.dispatch.checks import (
@@ -33,7 +33,6 @@ from kvpage_server.core.pieces import Piece
 from kvpage_server.resp import Raw, Reply, ReplyError, Stream, Wait, encode
 from kvpage_server.store.disk.pins import Hold
 
-_PART = 128  # items of a part
 _CHECKS = 4000  # comparisons of a key with a pattern in a step
 _RIGHTS = 16 * _CHECKS  # comparisons above which the rights are checked in steps
 
@@ -125,7 +124,7 @@ def _steps(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterator
     """
     try:
         if not client.fast_path_ok:
-            for part in _divided(spec, parts, words):
+            for part in parts.divided(words, spec.words):
                 check_rights(client, spec, part)
                 yield ()
         if parts.joined:
@@ -138,13 +137,6 @@ def _steps(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterator
     except ReplyError as error:
         yield rejected(client, spec, words, error)
     yield from freed(words)
-
-
-def _divided(spec: Spec, parts: Parts, words: Command) -> Iterable[Command]:
-    """Yield the words of each part: the name, the first arguments, and up to `_PART` items."""
-    first = spec.words + parts.first
-    size = _PART * parts.width
-    return (words[:first] + words[start : start + size] for start in range(first, len(words), size))
 
 
 def _ready(client: Client, spec: Spec, words: Command) -> Steps[Hold | None]:
@@ -182,7 +174,7 @@ def _joined(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterato
     total: Reply = 0
     if parts.joined == "array":
         yield Raw(b"*%d\r\n" % (parts.items * (len(words) - spec.words - parts.first)))
-    for part in _divided(spec, parts, words):
+    for part in parts.divided(words, spec.words):
         reply = yield from _run_when_ready(client, spec, part)
         if parts.joined == "array":
             yield from _items(client, reply, parts.items * (len(part) - spec.words - parts.first))

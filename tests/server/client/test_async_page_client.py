@@ -98,6 +98,8 @@ async def test_commands_of_kvpage_server_only(pages: AsyncPageClient) -> None:
     await pages.mset_blocks(names, SHAPE, [block_body()] * 3)
     try:
         assert await pages.prefix([*names, (b"ctx", 3)], pages_per_block=SHAPE.pages, lease_ms=1000) == 3
+        states = [(*names[0], 1), (*names[0], 2)]
+        assert await pages.lengths(names, states, pages_per_block=SHAPE.pages, lease_ms=1000) == [1, 2]
         assert await pages.lease(b"ctx", 1000) == 3
         with pytest.raises(Refused):
             await pages.lease(b"ctx", -5)

@@ -100,6 +100,11 @@ def test_a_prefix_ends_at_a_missing_block_and_leases_extend_ttls(pages: PageClie
     assert pages.prefix(NAMES, pages_per_block=SHAPE.pages) == len(NAMES)
     assert pages.prefix([*NAMES[:5], (b"nobody's", 0), *NAMES[5:]], pages_per_block=SHAPE.pages, lease_ms=90_000) == 5
     assert pages.prefix(NAMES, pages_per_block=SHAPE.pages + 1) == 0
+    states = [(*NAMES[2], 3), (b"nobody's", 0, 4), (*NAMES[4], 5), (*NAMES[5], 5)]
+    assert pages.lengths(NAMES, states, pages_per_block=SHAPE.pages, lease_ms=90_000) == [3, 5]
+    assert pages.lengths(
+        [NAMES[0], (b"nobody's", 0)], [(*NAMES[0], 1), (*NAMES[0], 2)], pages_per_block=SHAPE.pages
+    ) == [1]
     assert 80 < node_of(cluster, NAMES[0]).ask("TTL", block_key(NAMES[0])) <= 90
     assert pages.lease(NAMES[1][0], 200_000, [NAMES[1][1], 999]) == 1
     assert 190 < node_of(cluster, NAMES[1]).ask("TTL", block_key(NAMES[1])) <= 200

@@ -138,6 +138,8 @@ def test_blocks_their_prefix_and_page_metadata(client: Any, pages: PageClient) -
     pages.mset_blocks(names, SHAPE, [block_body(i) for i in range(40)], ttl=100)
     asked = [word for name in [*names, (b"{chat}40", 40)] for word in name]
     assert ask("KVPAGEPREFIX", SHAPE.pages, 1000, 41, *asked) == 40
+    states = [word for at in range(0, 42, 3) for word in (*asked[2 * min(at, 40) :][:2], at + 1)]
+    assert ask("KVPAGEPREFIX", SHAPE.pages, 1000, 41, *asked, "LENGTHS", 14, *states) == [*range(1, 41, 3)]
     found = ask("KVBLOCKMGET", 41, *asked)
     assert found == [*(block_body(i).tobytes() for i in range(40)), None]
     assert ask("KVBLOCKGET", *names[3]) == block_body(3).tobytes()

@@ -357,6 +357,10 @@ def test_a_prefix_is_counted_and_leased(server: RunningServer, client: redis.Red
         assert pages.prefix(names, pages_per_block=SHAPE.pages, lease_ms=5000) == 2
         assert pages.prefix(names[2:], pages_per_block=SHAPE.pages) == 0
         assert pages.prefix([], pages_per_block=SHAPE.pages) == 0
+        states = [(*names[0], 1), (*names[1], 2), (b"nobody's", 0, 2), (*names[0], 3)]
+        assert pages.lengths(names, states, pages_per_block=SHAPE.pages, lease_ms=5000) == [1]
+        assert pages.lengths(names, states[:2], pages_per_block=SHAPE.pages) == [1, 2]
+        assert pages.lengths(names, [], pages_per_block=SHAPE.pages) == []
         assert pages.lease(b"ctx", 5000, [0, 1]) == 2
         assert pages.delete_request(b"ctx", [0]) == SHAPE.pages
         assert pages.delete_request(b"ctx") == 3 * SHAPE.pages - 1

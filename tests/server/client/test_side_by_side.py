@@ -137,6 +137,8 @@ def test_a_prefix_over_all_servers_ends_at_the_first_hole(pages: PageClient) -> 
         assert pages.prefix(NAMES, pages_per_block=SHAPE.pages) == hole
         pages.set_block(NAMES[hole], SHAPE, BODIES[hole])
     assert pages.prefix(NAMES, pages_per_block=SHAPE.pages, lease_ms=1000) == len(NAMES)
+    states = [(*NAMES[2], 3), (b"nobody's", 0, 4), (*NAMES[4], 5), (*NAMES[5], 5)]
+    assert pages.lengths(NAMES, states, pages_per_block=SHAPE.pages, lease_ms=1000) == [3, 5]
     assert pages.lease(NAMES[3][0], 1000) == 1
 
 

@@ -44,6 +44,10 @@ CALLS: list[tuple[Call, str]] = [
     (lambda c: c.mset_blocks([(b"agent-1", 0)], (1, 1, 4), [BODY]), "a block's shape must be a BlockShape, got tuple"),
     (lambda c: c.mget_blocks_into([("a", 0)], SHAPE, [bytearray(BODY)]), "req_id must be bytes, got str"),
     (lambda c: c.prefix([b"a"], pages_per_block=1), "a block's name is a tuple (req_id, page_id), got b'a'"),
+    (
+        lambda c: c.lengths([(b"a", 0)], [(b"a", 0)], pages_per_block=1),
+        "a state's name is a tuple (req_id, page_id, need), got (b'a', 0)",
+    ),
     (lambda c: c.lease("agent-1", 5), "req_id must be bytes, got str"),
     (lambda c: c.delete_request("agent-1"), "req_id must be bytes, got str"),
     (lambda c: c.get_page("kv:x:0:0:0:0"), "a page's key must be a PageKey, got str"),

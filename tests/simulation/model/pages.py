@@ -259,13 +259,18 @@ class Pages:
             self.pinned.discard(block)
             self.leased.pop(block, None)
 
-    def do_kvpageprefix(self, pages: bytes, lease: bytes, _: bytes, *words: bytes) -> Any:
-        count = 0
-        for req, page in zip(words[::2], words[1::2], strict=True):
+    def do_kvpageprefix(self, pages: bytes, lease: bytes, blocks: bytes, *words: bytes) -> Any:
+        count, end = 0, 2 * int(blocks)
+        for req, page in zip(words[:end:2], words[1:end:2], strict=True):
             if len(self._keys(req, int(page))) != int(pages):
                 break
             count += 1
-        return between(0, count) if self.limited and int(lease) else count
+        limited = self.limited and int(lease)
+        if len(words) == end:
+            return between(0, count) if limited else count
+        states = [*zip(words[end + 2 :: 3], map(int, words[end + 3 :: 3]), map(int, words[end + 4 :: 3]), strict=True)]
+        incomplete = {need for req, page, need in states if self._body(self._keys(req, page)) is None}
+        return ANYTHING if limited else sorted({need for *_, need in states if need <= count} - incomplete)
 
     def do_kvpagelease(self, req: bytes, milliseconds: bytes, *pages: bytes) -> Any:
         blocks = list(self._blocks(req, *map(int, pages)))

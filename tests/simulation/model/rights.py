@@ -62,8 +62,11 @@ def keys_used(words: Words) -> list[bytes]:
         return [b"kv:" + b":".join(words[1:6])]
     if name in _PAGES:
         return [b"kv:" + b":".join(words[at : at + 5]) for at in range(2, len(words), _PAGES[name])]
-    if name in (b"kvblockmget", b"kvpageprefix"):
-        return [b"kv:%b:" % req for req in words[2 if name == b"kvblockmget" else 4 :: 2]]
+    if name == b"kvblockmget":
+        return [b"kv:%b:" % req for req in words[2::2]]
+    if name == b"kvpageprefix":
+        end = 4 + 2 * int(words[3])
+        return [b"kv:%b:" % req for req in (*words[4:end:2], *words[end + 2 :: 3])]
     if name.startswith((b"kvpage", b"kvblock")):
         return [b"kv:%b:" % words[1]]
     return [words[1]]

@@ -181,6 +181,8 @@ def protect(seed: Seed) -> Words:
         (b"KVPAGELEASE", req, b"%d" % rng.randrange(1, 20_000), *pages),
         (b"KVPAGEKEEP", b"a", b"2", b"%d" % rng.randrange(1, 20), *(b"kv:%b:0:0:%b:0" % (req, page) for page in pages)),
         (b"KVPAGEPREFIX", rng.choice([b"8", b"8", b"5"]), rng.choice([b"0", b"700"]), b"%d" % len(pages), *blocks),
+        (b"KVPAGEPREFIX", b"8", rng.choice([b"0", b"700"]), b"%d" % len(pages), *blocks, b"LENGTHS", b"2",
+         any_request(seed), pages[0], b"1", any_request(seed), pages[-1], rng.choice([b"1", b"2"])),
     ])  # fmt: skip
 
 

@@ -6,6 +6,7 @@ deletion. `store/keyspace.py` limits the bytes that they may take together.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import partial
 
@@ -19,9 +20,11 @@ from kvpage_server.commands.families.pages.request import (
     chained,
     count_miss,
     named_blocks,
+    page_id,
+    request_name,
 )
 from kvpage_server.commands.registry import command
-from kvpage_server.commands.specs import WORDS_PER_STEP, Parts, nothing, requests
+from kvpage_server.commands.specs import WORDS_PER_STEP, Parts, PrefixParts, nothing, prefix_words, prefixes, requests
 from kvpage_server.commands.steps import STEP, Steps, each, stepwise
 from kvpage_server.core import Argument
 from kvpage_server.page import MAX_U32, unix_ms
@@ -29,7 +32,7 @@ from kvpage_server.resp import Reply, ReplyError
 from kvpage_server.store.contents import unit_of
 from kvpage_server.store.eviction.leases import LONGEST_LEASE, LONGEST_LIFETIME, Bytes
 from kvpage_server.store.eviction.queues import Unit
-from kvpage_server.store.keyspace import Keyspace
+from kvpage_server.store.keyspace import Keyspace, has_block
 from kvpage_server.store.memory.index import Block
 from kvpage_server.system.text import monotonic_ms
 
@@ -56,11 +59,12 @@ _pinning = partial(_protection, flags="write", parts=Parts(1), complexity="O(N) 
 
 
 @_protection(
-    "kvpageprefix pages_per_block lease_ms N req page [req page ...]",
-    flags="readonly",
-    uses=requests(3, 2),
-    parts=Parts(3, 2),
-    complexity="O(N) with N blocks",
+    "kvpageprefix pages_per_block lease_ms N req page [req page ...] [LENGTHS M req page need [req page need ...]]",
+    flags="readonly movablekeys",
+    uses=prefixes(3, 2),
+    parts=PrefixParts(3, 2),
+    complexity="O(N + M) with N blocks and M states",
+    reply="integer | array of integer",
     summary="Counts the complete blocks before the first incomplete one, and leases them.",
 )
 def kvpageprefix(client: Client, args: list[Argument]) -> Reply:
@@ -71,14 +75,20 @@ def kvpageprefix(client: Client, args: list[Argument]) -> Reply:
 
     The count also ends at a block that can't be leased because too much is leased already. So every counted block is
     leased. KVPAGELEASE documents leases behind a gateway.
+
+    LENGTHS is for models with states or windows, which continue only where a state is stored. The state `req page`
+    needs the first `need` blocks, and several states may need as many. The reply is an array of the lengths, in
+    ascending order, of which all blocks and all states are complete; a state is complete as KVBLOCKEXISTS says. Only
+    the blocks and states of the longest length are leased. If they can't be leased, it is not in the reply.
     """
     keyspace = client.keyspace
     pages_per_block = integer_in("pages_per_block", args[0], 1, MAX_U32)
     milliseconds = integer_in("lease_ms", args[1], 0, LONGEST_LEASE)
-    check_batch("KVPAGEPREFIX", args[2:], 2, "block")
+    blocks, states = checked_prefix(args)
 
-    def steps() -> Steps[int]:
-        names = yield from each(args[3:], block_names, 2)
+    def steps() -> Steps[Reply]:
+        names = yield from each(args[3 : blocks.stop], block_names, 2)
+        wanted = yield from each(args[states.start : states.stop], state_names, 3)
         keyspace.leases.settle(monotonic_ms())
         found: list[Block] = []
         for at, (req_id, page) in enumerate(names):
@@ -86,15 +96,80 @@ def kvpageprefix(client: Client, args: list[Argument]) -> Reply:
             if block is None or block.pages != pages_per_block:
                 yield from _count_misses(client, names[at:], pages_per_block)
                 break
-            if milliseconds and not keyspace.protection.lease(block, milliseconds):
+            if milliseconds and not wanted and not keyspace.protection.lease(block, milliseconds):
                 break
             found.append(block)
             if at % STEP == 0:
                 yield ()
         yield from chained(keyspace, found)
-        return len(found)
+        if not wanted:
+            return len(found)
+        complete = yield from _complete_states(keyspace, wanted, len(found))
+        return (yield from _lease_longest(keyspace, found, complete, milliseconds))
 
     return stepwise(steps(), small=len(args) <= WORDS_PER_STEP)
+
+
+State = tuple[bytes, int, int]  # req_id, page_id, and the number of blocks that it needs
+
+
+def state_names(args: Sequence[Argument]) -> list[State]:
+    """Return the state of each three arguments. Raises ReplyError for an invalid one."""
+    return [
+        (request_name(req), page_id(page), integer_in("need", need, 1, MAX_U32))
+        for req, page, need in zip(args[::3], args[1::3], args[2::3], strict=True)
+    ]
+
+
+def checked_prefix(args: Sequence[Argument]) -> tuple[range, range]:
+    """Return the result of `prefix_words`. Raises ReplyError for a wrong number of blocks or states."""
+    blocks, states = prefix_words(args)
+    check_batch("KVPAGEPREFIX", args[2 : blocks.stop], 2, "block")
+    if blocks.stop < len(args):
+        check_batch("LENGTHS", args[blocks.stop + 1 :] or [b""], 3, "state", "M")
+    return blocks, states
+
+
+def _complete_states(keyspace: Keyspace, wanted: Sequence[State], most: int) -> Steps[dict[int, list[Block]]]:
+    """Return the states of each length up to `most` of which all states are complete."""
+    complete, incomplete = dict[int, list[Block]](), set[int]()
+    for at, (req_id, page, need) in enumerate(wanted):
+        if need <= most and need not in incomplete:
+            block = keyspace.reader.block(req_id, page)
+            if block is not None and (yield from has_block(keyspace, block)):
+                complete.setdefault(need, []).append(block)
+            else:
+                incomplete.add(need)
+                complete.pop(need, None)
+        if at % STEP == 0:
+            yield ()
+    return complete
+
+
+def _lease_longest(
+    keyspace: Keyspace, blocks: Sequence[Block], states: dict[int, list[Block]], milliseconds: int
+) -> Steps[Reply]:
+    """Lease the longest length, and return all lengths in ascending order. `states` are by length."""
+    lengths = sorted(states)
+    if milliseconds and lengths:
+        leased = yield from _lease(keyspace, blocks[: lengths[-1]], milliseconds)
+        lengths = lengths[: bisect_right(lengths, leased)]
+        while lengths:
+            own = states[lengths[-1]]
+            if (yield from _lease(keyspace, own, milliseconds)) == len(own):
+                break
+            lengths.pop()
+    return lengths
+
+
+def _lease(keyspace: Keyspace, blocks: Sequence[Block], milliseconds: int) -> Steps[int]:
+    """Lease blocks in steps. Return the number of leased blocks, from the first one."""
+    for at, block in enumerate(blocks):
+        if at % STEP == 0:
+            yield ()
+        if not (keyspace.index.still_has(block) and keyspace.protection.lease(block, milliseconds)):
+            return at
+    return len(blocks)
 
 
 def _count_misses(client: Client, names: list[tuple[bytes, int]], pages_per_block: int) -> Steps[None]:

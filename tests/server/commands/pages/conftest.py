@@ -46,6 +46,7 @@ NOT_BEFORE_A_CLUSTER = {
     ),
     LEASES: (
         "test_exactly_the_counted_prefix_is_leased",
+        "test_only_the_longest_length_is_leased",
         "test_protection_is_from_eviction_alone",
         "test_a_lease_is_prolonged_never_cut_short",
         "test_protected_memory_counts_as_it_grows",

@@ -46,6 +46,79 @@ def test_a_prefix_counts_no_block_of_which_a_page_has_expired(client: redis.Redi
     assert prefix(client, "r", 0, "r", 1) == 1
 
 
+def set_state(client: redis.Redis, req: str, page: int) -> None:
+    """A block of one page."""
+    client.execute_command("KVBLOCKSET", req, page, 1, 1, 1, 0, 1, 0, 3, 100, bytes(100))
+
+
+def lengths(client: redis.Redis, blocks: int, *states: tuple[str, int, int], lease_ms: int = 0) -> list[int]:
+    names = [word for page in range(blocks) for word in ("r", page)]
+    words = ["LENGTHS", len(states), *(word for state in states for word in state)]
+    return list(client.execute_command("KVPAGEPREFIX", 4, lease_ms, blocks, *names, *words))
+
+
+def test_lengths_have_all_blocks_and_states(client: redis.Redis) -> None:
+    for page in (0, 1, 2, 4):
+        set_block(client, "r", page)
+    for page in (1, 2, 3, 5):
+        set_state(client, "state", page)
+    states = [("state", page, page) for page in range(1, 6)]
+    assert lengths(client, 5, *states) == [1, 2, 3]
+    assert lengths(client, 5, *reversed(states)) == [1, 2, 3]
+    assert lengths(client, 5, *states, ("window", 0, 2), ("window", 1, 3)) == [1]
+    set_state(client, "window", 1)
+    assert lengths(client, 5, *states, ("window", 0, 2), ("window", 1, 3)) == [1, 3]
+    assert lengths(client, 2, *states) == [1, 2]
+    assert lengths(client, 5, ("state", 5, 5)) == []
+
+
+def test_a_state_is_complete_if_its_pages_fit_together(client: redis.Redis) -> None:
+    set_block(client, "r", 0)
+    set_page(client, "state", layer=1)
+    assert lengths(client, 1, ("state", 0, 1)) == []
+    set_page(client, "state", layer=0)
+    is_block = client.execute_command("KVBLOCKEXISTS", "state", 0)  # a cluster has no blocks of single pages
+    assert lengths(client, 1, ("state", 0, 1)) == [1] * is_block
+
+
+def test_only_the_longest_length_is_leased(client: redis.Redis) -> None:
+    for page in range(4):
+        set_block(client, "r", page)
+        set_state(client, "state", page)
+    assert lengths(client, 4, ("state", 0, 2), ("state", 1, 3), ("none", 0, 4), lease_ms=3_600_000) == [2, 3]
+    stats = [ask(client, "KVPAGESTAT", req, 0, 0, page, 0) for req in ("r", "state") for page in range(4)]
+    assert [stat["lease_left_ms"] > 0 for stat in stats] == [True] * 3 + [False] * 2 + [True] + [False] * 2
+
+
+def test_lengths_that_cannot_be_leased_are_omitted() -> None:
+    with small_store() as client:
+        pages = range(8)
+        for page in pages:
+            set_block(client, "r", page, size=5000)
+            set_state(client, "state", page)
+        states = [("state", page, page + 1) for page in pages]
+        all_of_them = lengths(client, 8, *states)
+        leased = lengths(client, 8, *states, lease_ms=60_000)
+        assert leased == all_of_them[: len(leased)]
+        assert len(leased) < len(all_of_them)
+        fill(client)
+        assert held(client, "r")[: len(leased)] == list(pages)[: len(leased)]
+        assert held(client, "state") == [leased[-1] - 1]
+
+
+def test_rights_are_needed_for_states_as_well(client: redis.Redis) -> None:
+    client.execute_command("ACL", "SETUSER", "reader", "on", "nopass", "~kv:r*", "+kvpageprefix")
+    client.execute_command("AUTH", "reader", "")
+    few = [("r", page, page + 1) for page in range(3)]
+    many = [("r", page, page + 1) for page in range(1000)]
+    for states in (few, many):
+        assert lengths(client, len(states), *states) == []
+        for at in range(0, len(states), 211):
+            others = [*states[:at], ("other", 0, 1), *states[at + 1 :]]
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                lengths(client, len(states), *others)
+
+
 def test_exactly_the_counted_prefix_is_leased(client: redis.Redis) -> None:
     for page in (0, 1, 3):
         set_block(client, "r", page)
@@ -140,6 +213,14 @@ def test_protected_memory_counts_as_it_grows(client: redis.Redis) -> None:
         (("KVPAGEPREFIX", 1, 3_600_001, 1, "r", 0), "lease_ms must be an integer between 0 and 3600000, got '3600001'"),
         (("KVPAGEPREFIX", 1, 0, 2, "r", 0), "KVPAGEPREFIX with N = 2 takes 4 arguments after N, 2 a block, got 2"),
         (("KVPAGEPREFIX", 1, 0, 1, "r:", 0), "req_id must be"),
+        (("KVPAGEPREFIX", 1, 0, 1, "r", 0, "LENGTHS"), "M must be an integer between 1 and"),
+        (("KVPAGEPREFIX", 1, 0, 1, "r", 0, "LENGTHS", 0), "M must be an integer between 1 and 4294967295, got '0'"),
+        (
+            ("KVPAGEPREFIX", 1, 0, 1, "r", 0, "lengths", 2, "s", 0, 1),
+            "LENGTHS with M = 2 takes 6 arguments after M, 3 a state, got 3",
+        ),
+        (("KVPAGEPREFIX", 1, 0, 1, "r", 0, "LENGTHS", 1, "s", 0, 0), "need must be an integer between 1 and"),
+        (("KVPAGEPREFIX", 1, 0, 1, "r", 0, "LENGTH", 1), "KVPAGEPREFIX with N = 1 takes 2 arguments after N"),
         (("KVPAGELEASE", "r", 0), "lease_ms must be an integer between 1 and 3600000, got '0'"),
         (("KVPAGELEASE", "r", 10, "x"), "page_id must be an integer"),
         (("KVPAGEDEL", "r", 2**32), "page_id must be an integer"),

@@ -170,7 +170,12 @@ ARGUMENTS: dict[str, st.SearchStrategy[Words]] = {
     "kvpagewhy": words(names) | words(requests),
     **dict.fromkeys(("kvpagedel", "kvpageverify", "kvpagepin", "kvpageunpin"), words(requests, some_pages)),
     "kvpageindex": words(requests),
-    "kvpageprefix": words(st.sampled_from([b"2", b"3"]), b"0", counted(st.tuples(requests, pages))),
+    "kvpageprefix": words(
+        st.sampled_from([b"2", b"3"]),
+        b"0",
+        counted(st.tuples(requests, pages)),
+        words() | words(b"LENGTHS", counted(st.tuples(requests, pages, st.sampled_from([b"1", b"2"])))),
+    ),
     "kvpagekeep": words(b"", b"1", b"1000", some(keys)),
     "kvpagelease": words(requests, b"1", some_pages),
     "kvblockset": words(requests, pages, SHAPE, blocks),
