@@ -123,39 +123,45 @@ cdef class Bodies:
         return {i: REASONS[self.reasons[i]] for i in range(self.count) if self.reasons[i]}
 
     def receive(self, int fd):
+        cdef Py_ssize_t count = 0, some = 1
+        with nogil:
+            while some > 0 and count < LARGEST_STEP_BYTES and self.next < NOTHING:
+                some = self.receive_once(fd)
+                count += max(some, 0)
+        if not count and some < 0:
+            return self.failed(-some)
+        self.finish_reply()
+        return count
+
+    cdef Py_ssize_t receive_once(self, int fd) noexcept nogil:
+        """Receive and parse the bytes of one recvmsg(2). Return their number, or the negative errno.
+
+        The rest of a long body is received in its place, and bytes after it into the scratch memory.
+        """
         cdef msghdr message
         cdef iovec[2] into
-        cdef ssize_t count
-        cdef Py_ssize_t direct = 0
-        cdef int trouble = 0
+        cdef Py_ssize_t count, direct = 0
         memset(&message, 0, sizeof(message))
         message.msg_iov = into
-        with nogil:
-            # Receive the rest of a long body in its place, and bytes after it into the scratch memory.
-            self.make_room()
-            if self.next == BODY and self.left >= LONG_BYTES:
-                direct = min(self.left, LARGEST_STEP_BYTES)
-                into[0].iov_base = <char *>self.places[self.item].buf + self.places[self.item].len - self.left
-                into[0].iov_len = direct
-                message.msg_iovlen = 1
-            into[message.msg_iovlen].iov_base = self.scratch + self.end
-            into[message.msg_iovlen].iov_len = min(SCRATCH_BYTES - self.end, self.ahead(direct))
-            message.msg_iovlen += 1
-            count = recvmsg(fd, &message, 0)
-            # Count the bytes in the place, and parse the others.
-            if count < 0:
-                trouble = errno
-            else:
-                direct = min(direct, count)
-                if direct:
-                    self.left -= direct
-                    if not self.left:
-                        self.arrived()
-                self.end += count - direct
-                self.take()
-        if trouble:
-            return self.failed(trouble)
-        self.finish_reply()
+        self.make_room()
+        if self.next == BODY and self.left >= LONG_BYTES:
+            direct = min(self.left, LARGEST_STEP_BYTES)
+            into[0].iov_base = <char *>self.places[self.item].buf + self.places[self.item].len - self.left
+            into[0].iov_len = direct
+            message.msg_iovlen = 1
+        into[message.msg_iovlen].iov_base = self.scratch + self.end
+        into[message.msg_iovlen].iov_len = min(SCRATCH_BYTES - self.end, self.ahead(direct))
+        message.msg_iovlen += 1
+        count = recvmsg(fd, &message, 0)
+        if count < 0:
+            return -errno
+        direct = min(direct, count)
+        if direct:
+            self.left -= direct
+            if not self.left:
+                self.arrived()
+        self.end += count - direct
+        self.take()
         return count
 
     cdef failed(self, int trouble):

@@ -351,7 +351,7 @@ SCRATCH_BYTES = 256 * 1024  # bytes of the scratch memory
 # The server's parser has a larger limit, because it cannot predict the next word.
 LONG_BYTES = 16 * 1024
 ITEMS_AHEAD = 64  # items that are searched for the next long body: 64 bodies of 4 KiB fill the scratch memory
-LARGEST_STEP_BYTES = 1024 * 1024  # bytes received in place in one call
+LARGEST_STEP_BYTES = 1024 * 1024  # bytes after which `receive` returns
 
 
 class Bodies:
@@ -394,7 +394,7 @@ class Bodies:
         return self._missed
 
     def receive(self, fd: int) -> int:
-        """Receive available bytes with one system call, and parse them.
+        """Receive available bytes, about LARGEST_STEP_BYTES at most, and parse them.
 
         Return their number; 0 at the end of the stream, -1 if no bytes are available. Raise WrongAnswer for bytes that
         are not the expected reply, or OSError.
