@@ -294,7 +294,7 @@ class PageCommands(BlobCommands):
         return Request(_one_piece(command(b"KVPAGELEASE", req_id, lease_ms, *pages)), Values, _integer)
 
     def keep(self, keys: Sequence[bytes], seconds: int, tenant: str, tenants: int) -> Request[Kept]:
-        """Give the values of some keys a lifetime."""
+        """Give the values of some keys a lifetime; with 0 seconds, begin their own ones anew."""
 
         def read(values: list[Any]) -> Kept:
             count, until, why = array(3)(values[0])

@@ -249,7 +249,8 @@ class PageClient:
         """Give values a lifetime: protect them from eviction for at least `seconds`, also after a restart of the
         server. The key of a page, `bytes(PageKey(...))`, stands for its block.
 
-        The bytes count for `tenant`. If there are several `tenants`, each may keep that part of the server's limit.
+        With 0 `seconds`, the lifetimes of these values begin anew. The bytes count for `tenant`. If there are several
+        `tenants`, each may keep that part of the server's limit.
         Raises Unsupported on a plain Redis and in a cluster, which has its own eviction policy.
         """
         return self._do(self._calls.keep(keys, seconds, tenant, tenants), deadline)

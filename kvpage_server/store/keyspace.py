@@ -103,17 +103,21 @@ class Protection:
         """Protect a unit until it is unpinned. Return False if protected units would exceed their limit."""
         return self._contents.leases.pin(unit, self.size_of(unit), self.most(unit))
 
-    def keep(self, unit: Unit, ends: int, tenant: bytes, tenants: int) -> str:
-        """Give a unit a lifetime until `ends`, in unix milliseconds, which counts for a tenant, one of `tenants` with
-        equal shares. Return "", or the limit that would be exceeded: "limit" of all protected units, or "share".
+    def keep(self, unit: Unit, seconds: int, tenant: bytes, tenants: int = 1, ends: int = 0) -> str:
+        """Give a unit a lifetime, which counts for a tenant, one of `tenants` with equal shares. It ends in `seconds`,
+        or at `ends`, in unix milliseconds. If the tenant has given the unit a longer one, this begins anew. Return "",
+        or the limit that would be exceeded: "limit" of all protected units, or "share".
         """
         leases = self._contents.leases
+        if (known := leases.of(unit)).kept_until and known.tenant == tenant:
+            seconds = max(seconds, known.seconds)
+        ends = ends or unix_ms() + 1000 * seconds
         left = min(max(ends - unix_ms(), 0), 1000 * LONGEST_LIFETIME)
         size, most = self.size_of(unit), self.most(unit)
         if unit not in leases and not leases.have_room(unit, size, most):
             return "limit"
         share = Bytes(*(limit // tenants for limit in most))
-        if not leases.keep(unit, size, monotonic_ms() + left, ends, tenant, share):
+        if not leases.keep(unit, size, seconds, (monotonic_ms() + left, ends), tenant, share):
             return "share"
         return ""
 

@@ -106,7 +106,7 @@ def _bodies_of(key: bytes, data: bytes) -> Iterator[Body]:
 #     pieces      the bodies, in numbered pieces of up to 64 pages of LMDB, or of one page each if not enough free pages
 #                 are contiguous
 #     quarantine  the last few damaged records. Pieces of their bodies stay in `pieces`
-#     lifetimes   the end of each unit's lifetime, and its tenant
+#     kept        the end of each unit's lifetime, its length, and its tenant
 #
 # A value that is overwritten gets new pieces. Numbers of pieces are not reused while the process runs, so the pieces
 # that a transaction reads belong to the record that it has read. `Clear` empties the quarantine, too, because the next
@@ -169,7 +169,7 @@ class Disk:
             self._marker.opened()
             self._attach()
             self._ensure_free_pages(maxdisk)
-            self._lifetimes = self._env.open_db(b"lifetimes")
+            self._lifetimes = self._env.open_db(b"kept")
             self._keep_reserve()
         except BaseException:
             self._env.close()

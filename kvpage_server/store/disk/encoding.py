@@ -63,24 +63,25 @@ Change = Write | Delete | SetExpiry | Quarantine | Clear
 # The name of a unit's lifetime is `l` and the unit's name. The body of its `Write` is a `Lifetime`.
 
 LIFETIME = b"l"
-_LIFETIME = struct.Struct("<QH")  # end, length of the tenant's name
+_LIFETIME = struct.Struct("<QIH")  # end, seconds, length of the tenant's name
 
 
 class Lifetime(NamedTuple):
-    """The lifetime of a unit: its end in unix milliseconds, and its tenant."""
+    """The lifetime of a unit: its end in unix milliseconds, its length, and its tenant."""
 
     unit: bytes  # the unit's name
     ends: int
+    seconds: int
     tenant: bytes
 
     def pack(self) -> bytes:
-        return _LIFETIME.pack(self.ends, len(self.tenant)) + self.tenant + self.unit
+        return _LIFETIME.pack(self.ends, self.seconds, len(self.tenant)) + self.tenant + self.unit
 
     @classmethod
     def unpack(cls, data: bytes) -> Lifetime:
-        ends, size = _LIFETIME.unpack_from(data)
+        ends, seconds, size = _LIFETIME.unpack_from(data)
         start = _LIFETIME.size
-        return cls(data[start + size :], ends, data[start : start + size])
+        return cls(data[start + size :], ends, seconds, data[start : start + size])
 
 
 # -- Encoding of values, and decoding of extents after a restart -------------------------------------------------------

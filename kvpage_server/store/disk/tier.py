@@ -43,6 +43,7 @@ from kvpage_server.store.disk.readers import DiskReader, Scrubber
 from kvpage_server.store.disk.usage import Stored, size_on_disk
 from kvpage_server.store.disk.write_behind import Batch, WriteBehind
 from kvpage_server.store.evict import MemoryAccount
+from kvpage_server.store.eviction.leases import Lease
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.memory.catalogue import WITH_TIER
 from kvpage_server.store.memory.entry import Entry, Page, Text
@@ -142,14 +143,14 @@ class DiskTier(Tier):
         """Load all keys on disk."""
         self._contents.any_on_disk = self._loader.load()
 
-    def load_lifetimes(self, keep: Callable[[Unit, int, bytes], object]) -> None:
-        """Call `keep` with each unit that has a lifetime, its end in unix milliseconds, and its tenant. Delete the
-        lifetimes of other units.
+    def load_lifetimes(self, keep: Callable[[Unit, int, bytes, int], object]) -> None:
+        """Call `keep` with each unit that has a lifetime, its seconds, its tenant, and its end in unix milliseconds.
+        Delete the lifetimes of other units.
         """
         unknown: list[Change] = []
-        for unit_name, ends, tenant in self.disk.lifetimes():
+        for unit_name, ends, seconds, tenant in self.disk.lifetimes():
             unit = unit_named(self._contents, unit_name)
-            if unit is None or keep(unit, ends, tenant):
+            if unit is None or keep(unit, seconds, tenant, ends):
                 unknown.append(Delete(LIFETIME + unit_name))
         if unknown:
             self.disk.write(unknown)
@@ -251,10 +252,10 @@ class DiskTier(Tier):
     def admit_split(self, block: Block) -> None:
         self.account.admit_split(block)
 
-    def _note_lifetime(self, unit: Unit, ends: int, tenant: bytes) -> None:
-        """Queue the end of a unit's lifetime, in unix milliseconds, 0 for none."""
+    def _note_lifetime(self, unit: Unit, lease: Lease) -> None:
+        """Queue the lifetime of a unit, or its end."""
         name = name_of_unit(unit)
-        value = Lifetime(name, ends, tenant) if ends else None
+        value = Lifetime(name, lease.ends, lease.seconds, lease.tenant) if lease.ends else None
         self.behind.note(LIFETIME + name, value, _LIFETIME_SIZE + len(name))
 
     def follows(self, blocks: Sequence[Block]) -> None:

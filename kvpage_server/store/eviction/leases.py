@@ -59,6 +59,7 @@ class Lease:
     pinned: bool = False
     kept_until: int = 0  # the lifetime's end in monotonic milliseconds; 0 without a lifetime
     ends: int = 0  # the lifetime's end in unix milliseconds
+    seconds: int = 0  # the lifetime's length
     tenant: bytes = b""  # the tenant for which the lifetime counts
     account: object = None  # the account whose limit the unit's bytes count against
     due: int = 0  # the time of its entry in the heap; 0 without one
@@ -73,7 +74,7 @@ class Leases:
     """All leases, pins and lifetimes. A lease or lifetime that has ended counts until `settle` removes it.
 
     `account_of` returns the account of a unit: its quota, or None. Each account has a limit of its own. `on_lifetime`
-    is called with a unit, the new end of its lifetime in unix milliseconds, 0 if it has ended, and its tenant.
+    is called with a unit and its lease, when its lifetime begins, is prolonged, or ends.
     """
 
     def __init__(self, account_of: Callable[[Unit], object]) -> None:
@@ -84,7 +85,7 @@ class Leases:
         self.by_unit: dict[Unit, Lease] = {}
         # Blocks whose lifetime has ended, with its end in monotonic milliseconds; the last one is evicted first.
         self._ended: OrderedDict[Unit, int] = OrderedDict()
-        self.on_lifetime: Callable[[Unit, int, Tenant], object] = lambda *_: None
+        self.on_lifetime: Callable[[Unit, Lease], object] = lambda *_: None
         self.most: Callable[[Unit], Bytes] = lambda _: _NO_LIMIT  # the limit of a unit's account
         # Heap of (end, ticket, unit, lease), with one entry for each lease, for the first end of lease and lifetime. If
         # that is extended, the entry stays, and there is a new one at its time. An entry is stale if the unit's
@@ -160,12 +161,13 @@ class Leases:
         lease.pinned = True
         return True
 
-    def keep(self, unit: Unit, size: Bytes, until: int, ends: int, tenant: Tenant, share: Bytes) -> bool:
-        """Give a unit a lifetime until a time, in monotonic and in unix milliseconds. A later end stays as it is.
+    def keep(self, unit: Unit, size: Bytes, seconds: int, end: tuple[int, int], tenant: Tenant, share: Bytes) -> bool:
+        """Give a unit a lifetime of `seconds` until `end`, in monotonic and in unix milliseconds. A later end stays as
+        it is.
 
         Return False if the tenant would exceed its `share`. The caller has checked that the account has space.
         """
-        lease = self.of(unit)
+        lease, (until, ends) = self.of(unit), end
         if lease.kept_until >= until:
             return True
         if not lease.kept_until or lease.tenant != tenant:
@@ -178,10 +180,10 @@ class Leases:
             lease.kept_until, lease.tenant = until, tenant
             _add(self._kept, (lease.account, tenant), *size)
             self._kept_units[tenant] += 1
-        lease.kept_until, lease.ends = until, ends
+        lease.kept_until, lease.ends, lease.seconds = until, ends, seconds
         self._ended.pop(unit, None)
         self._schedule(unit, lease)
-        self.on_lifetime(unit, ends, lease.tenant)
+        self.on_lifetime(unit, lease)
         return True
 
     def _end_lifetime(self, unit: Unit, lease: Lease) -> None:
@@ -191,8 +193,8 @@ class Leases:
             self._kept_units[lease.tenant] -= 1
             if not self._kept_units[lease.tenant]:
                 del self._kept_units[lease.tenant]
-            lease.kept_until = lease.ends = 0
-            self.on_lifetime(unit, 0, lease.tenant)
+            lease.kept_until = lease.ends = lease.seconds = 0
+            self.on_lifetime(unit, lease)
 
     def _schedule(self, unit: Unit, lease: Lease) -> None:
         """Ensure that the heap has an entry for the first end of a lease."""

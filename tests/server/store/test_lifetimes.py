@@ -99,6 +99,22 @@ def test_a_lifetime_is_prolonged_and_never_shortened(client: redis.Redis) -> Non
     assert client.info("kvpage")["leased_or_pinned_bytes"] == 0
 
 
+def test_lifetimes_begin_anew_with_0_seconds(client: redis.Redis) -> None:
+    for page in range(3):
+        set_block(client, "r", page)
+    keep(client, key("r", 0), seconds=1000, tenant="a")
+    keep(client, key("r", 1), seconds=2, tenant="a")
+    time.sleep(1)
+    keep(client, key("r", 0), seconds=5, tenant="a")
+    assert abs(ask(client, "KVPAGESTAT", "r", 0, 0, 0, 0)["kept_until_ms"] - unix_ms() - 1_000_000) < 500
+    keys = [key("r", page) for page in range(3)]
+    count, until, why = client.execute_command("KVPAGEKEEP", "b", 1, 0, *keys)
+    assert (count, why) == (2, b"not kept")
+    assert abs(until - unix_ms() - 2000) < 500
+    assert ask(client, "KVPAGESTAT", "r", 0, 0, 1, 0)["kept_by"] == "a"
+    assert client.execute_command("KVPAGEKEEP", "b", 1, 0, "nothing") == [0, 0, b"absent"]
+
+
 def test_lifetimes_leases_and_pins_take_half_of_memory() -> None:
     with small_store() as client:
         for page in range(50):
@@ -149,8 +165,8 @@ def test_a_new_value_of_a_kept_string_stays_kept() -> None:
     [
         (("t" * 129, 1, 1, "k"), "tenant must have at most 128 bytes, got 129"),
         (("", 0, 1, "k"), "tenants must be an integer between 1 and 1000000"),
-        (("", 1, 0, "k"), "seconds must be an integer between 1 and 86400"),
-        (("", 1, 86401, "k"), "seconds must be an integer between 1 and 86400"),
+        (("", 1, -1, "k"), "seconds must be an integer between 0 and 86400"),
+        (("", 1, 86401, "k"), "seconds must be an integer between 0 and 86400"),
     ],
 )
 def test_a_wrong_argument_is_refused_by_name(client: redis.Redis, words: tuple[Any, ...], message: str) -> None:
@@ -182,6 +198,8 @@ def test_a_lifetime_survives_a_restart(tmp_path: Path, end: signal.Signals) -> N
         assert client.info("kvpage")["kept"] == 4
         stat = ask(client, "KVPAGESTAT", "a", 0, 0, 0, 0)
         assert (stat["kept_until_ms"], stat["kept_by"]) == (until, "me")
+        _, until, _ = client.execute_command("KVPAGEKEEP", "", 1, 0, key("a"))
+        assert abs(until - unix_ms() - 3_600_000) < 5000, "a lifetime that begins anew has its length"
         fill_disk(client, "x", 10)
         assert [client.exists(key(req)) for req in ("a", "b", long, "single")] == [1, 0, 1, 1]
         assert client.info("kvpage")["disk_evicted"] > 0

@@ -281,7 +281,9 @@ def kvpagekeep(client: Client, args: list[Argument]) -> Reply:
     """Return the number of keys, from the first one, whose values have a lifetime of at least `seconds` now; its end in
     unix milliseconds; and why the next key has none: `absent`, or the limit that is reached.
 
-    The key of a page stands for its whole block. A lifetime is never shortened. `tenant` is a name of up to 128 bytes,
+    The key of a page stands for its block. A lifetime is never shortened. If the tenant has given a value a longer one,
+    this begins anew. With 0 `seconds`, all lifetimes begin anew, the end is the first one's, and a value without a
+    lifetime gets none: `not kept`. `tenant` is a name of up to 128 bytes,
     for which the bytes count; if there are several `tenants`, each may keep that part of the limit. A value that is
     kept for another tenant counts for that one, unless the end is later. After the end, a block that was not used since
     is evicted first. A new value of a string has the lifetime of the old one.
@@ -291,29 +293,40 @@ def kvpagekeep(client: Client, args: list[Argument]) -> Reply:
     if len(tenant) > LONGEST_TENANT:
         raise ReplyError(f"ERR tenant must have at most {LONGEST_TENANT} bytes, got {len(tenant)}")
     tenants = integer_in("tenants", args[1], 1, MOST_TENANTS)
-    until = unix_ms() + 1000 * integer_in("seconds", args[2], 1, LONGEST_LIFETIME)
+    seconds = integer_in("seconds", args[2], 0, LONGEST_LIFETIME)
+    until = unix_ms() + 1000 * seconds
 
     def steps() -> Steps[list[Reply]]:
         keyspace.leases.settle(monotonic_ms())
-        kept, why = 0, ""
+        kept, end, why = 0, until if seconds else 0, ""
         for key in map(plain, args[3:]):
-            if why := _keep(keyspace, key, until, tenant, tenants):
+            ends, why = _keep(keyspace, key, seconds, tenant, tenants)
+            if why:
                 break
-            kept += 1
+            kept, end = kept + 1, min(end or ends, ends)
             if kept % STEP == 0:
                 yield ()
-        return [kept, until, why.encode()]
+        return [kept, end, why.encode()]
 
     return stepwise(steps(), small=len(args) <= WORDS_PER_STEP)
 
 
-def _keep(keyspace: Keyspace, key: bytes, until: int, tenant: bytes, tenants: int) -> str:
-    """Give the value of a key a lifetime until `until`, in unix milliseconds. Return "", or why it cannot be kept."""
+def _keep(keyspace: Keyspace, key: bytes, seconds: int, tenant: bytes, tenants: int) -> tuple[int, str]:
+    """Give the value of a key a lifetime; with 0 seconds, begin that of the value anew. Return its end in unix
+    milliseconds, and "", or why it has none.
+    """
     entry = keyspace.contents.find(key)
     if entry is None:
-        return "absent"
+        return 0, "absent"
     unit = unit_of(key, entry)
-    exceeded = keyspace.protection.keep(unit, until, tenant, tenants)
+    lease = keyspace.leases.of(unit)
+    if not seconds:
+        if not lease.kept_until:
+            return 0, "not kept"
+        seconds, tenant = lease.seconds, lease.tenant
+    exceeded = keyspace.protection.keep(unit, seconds, tenant, tenants)
     if exceeded == "share":
-        return f"the share of the tenant, one of {tenants}, is used up"
-    return exceeded and _exceeded(keyspace, unit, keyspace.protection.size_of(unit))
+        return 0, f"the share of the tenant, one of {tenants}, is used up"
+    if exceeded:
+        return 0, _exceeded(keyspace, unit, keyspace.protection.size_of(unit))
+    return keyspace.leases.of(unit).ends, ""
