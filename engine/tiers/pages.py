@@ -8,7 +8,7 @@ The keys::
     manifest:{agent}:{fingerprint}               token ids and chain hashes, for one model, written last
     refs:{chain hash}                            the number of manifests that name the block
     label:{chain hash}                           the text that `kvpage ls` shows for a context without a name
-    tails:{chain hash}                           the blocks with which contexts without a name continue after this one
+    tails:{chain hash}                           the blocks with which contexts continue after this one
     claim:{chain hash}                           the engine that computes the block at the moment
 
 A chain hash names a block by its tokens and all tokens before them. So agents whose contexts have a common prefix share
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -68,8 +68,8 @@ class References(Protocol):
     def copy(self, connection: ServerConnection, agent_id: str, new_id: str, fingerprint: int, /) -> Work[bool]:
         """Give an agent the context of another. Return whether there was one."""
 
-    def delete(self, connection: ServerConnection, agent_id: str, /) -> Work[bool]:
-        """Delete an agent's contexts, of any model. Return whether there were any."""
+    def delete(self, connection: ServerConnection, agent_id: str, /) -> Work[dict[str, bytes]]:
+        """Delete an agent's contexts, of any model. Return their manifests by key."""
 
 
 class PageTier:
@@ -198,7 +198,8 @@ class PageTier:
         return self.loop.run(self.publish_async(context, label=label))
 
     async def save_async(self, context: AgentBlocks) -> Saved | None:
-        """Store a context: the missing blocks, then the agent's manifest. Return None if it failed.
+        """Store a context: the missing blocks, the agent's manifest, and the records that name the blocks. Return None
+        if it failed.
 
         An empty context changes nothing. Raises IncompatibleBlocksError for blocks of another model.
         """
@@ -206,18 +207,36 @@ class PageTier:
         if not context.blocks:
             return Saved(0, 0, 0)
         manifest, parts = await self.loop.on_block_thread(lambda: self._parts(context, context.stored_states))
-        made = partial(manifest.dump, self._spec, self._layout.together)
-        agent_id, fingerprint = context.agent_id, self._spec.fingerprint
-        return await self._report_save(
-            self._references.save(self._connection, agent_id, fingerprint, made, lambda: self._write(parts))
-        )
+        return await self._report_save(self._save(manifest, parts))
+
+    async def _save(self, manifest: ContextManifest, parts: block_writer.Parts) -> Saved:
+        """Write the blocks of an agent's context, its manifest, and the records that name the blocks. The records do
+        not name the blocks of the agent's context before any more, except blocks that others use.
+        """
+        connection, spec, agent_id = self._connection, self._spec, manifest.agent_id
+        before: bytes | None = None
+
+        def made(stored: bytes | None) -> bytes:
+            nonlocal before
+            before = stored
+            return manifest.dump(spec, self._layout.together, stored)
+
+        saved = await self._references.save(connection, agent_id, spec.fingerprint, made, lambda: self._write(parts))
+        if not saved.whole:
+            return saved
+
+        async def record() -> None:
+            await tails.record(connection, self._layout, spec, manifest, saved.places)
+            await self._forget_records({manifest_key(agent_id, spec.fingerprint): before}, agent_id)
+
+        await self._complete(saved, record())
+        return saved  # its blocks and the manifest are stored
 
     async def publish_async(self, context: AgentBlocks, *, label: str | None = "") -> Saved | None:
         """Store a context without a name, for all prompts with a common prefix. The agent's manifest is not changed.
 
         A last block with few tokens is not stored (see `least_tail`). `label` is the text that `kvpage ls` shows for
-        the context. It is None for the context of a named agent: then only full blocks are stored, without records of
-        partial blocks, because a `delete` of the agent could not remove their tokens from the records.
+        the context. It is None for the context of a named agent: then only full blocks are stored.
         """
         context.validate(self._spec)
         size = self._spec.block_tokens
@@ -228,21 +247,27 @@ class PageTier:
             return Saved(0, 0, 0)
         states = () if label is None else context.stored_states
         manifest, parts = await self.loop.on_block_thread(lambda: self._parts(context, states))
-        return await self._report_save(self._write(parts) if label is None else self._publish(manifest, parts, label))
+        return await self._report_save(self._publish(manifest, parts, label))
 
-    async def _publish(self, manifest: ContextManifest, parts: block_writer.Parts, label: str) -> Saved:
-        """Write a context without a name: its blocks, the records that name them, and the label. On several servers,
-        return an incomplete `Saved` if a later step fails.
-        """
+    async def _publish(self, manifest: ContextManifest, parts: block_writer.Parts, label: str | None) -> Saved:
+        """Write a context without a name: its blocks, the records that name them, and the label."""
         saved = await self._write(parts)
         if not saved.whole:
             return saved
-        try:
+
+        async def record() -> None:
             if await tails.record(self._connection, self._layout, self._spec, manifest, saved.places):
                 await self._write(parts)  # another engine may have deleted a block before the record named it
             if label:
                 written = [place for place in saved.places if not place.of_state]
                 await self._connection.write({label_key(place.tagged): label for place in written})
+
+        return await self._complete(saved, record())
+
+    async def _complete(self, saved: Saved, work: Work[None]) -> Saved:
+        """Complete a save with `work`. On several servers, return an incomplete `Saved` if it fails."""
+        try:
+            await work
         except OUTAGES as error:
             if not self._connection.several or isinstance(error, Refused):
                 raise
@@ -345,7 +370,25 @@ class PageTier:
     def delete(self, agent_id: str) -> bool | None:
         """Delete an agent's contexts, of any model, except blocks that others use. Return whether there were any; None
         if the server does not answer: then they may still be stored. This scans all keys of the server."""
-        return self._ask(self._references.delete(self._connection, check_agent_id(agent_id)))
+        return self._ask(self._delete(check_agent_id(agent_id)))
+
+    async def _delete(self, agent_id: str) -> bool:
+        deleted = await self._references.delete(self._connection, agent_id)
+        await self._forget_records(deleted, agent_id)
+        return bool(deleted)
+
+    async def _forget_records(self, manifests: Mapping[str, bytes | None], agent_id: str) -> None:
+        """Remove the blocks of an agent's contexts from the records, except blocks that others use. `manifests` are its
+        earlier ones, of any model, by key.
+        """
+        for key, raw in manifests.items():
+            try:
+                spec = replace(self._spec, fingerprint=int(key.rpartition(":")[2], 16))
+                manifest = ContextManifest.parse(raw or b"", agent_id, spec)
+            except (Miss, ValueError):  # there is none, or it is damaged
+                continue
+            names = tails.names_of(manifest.owner, manifest.tokens, spec)
+            await tails.forget(self._connection, spec, names, self._layout.together)
 
     def agents(self) -> list[str]:
         """Return the agents that have a context for this model."""

@@ -23,10 +23,10 @@ from typing import Literal, get_args
 from kvpage_server.system import malloc
 from kvpage_server.system.text import how_many
 
-from ..chains import ContextNames, chain_hash, root_of
+from ..chains import ContextNames, root_of
 from ..event_loop import EventLoop
 from ..generation.tokens import token_ids
-from ..memory.blocks import AgentBlocks, BlockError, block_names, check_agent_id
+from ..memory.blocks import AgentBlocks, BlockError, check_agent_id
 from ..memory.context_tree import ContextTree
 from ..memory.lifetimes import KeptContext, Lifetimes
 from ..pool import BlockPool
@@ -39,7 +39,7 @@ from .metrics import StoreMetrics, Tally, Tier, figures, publish_statistics
 from .pages import RESTORE_SECONDS, PageTier
 from .prefill_claims import Claim, Claims
 from .server.connection import Outage
-from .server.tails import first_parts, least_tail
+from .server.tails import least_tail, names_of
 
 # -- Limits of agents' contexts ----------------------------------------------------------------------------------------
 
@@ -295,10 +295,7 @@ class AgentCacheStore:
 
     def names_of(self, context: AgentBlocks) -> ContextNames:
         """Return the names with which `forget` finds a context."""
-        chain, tokens = self.spec.chain(context.agent_id, context.tokens), context.tokens
-        parent = chain.parent(0, None)
-        first = [chain_hash(self.spec.fingerprint, parent, tokens[:part]) for part in first_parts(self.spec)]
-        return ContextNames(block_names(tokens, self.spec, context.agent_id), chain, tuple(first))
+        return names_of(context.agent_id, context.tokens, self.spec)
 
     def forget(self, names: ContextNames) -> None:
         """Delete a context without a name from memory and from the page server, except blocks that other contexts

@@ -64,13 +64,13 @@ async def copy(connection: ServerConnection, agent_id: str, new_id: str, fingerp
     return found
 
 
-async def delete(connection: ServerConnection, agent_id: str) -> bool:
-    """Delete an agent's contexts, of any model. Return whether there were any."""
-    older, found = older_key(agent_id), False
+async def delete(connection: ServerConnection, agent_id: str) -> dict[str, bytes]:
+    """Delete an agent's contexts, of any model. Return their manifests by key."""
+    older, found = older_key(agent_id), dict[str, bytes]()
 
     def change(stored: Stored) -> Stored:
         nonlocal found
-        found = found or any(manifest is not None for manifest in stored.values())
+        found = {key: manifest for key, manifest in stored.items() if manifest is not None}
         return dict.fromkeys(stored)
 
     await _change(connection, [older, *await connection.scan(f"{older}:*")], change)

@@ -71,10 +71,11 @@ async def copy(connection: ServerConnection, agent_id: str, new_id: str, fingerp
     return False
 
 
-async def delete(connection: ServerConnection, agent_id: str) -> bool:
-    """Delete an agent's contexts, of any model. Return whether there were any."""
+async def delete(connection: ServerConnection, agent_id: str) -> dict[str, bytes]:
+    """Delete an agent's contexts, of any model. Return their manifests by key."""
     keys = await connection.scan(f"{older_key(agent_id)}:*", all_of_them=True)
-    return any([await _replace_manifest(connection, key, None) is not None for key in keys])
+    older = {key: await _replace_manifest(connection, key, None) for key in keys}
+    return {key: manifest for key, manifest in older.items() if manifest is not None}
 
 
 async def _replace_manifest(connection: ServerConnection, key: str, manifest: bytes | None) -> bytes | None:

@@ -1,5 +1,4 @@
-"""Records of the blocks with which contexts without a name continue, so that any engine finds contexts with the same
-beginning.
+"""Records of the blocks with which contexts continue, so that any engine finds contexts with the same beginning.
 
     tails:{chain hash}   the most recent blocks after a full block, or the most recent first blocks with these tokens
 
@@ -28,6 +27,7 @@ from kvpage_server.page import tag_of, unix_ms
 
 from ...chains import Chain, ContextNames, chain_hash, common_prefix
 from ...generation.tokens import token_ids
+from ...memory.blocks import block_names
 from ...spec import ModelCacheSpec
 from .connection import ServerConnection
 from .manifest import WRITER, BlockLayout, BlockPlace, ContextManifest, Miss, sealed, unsealed
@@ -36,6 +36,7 @@ from .reference_counts import count_key, label_key
 FORMAT = 1
 MOST_TAILS = 64  # most blocks in a record
 MOST_BYTES = 64 << 10  # most bytes of a record
+UNREFERENCED = (None, b"0")  # counts of a block that no manifest names
 CONCURRENT_BLOCKS = 8  # blocks that are entered concurrently
 # Bounds of a record's JSON, which others may have written.
 CONTAINERS, STRINGS, VALUES = 2_000, 4_000, 40_000
@@ -158,15 +159,18 @@ async def record(
     context: ContextManifest,
     written: Collection[BlockPlace],
 ) -> bool:
-    """Enter blocks of a stored context in their records: the blocks `written` now, and a partial last one. Return
-    whether the partial block was entered in a record."""
-    size, chain = spec.block_tokens, spec.chain(context.agent_id, context.tokens)
-    blocks = [place for place in context.places(spec, layout.together) if place.tokens < size or place in written]
+    """Enter blocks of a stored context in their records: the blocks that are `written` now, or have a state that is,
+    and a partial last one that is not too short. Return whether the partial block was entered in a record."""
+    size, chain = spec.block_tokens, spec.chain(context.owner, context.tokens)
     inner = context.inner_places(spec, layout.together)
 
     def states(block: BlockPlace) -> list[BlockPlace]:
         return [*(place for place in inner if block.start < place.end < block.end), block.state()]
 
+    def is_entered(block: BlockPlace) -> bool:
+        return least_tail(spec) <= block.tokens < size or any(place in written for place in (block, *states(block)))
+
+    blocks = list(filter(is_entered, context.places(spec, layout.together)))
     places = [place for block in blocks for place in (block, *(states(block) if spec.has_state else ()))]
     if not places:
         return False
@@ -192,21 +196,30 @@ async def record(
 
 
 async def forget(connection: ServerConnection, spec: ModelCacheSpec, names: ContextNames, together: int) -> None:
-    """Delete the blocks of a context from its end, until one that another context continues, or that is in no record,
-    because a longer block contains it. A block that a manifest names stays, but no record names it any more.
+    """Delete the blocks of a context from its end, and their entries in records, until one that another context
+    continues or a manifest names.
     """
     for i in reversed(range(len(names.blocks))):
         parent = Parent(names.blocks[:i], names.chain, together)
         following = Parent(names.blocks[: i + 1], names.chain, together)
         if await _read(connection, spec, *following.records((), spec)):
             return
+        count = count_key(tag_of(names.blocks, i, together) + names.blocks[i])
+        if await connection.ask_one(text, "GET", count) not in UNREFERENCED:
+            return
         removed: list[Tail] = []
         for key in [f"tails:{parent.name}"] if i else [f"tails:{first}" for first in names.first]:
             removed += await _remove(connection, spec, parent, key, names.blocks[i])
-        if not removed:
-            return
-        for place in removed[0].places(parent, spec):
+        for place in removed[0].places(parent, spec) if removed else ():
             await _delete(connection, place)
+
+
+def names_of(agent_id: str, tokens: Sequence[int], spec: ModelCacheSpec) -> ContextNames:
+    """Return the names with which `forget` finds a context of an agent."""
+    chain = spec.chain(agent_id, tokens)
+    parent = chain.parent(0, None)
+    first = (chain_hash(spec.fingerprint, parent, tokens[:part]) for part in first_parts(spec))
+    return ContextNames(block_names(tokens, spec, agent_id), chain, tuple(first))
 
 
 async def _read(connection: ServerConnection, spec: ModelCacheSpec, key: str) -> list[Tail]:
@@ -279,7 +292,7 @@ async def _delete(connection: ServerConnection, place: BlockPlace) -> None:
     name, page = place.block
 
     def change(references: bytes | None) -> list[Question]:
-        if references not in (None, b"0"):
+        if references not in UNREFERENCED:
             return []
         return [
             connection.server.words.delete(name, (page,)),

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from random import Random
+from string import ascii_lowercase
 from typing import Any
 
 import httpx
@@ -93,6 +95,24 @@ def test_a_conversation_continues_at_another_engine(server: RunningServer) -> No
             create(client, "smollm2", previous_response_id=third.id)
         parsed = client.responses.parse(model="smollm2", input="A city of Italy?", text_format=City, temperature=0)
         assert isinstance(parsed.output_parsed, City)
+
+
+def test_the_context_of_an_agent_is_found_without_its_name(server: RunningServer, tmp_path: Path) -> None:
+    """At another engine, to the token: by the next response of another client, and by its chat."""
+    model = write_tiny(tmp_path / "tiny")
+    question = "".join(Random(1).choices(ascii_lowercase, k=300))
+    with start_engine(model, "--store", server.url) as engine, engine.client() as client:
+        first = create(client, input=question, user="alice@example.com", max_output_tokens=8)
+        assert first.usage
+        whole = first.usage.total_tokens
+    with start_engine(model, "--store", server.url) as engine, engine.client() as client:
+        second = create(client, input="And then?", previous_response_id=first.id)
+        assert read(second) in (whole - 1, whole, whole + 1)  # the last token of an answer that was cut is not computed
+        history: Any = [{"role": "user", "content": question + "!"}]
+        chat = client.chat.completions.create(model="tiny", messages=history, max_tokens=1)
+        assert chat.usage
+        assert chat.usage.prompt_tokens_details
+        assert chat.usage.prompt_tokens_details.cached_tokens == len("user:" + question)
 
 
 def test_a_stream_has_the_items_of_the_whole_response(responses: openai.OpenAI) -> None:

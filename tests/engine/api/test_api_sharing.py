@@ -134,7 +134,7 @@ def test_labels_and_kept_contexts_are_configurable(model: Path, server: RunningS
     with start_engine(model, "--store", server.url, "--keep", "named") as engine:
         chat(engine, "A secret question")
         assert engine.metric("unnamed_total") == 2
+        assert not stored("seal:*")
         chat(engine, "A named one", agent_id="alice")
         assert eventually(lambda: bool(stored("manifest:*")))
     assert not stored("label:*")
-    assert not stored("tails:*")

@@ -300,7 +300,7 @@ def test_an_engine_computes_while_contexts_arrive(server: RunningServer, client:
 def test_a_manifest_of_an_older_version_is_a_miss_and_replaced(
     client: redis.Redis, server: RunningServer, pool: BlockPool
 ) -> None:
-    """The prompt's full blocks, which name themselves, are found all the same."""
+    """The blocks of a prompt are found all the same."""
     tier = PageTier(server.url, SPEC, pool)
     tier.save(context())
     key = manifest_key("alice", SPEC.fingerprint)
@@ -308,7 +308,7 @@ def test_a_manifest_of_an_older_version_is_a_miss_and_replaced(
     client.delete(key)
     client.set("manifest:alice", json.dumps(older))
     assert tier.load("alice") is None
-    assert held(pool, tier.load("alice", TOKENS)) == 512
+    assert held(pool, tier.load("alice", TOKENS)) == 700
     assert tier.misses == {"manifest": 2}
     assert tier.save(context())
     assert held(pool, tier.load("alice", TOKENS)) == 700

@@ -1,4 +1,4 @@
-"""Partial blocks of contexts without a name: on the page server, any engine finds them to the token."""
+"""Partial blocks of contexts: on the page server, any engine finds them to the token."""
 
 from __future__ import annotations
 
@@ -212,14 +212,42 @@ def test_concurrent_writers_of_the_same_blocks_leave_all_found(home: Home, tier:
         assert reached(tier, (*context, 95)) == len(context)
 
 
-def test_the_tokens_of_a_named_agent_are_in_no_record(tier: PageTier, home: Home) -> None:
-    context = made(tier._remote.pool, "alice", TOKENS)
+def save(tier: PageTier, tokens: tuple[int, ...], agent_id: str = "alice") -> None:
+    """Store a context as the engine does: its full blocks with its prompt, the others with its answer."""
+    context = made(tier._remote.pool, agent_id, tokens)
     tier.publish(context, label=None)
-    tier.save(context)
-    tier._remote.pool.free(context.block_ids, "alice")
-    assert not home.keys("tails:*")
+    assert tier.save(context)
+    tier._remote.pool.free(context.block_ids, agent_id)
+
+
+@pytest.mark.parametrize("count", [2, 5, BLOCK, BLOCK + 1, 3 * BLOCK + 5])
+def test_the_context_of_an_agent_is_found_without_its_name(tier: PageTier, other: PageTier, count: int) -> None:
+    save(tier, TOKENS[:count])
+    assert reached(other, TOKENS) == count
+    assert reached(other, (*TOKENS[: count - 1], 95, 95)) == count - 1
+    assert reached(other, TOKENS, "anon@acme") == 0
+    save(tier, TOKENS[: count + 3])
+    assert reached(other, TOKENS) == count + 3
+    save(tier, (*TOKENS[: count - 1], 95, 95))
+    assert reached(other, TOKENS) == count - 1
+    assert not tier.unsaved
+
+
+def test_a_deleted_agent_leaves_nothing_in_records(tier: PageTier, home: Home) -> None:
+    """Nor does a context that the agent's next one does not continue."""
+    save(tier, TOKENS[: 3 * BLOCK + 5])
+    save(tier, (*TOKENS[: BLOCK + 3], *some_tokens(7, 2 * BLOCK)))
     assert tier.delete("alice")
     assert home.keys() <= {f"seal:{name}" for name in home.tagged(TOKENS, SPEC)}
+
+
+def test_a_deleted_agent_leaves_the_contexts_of_others(tier: PageTier, other: PageTier) -> None:
+    save(tier, TOKENS[: BLOCK + 5])
+    tier.fork("alice", "bob")
+    assert tier.delete("alice")
+    assert reached(other, TOKENS) == BLOCK + 5
+    assert tier.delete("bob")
+    assert reached(other, TOKENS) == 0
 
 
 def test_kvpage_shows_a_context_without_a_name_by_its_label(tier: PageTier, home: Home) -> None:
