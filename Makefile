@@ -87,7 +87,7 @@ docs: $(VENV)/dev.stamp  ## the references of commands and parameters, from thei
 	"$(BIN)/python" -m kvpage_server.commands.reference > docs/commands.md
 	"$(BIN)/python" -m kvpage_server.configuration.reference > docs/configuration.md
 
-bench: $(VENV)/dev.stamp $(MODEL)  ## prints the tables of the README
+bench: $(VENV)/dev.stamp $(MODEL)  ## prints the tables of docs/performance.md
 	"$(BIN)/python" -m benchmarks
 
 demo-cluster: $(VENV)/dev.stamp $(MODEL)  ## a conversation on a Valkey Cluster whose masters die

@@ -37,7 +37,7 @@ from benchmarks.coming_back import (
     times_as_long,
 )
 from benchmarks.findings import RESULTS, Finding, show, write
-from benchmarks.readme import rewrite_tiers
+from benchmarks.first_tokens import rewrite_tiers
 from benchmarks.servers import start_kvpage
 from engine import model
 from engine.agent_engine import AgentEngine

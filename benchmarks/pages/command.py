@@ -58,7 +58,7 @@ KINDS = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table. Unless --quick is given, write `results/pages-KIND.json` and `.md`, and update the documents'
-    tables, and README's picture.
+    tables, and the picture.
     """
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks pages",

@@ -1,4 +1,4 @@
-"""Tables and the picture of README.md, docs/performance.md and docs/scaling.md, from the measurements."""
+"""Tables and the picture of docs/performance.md and docs/scaling.md, from the measurements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.pages.rounds import CPU, SPEED
 from benchmarks.pages.single_commands import LMCACHE_SIZES
 from benchmarks.pages.work import ORDERS, mixed_name
 
-# -- The tables of README.md and docs/performance.md: `results/pages-KIND.json` ----------------------------------------
+# -- The tables of docs/performance.md: `results/pages-KIND.json` ----------------------------------------
 
 OPS = ("read", "write")
 ENGINES = next(iter(ORDERS))
@@ -106,8 +106,8 @@ SUMMARY: list[tuple[str, str, tuple[str, str], list[Works]]] = [
 
 
 def summary(known: Found) -> str:
-    """Return README's table: the ordinary client, and the worst of three orders of keys. Missing measurements are
-    omitted.
+    """Return the table of all kinds: the ordinary client, and the worst of three orders of keys. Missing measurements
+    are omitted.
     """
 
     def cell(against: str, what: str, op: str, all_works: list[Works]) -> str:
@@ -199,7 +199,7 @@ TABLES: dict[str, Callable[[Found], str]] = {
 # A mark is a comment that is not shown: `<!-- table: NAME -->` before the table, `<!-- end of table -->` behind it.
 
 ROOT = RESULTS.parent.parent
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "scaling.md")
+DOCUMENTS = (ROOT / "docs" / "performance.md", ROOT / "docs" / "scaling.md")
 _TABLE = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
@@ -223,7 +223,7 @@ def with_tables(text: str, known: Found) -> str:
     return _TABLE.sub(written, text)
 
 
-# -- README's picture: CPU seconds a gigabyte of three servers, by size of page ----------------------------------------
+# -- The picture: CPU seconds a gigabyte of three servers, by size of page ----------------------------------------
 
 BAR_WIDTH = 0.27
 

@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 import sys
+import tomllib
 from io import StringIO
 from pathlib import Path
 
@@ -21,17 +22,20 @@ from servers import RunningServer
 from test_demo import KEPT
 
 from benchmarks.findings import RESULTS, Finding
+from benchmarks.first_tokens import DOCUMENT, with_first_tokens
 from benchmarks.pages import tables
 from benchmarks.pages.tables import DOCUMENTS as WITH_TABLES
 from benchmarks.pages.tables import with_tables
-from benchmarks.readme import README, with_first_tokens
 from engine.demo import story
 from kvpage_server.configuration.reference import reference
 
-GUIDES = "engine", "configuration", "architecture", "lmcache", "vllm"
+GUIDES = "start", "engine", "configuration", "architecture", "lmcache", "vllm"
 DOCUMENTS = ["README.md", *(f"docs/{name}.md" for name in GUIDES)]
 LONG = ["docs/engine.md"]  # examples that take a minute with the real model
 NUMBER = r"\d[\d.,]*"
+README = ROOT / "README.md"
+MARKDOWN = [README, *ROOT.glob("docs/**/*.md")]
+SOURCES = "kvpage_server", "engine", "connectors", "conf"
 
 
 CASES = [
@@ -47,8 +51,11 @@ def test_a_command_has_the_documented_output(words: list[str], shown: str, serve
     program, *rest = words
     if program == "make":  # other tests cover it
         run(["make", "--dry-run", *rest])
-    elif words == ["kvpage-engine", "demo"]:
-        assert "--model" in run([*entry_point("kvpage-engine"), "demo", "--help"])
+    elif program == "pip":  # `test_every_pip_command_names_an_extra` checks the requirement
+        assert rest[0] == "install"
+    elif program == "kvpage-engine" and rest[0] in ("demo", "fetch-model"):
+        described = run([*entry_point(program), rest[0], "--help"])
+        assert {word for word in rest if word.startswith("--")} <= set(re.findall(r"--\w+", described))
     elif program == "kvpage-engine":
         check(run([*entry_point(program), *rest]), shown)
     elif program == "kvpage-server":
@@ -86,9 +93,30 @@ def test_they_run_with_any_model(document: str, tmp_path: Path, server: RunningS
     run([sys.executable, "-c", examples(document, server).replace("models/smollm2", str(tiny))])
 
 
-def test_the_readme_shows_the_output_of_the_demo() -> None:
+def test_every_pip_command_names_an_extra() -> None:
+    """Documents and errors name the checkout, because the package is not published."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    sources = [path for folder in SOURCES for path in ROOT.glob(f"{folder}/**/*.*") if path.suffix in (".py", ".conf")]
+    texts = [path.read_text(encoding="utf-8") for path in (*MARKDOWN, *sources)]
+    found = [match for text in texts for match in re.findall(r"pip install (?:'([^']*)'|(\S*))", text)]
+    ours = {quoted or plain for quoted, plain in found if re.match(r"\.|kvpage", quoted or plain)}
+    assert {".[engine]", ".[web]"} <= ours
+    for name in ours - {"."}:
+        (listed,) = re.findall(r"^\.\[([\w,{}]+)\]$", name)
+        assert set(listed.split(",")) <= {*extras, "{extra}"}
+
+
+def test_the_figures_of_the_readme_are_in_the_linked_documents() -> None:
+    rows = re.findall(r"^\|(.*)\[how\]\(([^)#]+)", README.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) == 4
+    for cells, document in rows:
+        text = (ROOT / document).read_text(encoding="utf-8")
+        assert [figure for figure in re.findall(r"([\d.,]+) (?:s|tokens)\b", cells) if figure not in text] == []
+
+
+def test_the_first_steps_show_the_output_of_the_demo() -> None:
     """Figures differ between runs; the questions, the table's rows and the promises do not."""
-    (shown,) = (block for block in blocks("README.md", "text") if "promised" in block)
+    (shown,) = (block for block in blocks("docs/start.md", "text") if "promised" in block)
     output = StringIO()
     story.show(KEPT, Console(file=output))
     for part in (r"^(?:turn|[123]) +(?:engine|[ABC].*?)  ", r"^kept .*$"):
@@ -107,10 +135,11 @@ def test_the_configuration_is_described_as_it_is_declared() -> None:
     assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == reference(), how
 
 
-def test_the_readme_shows_the_first_tokens_that_were_measured() -> None:
+def test_the_first_tokens_are_those_that_were_measured() -> None:
     measured = json.loads((RESULTS / "engine_tiers.json").read_text(encoding="utf-8"))["findings"]
     findings = [Finding(**{name: found[name] for name in found.keys() - {"met"}}) for found in measured]
-    assert with_first_tokens(README.read_text(encoding="utf-8"), findings) == README.read_text(encoding="utf-8")
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert with_first_tokens(text, findings) == text
 
 
 @pytest.mark.parametrize("document", WITH_TABLES, ids=lambda document: document.name)
@@ -118,9 +147,7 @@ def test_the_tables_of_pages_match_the_measurements(document: Path) -> None:
     assert with_tables(document.read_text(encoding="utf-8"), tables.found()) == document.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    "document", [str(path.relative_to(ROOT)) for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]]
-)
+@pytest.mark.parametrize("document", [str(path.relative_to(ROOT)) for path in MARKDOWN])
 def test_links_lead_somewhere(document: str) -> None:
     path = ROOT / document
     links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", re.sub(FENCE, "", path.read_text(encoding="utf-8")))

@@ -132,7 +132,7 @@ def installed_server(environment: Path, tmp_path: Path) -> Iterator[int]:
             process.terminate()
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/client.md"])
+@pytest.mark.parametrize("document", ["docs/start.md", "docs/client.md"])
 @pytest.mark.model
 def test_documented_programs_run(document: str, environment: Path, installed_server: int, tmp_path: Path) -> None:
     (tmp_path / "models").symlink_to(ROOT / "models")

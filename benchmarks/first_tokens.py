@@ -1,4 +1,4 @@
-"""README's table of the time to first token from each tier."""
+"""The table of docs/performance.md with the time to the first token from each tier."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable
 
 from benchmarks.findings import RESULTS, Finding
 
-README = RESULTS.parent.parent / "README.md"
+DOCUMENT = RESULTS.parent.parent / "docs" / "performance.md"
 _CONTEXTS = ("256", "1,024", "2,048", "4,000")  # tokens
 _TURNS = (("", "hot"), ("", "page server"), ("", "cold file"), (" and a question", "page server"))
 
 
 def rewrite_tiers(findings: list[Finding]) -> None:
-    """Write the measurements into README. Raises KeyError if some are missing."""
-    README.write_text(with_first_tokens(README.read_text(encoding="utf-8"), findings), encoding="utf-8")
+    """Write the measurements into the table. Raises KeyError if some are missing."""
+    DOCUMENT.write_text(with_first_tokens(DOCUMENT.read_text(encoding="utf-8"), findings), encoding="utf-8")
 
 
 def with_first_tokens(text: str, findings: list[Finding]) -> str:
@@ -36,5 +36,5 @@ def _with_row(text: str, beginning: str, cells: Iterable[str]) -> str:
     row = re.compile(rf"^(\| {re.escape(beginning)}[^|]*)\|.*$", re.MULTILINE)
     text, count = row.subn(rf"\1| {' | '.join(cells)} |", text)
     if count != 1:
-        raise KeyError(f"{README.name} has {count} rows that begin with {beginning!r}")
+        raise KeyError(f"{DOCUMENT.name} has {count} rows that begin with {beginning!r}")
     return text
