@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kvpage_server.system import malloc
+from kvpage_server.system.process import ARENA_MAX, MMAP_THRESHOLD, TRIM_THRESHOLD, tune_malloc
 
 # -- freed memory ------------------------------------------------------------------------------------------------------
 # New memory from the system costs a page fault for every 4 KiB: on a virtual machine up to a second for a gigabyte,
@@ -32,7 +32,7 @@ def keep_freed() -> bool:
 
     All threads then share one heap, because blocks are received on one thread and used on another.
     """
-    return malloc.tune({malloc.ARENA_MAX: 1, malloc.MMAP_THRESHOLD: _LARGEST_BYTES, malloc.TRIM_THRESHOLD: _KEPT_BYTES})
+    return tune_malloc({ARENA_MAX: 1, MMAP_THRESHOLD: _LARGEST_BYTES, TRIM_THRESHOLD: _KEPT_BYTES})
 
 
 # -- open files --------------------------------------------------------------------------------------------------------

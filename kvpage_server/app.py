@@ -44,9 +44,8 @@ from kvpage_server.service import log_start, regular_work, renew_when
 from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull
 from kvpage_server.store.keyspace import Keyspace
-from kvpage_server.system import signals
-from kvpage_server.system.descriptors import room_for
 from kvpage_server.system.durable import private, tighten
+from kvpage_server.system.process import handle_signals, ignore_all_signals, ignore_signals, raise_descriptor_limit
 from kvpage_server.system.program import ends_quietly
 
 if TYPE_CHECKING:  # only a gateway imports the client and redis-py, which takes as long as all other imports
@@ -85,7 +84,7 @@ def _main(words: list[str]) -> None:
         why = f" ({core.REASON})" if core.REASON else ""
         print(f"kvpage-server {__version__}, page core: {core.NAME}{why}")
         return
-    signals.begin()
+    ignore_signals()
     check_only = words[:1] == ["--check-config"]
     here = os.getcwd()
     try:
@@ -132,7 +131,7 @@ def _run(config: Config) -> None:
         try:
             runner.run(serve(server, upstream))
         finally:
-            signals.finish(runner.get_loop())
+            ignore_all_signals(runner.get_loop())
 
 
 def _usage() -> str:
@@ -256,7 +255,7 @@ async def serve(server: Server, upstream: Upstream | None) -> None:
     loop = asyncio.get_running_loop()
     stopping, renewing = asyncio.Event(), asyncio.Event()
     server.stop = stopping.set
-    signals.attend(loop, partial(_stop, stopping), renewing.set)
+    handle_signals(loop, partial(_stop, stopping), renewing.set)
     _ensure_descriptors(server.config)
     tiered, config = server.tiered, server.config
     if tiered is not None:
@@ -348,7 +347,7 @@ def _renew_outputs(server: Server) -> None:
 
 def _ensure_descriptors(config: Config) -> None:
     """Raise the limit of file descriptors to the number that maxclients needs. If that fails, lower maxclients."""
-    most = room_for(config.maxclients, OWN_DESCRIPTORS)
+    most = raise_descriptor_limit(config.maxclients, OWN_DESCRIPTORS)
     if most < config.maxclients:
         config.maxclients = most
         logger.warning("maxclients is %d: the system gives %d file descriptors", most, most + OWN_DESCRIPTORS)

@@ -1,4 +1,4 @@
-"""Bounded readers of files and JSON from other programs."""
+"""Bounded readers of files and JSON from other programs, and batches of bounded size."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import json
 import os
 import stat
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from io import BufferedReader
 from math import isinf
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 # -- Files from other programs, such as configurations and dumps. Opening one never waits for a writer -----------------
 
@@ -106,3 +107,25 @@ def _finite(text: str) -> float:
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is no number of JSON")
+
+
+# -- Batches of bounded size -------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+
+def batches(sized: Iterable[tuple[T, int]], most: int) -> Iterator[list[T]]:
+    """Group items into lists of at most `most` bytes, in order. `sized` yields pairs of an item and its bytes.
+
+    An item of more than `most` bytes is in a list of its own.
+    """
+    some: list[T] = []
+    total = 0
+    for thing, nbytes in sized:
+        if some and total + nbytes > most:
+            yield some
+            some, total = [], 0
+        some.append(thing)
+        total += nbytes
+    if some:
+        yield some

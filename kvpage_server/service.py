@@ -19,7 +19,7 @@ from kvpage_server.configuration.kinds import AUTO
 from kvpage_server.net.connection_memory import Watch
 from kvpage_server.page import unix_ms
 from kvpage_server.store.evict import OverLimit
-from kvpage_server.system.memory import usable_memory
+from kvpage_server.system.process import usable_memory
 from kvpage_server.system.text import how_many
 
 # -- Start message -----------------------------------------------------------------------------------------------------

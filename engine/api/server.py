@@ -29,7 +29,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvpage_server.http import ConnectionLimiter, Guards, HttpServer, RefusalReplies, Unanswered, own_names
-from kvpage_server.system import signals
+from kvpage_server.system.process import handle_signals, ignore_signals
 from kvpage_server.tracing import continued
 
 from ..memory.limits import set_limits
@@ -246,7 +246,7 @@ def run(
     The first signal ends listening, and gives running requests `grace` seconds. A second one, except SIGHUP, ends the
     process immediately. Raises ServeError if the engine cannot be started.
     """
-    signals.begin()
+    ignore_signals()
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     first = next(iter(options.values()))
     try:
@@ -271,7 +271,7 @@ async def _serve(server: HttpServer, service: Service, listener: socket.socket, 
     """Run the server until a signal arrives or an engine fails, and stop all engines. Return the exit code as `run`."""
     models = service.models
     stopping = asyncio.Event()
-    signals.attend(asyncio.get_running_loop(), partial(_signalled, stopping), _nothing_to_renew)
+    handle_signals(asyncio.get_running_loop(), partial(_signalled, stopping), _nothing_to_renew)
     serving = asyncio.create_task(server.serve([listener]))
     try:
         await _first_of(service.start(), stopping.wait())

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import quote, urlsplit
 
 from kvpage_server import tracing
-from kvpage_server.system.descriptors import room_for
+from kvpage_server.system.process import raise_descriptor_limit
 from kvpage_server.system.text import log_to_standard_error
 
 from ..platform import OTHERS
@@ -101,7 +101,7 @@ def serve(args: argparse.Namespace) -> NoReturn:
             args.max_queue,
             args.timeout,
             args.max_tokens,
-            room_for(args.max_connections, OTHERS),
+            raise_descriptor_limit(args.max_connections, OTHERS),
             args.max_from_address,
         )
         asked = {

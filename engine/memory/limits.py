@@ -11,7 +11,7 @@ from typing import NamedTuple
 import mlx.core as mx
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from kvpage_server.system.memory import usable_memory
+from kvpage_server.system.process import usable_memory
 
 MOST = 3 / 4  # of the machine's memory: MLX's limit, where the device recommends none
 CACHE_SHARE = 16  # MLX keeps up to this part of the memory in freed buffers

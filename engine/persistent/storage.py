@@ -19,11 +19,11 @@ import redis
 import xxhash
 from numpy.typing import NDArray
 
+from kvpage_server.bounded import batches
 from kvpage_server.client import Disconnected, Page, PageClient, Unsupported
 from kvpage_server.client.cluster.plan import GONE
 from kvpage_server.client.questions import Question, ok, text, up_to
 from kvpage_server.page import MAX_HEAD, PageKey
-from kvpage_server.system.batches import batches
 from kvpage_server.system.durable import replacing
 
 from ..tensor_file import Tensor, write

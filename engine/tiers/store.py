@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, get_args
 
-from kvpage_server.system import malloc
+from kvpage_server.system.process import trim_malloc
 from kvpage_server.system.text import how_many
 
 from ..chains import ContextNames, root_of
@@ -430,7 +430,7 @@ class AgentCacheStore:
             self._hot.drop_clean()
             evicted = before - len(self._hot)
             self._tree.clear()
-        malloc.trim()
+        trim_malloc()
         return evicted
 
     def agents(self) -> list[AgentInfo]:

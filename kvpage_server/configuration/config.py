@@ -49,7 +49,7 @@ from kvpage_server.core.protocol import split_words
 from kvpage_server.store.disk.database import FILE, STORE_FILES
 from kvpage_server.store.eviction.policies import POLICIES
 from kvpage_server.system.durable import private_directory
-from kvpage_server.system.memory import usable_memory
+from kvpage_server.system.process import usable_memory
 
 # -- Paths -------------------------------------------------------------------------------------------------------------
 #

@@ -42,7 +42,7 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.steps import Steps
 from kvpage_server.page import HEADER_SIZE, PageError, PageHeader, PageKey
 from kvpage_server.resp import Raw, Reply, ReplyError, Wait
-from kvpage_server.system import malloc
+from kvpage_server.system.process import MMAP_THRESHOLD, TRIM_THRESHOLD, tune_malloc
 
 # -- Plans of a gateway, in addition to those of `ClusterCalls`: reads of strings, pages and blocks without copies -----
 
@@ -207,7 +207,7 @@ def keep_memory() -> None:
 
     The page faults of new memory cost a third of a second of CPU time per GB.
     """
-    malloc.tune({malloc.MMAP_THRESHOLD: _KEPT_BYTES // 2, malloc.TRIM_THRESHOLD: _KEPT_BYTES})
+    tune_malloc({MMAP_THRESHOLD: _KEPT_BYTES // 2, TRIM_THRESHOLD: _KEPT_BYTES})
 
 
 def cluster_url(nodes: str) -> str:

@@ -18,7 +18,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError
 
-from kvpage_server.system.descriptors import hand_over
+from kvpage_server.system.process import send_socket
 
 CLIENT_NAME = "kvpage-monitor"
 MONITOR = "monitor"  # the text with a socket for metrics
@@ -36,7 +36,7 @@ class StoreConnector:
         """Return a new connection to the store, a non-blocking socket. `words` is as for `store`. Raises OSError."""
         ours, theirs = socket.socketpair()
         try:
-            hand_over(self._channel, theirs, words)
+            send_socket(self._channel, theirs, words)
             ours.setblocking(False)
         except OSError:
             ours.close()

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from kvpage_server.commands.access.user import User
 from kvpage_server.net.listener import Listener
-from kvpage_server.system.descriptors import take_over
+from kvpage_server.system.process import receive_socket
 
 PROGRAM = "kvpage_server.web"
 NEEDS = ("prometheus_client", "starlette", "uvicorn")  # packages that the process imports
@@ -114,7 +114,7 @@ class Companion:
     def _receive_socket(self, channel: socket.socket) -> None:
         """Receive a socket from the process, and begin a session on it. Stop watching a channel that has ended."""
         try:
-            taken = take_over(channel)
+            taken = receive_socket(channel)
         except BlockingIOError:
             return
         except OSError:

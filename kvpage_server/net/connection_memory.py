@@ -20,7 +20,7 @@ from kvpage_server.commands.steps import STEP, counted
 from kvpage_server.configuration.config import Config
 from kvpage_server.configuration.kinds import OutputLimit
 from kvpage_server.core import Limits, Parser
-from kvpage_server.system import malloc
+from kvpage_server.system.process import MMAP_THRESHOLD, trim_malloc, tune_malloc
 
 log = logging.getLogger("kvpage")
 
@@ -35,7 +35,7 @@ def keep_large_blocks_apart() -> None:
     By default glibc raises this threshold when it frees a large allocation, and later places large allocations between
     small ones, where freed memory cannot be returned.
     """
-    malloc.tune({malloc.MMAP_THRESHOLD: _LARGE})
+    tune_malloc({MMAP_THRESHOLD: _LARGE})
 
 
 def parser_limits(config: Config) -> Limits:
@@ -259,7 +259,7 @@ class Watch:
         self._most_held = max(self._most_held, held)
         if self._most_held > _MUCH and held < self._most_held // 4:
             self._most_held = held
-            malloc.trim()
+            trim_malloc()
 
     def _measure(self, now: float) -> None:
         stats = self._server.stats

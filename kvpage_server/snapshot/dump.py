@@ -17,6 +17,7 @@ from itertools import chain, islice
 from operator import add, gt
 from pathlib import Path
 
+from kvpage_server.bounded import batches
 from kvpage_server.client.errors import Refused
 from kvpage_server.page import PageError, PageKey, checksum, decode_page
 from kvpage_server.snapshot import format
@@ -39,7 +40,6 @@ from kvpage_server.snapshot.format import (
     write_file,
 )
 from kvpage_server.snapshot.store import BATCH_BYTES, KEY_COSTS, Amount, Listed, RunningStore, Value, read_ahead
-from kvpage_server.system.batches import batches
 from kvpage_server.system.durable import private_directory, remove_unfinished
 
 # -- Comparison of a file with a server: pages by their headers, without their bodies; strings by their values ---------

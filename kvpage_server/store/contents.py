@@ -24,8 +24,7 @@ from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.eviction.quotas import counted, text_size
 from kvpage_server.store.memory.catalogue import Catalogue
 from kvpage_server.store.memory.entry import LONGEST_TEXT, TEXT_OVERHEAD, Entry, Page, Text, is_page
-from kvpage_server.store.memory.index import Block, BlockKeys, Extent, ExtentPage, rows_of
-from kvpage_server.store.memory.on_disk import OnDisk
+from kvpage_server.store.memory.index import Block, BlockKeys, Extent, ExtentPage, OnDisk, rows_of
 from kvpage_server.system.text import monotonic_ms
 
 # -- lost strings ------------------------------------------------------------------------------------------------------

@@ -39,8 +39,8 @@ from kvpage_server.core.pieces import END, Piece, frame
 from kvpage_server.page import HEADER_SIZE, MAX_BLOCK_PAGES, BlockShape, DType, Plane, header_fields, unix_ms
 from kvpage_server.store.contents import Contents, Source, footprint_of, unit_of
 from kvpage_server.store.disk.database import Disk
+from kvpage_server.store.disk.evict import DiskAccount
 from kvpage_server.store.disk.fetching import BorrowedReads
-from kvpage_server.store.disk.limit import DiskAccount
 from kvpage_server.store.disk.prefetch import Prefetcher
 from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.disk.usage import Stored
@@ -49,6 +49,7 @@ from kvpage_server.store.evict import (
     MemoryAccount,
     OverLimit,
     PendingWrite,
+    QuotaAccounts,
     Reservation,
     ReservationParts,
     make_room,
@@ -57,9 +58,7 @@ from kvpage_server.store.eviction.leases import LONGEST_LIFETIME, Bytes
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.eviction.quotas import counted
 from kvpage_server.store.memory.entry import Entry, Page, Text, has_bytes
-from kvpage_server.store.memory.index import Block, Extent, ExtentPage
-from kvpage_server.store.memory.on_disk import OnDisk
-from kvpage_server.store.quota_limit import QuotaAccounts
+from kvpage_server.store.memory.index import Block, Extent, ExtentPage, OnDisk
 from kvpage_server.store.reading import Listing, Reader
 from kvpage_server.system.text import monotonic_ms
 

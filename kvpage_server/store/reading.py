@@ -14,8 +14,7 @@ from kvpage_server.store.contents import NEVER_STORED, Contents, unit_of
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.memory.catalogue import Place
 from kvpage_server.store.memory.entry import Entry, Page, body_on_disk, page_named
-from kvpage_server.store.memory.index import Block
-from kvpage_server.store.memory.on_disk import OnDisk
+from kvpage_server.store.memory.index import Block, OnDisk
 from kvpage_server.system.text import monotonic_ms
 
 ANY = sys.maxsize  # bytes: a read without a limit

@@ -17,7 +17,7 @@ from servers import CLIENT_OPTIONS
 from test_app import CONF
 
 from kvpage_server.configuration.config import choose_defaults, from_arguments
-from kvpage_server.system.memory import usable_memory
+from kvpage_server.system.process import usable_memory
 
 MIB = 1 << 20
 READY = re.compile(r"ready on 127\.0\.0\.1:(\d+)")

@@ -22,7 +22,7 @@ from servers import START_WITHIN, STOP_WITHIN, RunningServer, answers, free_port
 from terminals import Terminal, terminal
 from waiting import until
 
-from kvpage_server.system import signals
+from kvpage_server.system.process import IGNORED, STOP
 
 BODY = b"acknowledged" * 1000
 FATE = re.compile(r"^\| (`SIG.*?) \| (.*?) \|", re.MULTILINE)
@@ -180,7 +180,7 @@ def test_a_service_continues_after_a_hangup() -> None:
         assert client.ping()
 
 
-@pytest.mark.parametrize("number", signals.STOP, ids=lambda number: signal.Signals(number).name)
+@pytest.mark.parametrize("number", STOP, ids=lambda number: signal.Signals(number).name)
 def test_stop_signals_stop_it_in_order(tmp_path: Path, number: int) -> None:
     with start_server("--store", "tiered", "--appendfsync", "no", directory=tmp_path) as server:
         with server.client() as client:
@@ -192,7 +192,7 @@ def test_stop_signals_stop_it_in_order(tmp_path: Path, number: int) -> None:
 
 def test_other_signals_have_no_effect() -> None:
     with start_server() as server, server.client() as client:
-        for number in signals.IGNORED:
+        for number in IGNORED:
             os.kill(server.pid, number)
             assert client.ping(), number
         os.kill(server.pid, signal.SIGUSR1)
@@ -249,12 +249,12 @@ def test_the_table_of_signals_is_true_and_whole() -> None:
     for number in signal.valid_signals() - set(realtime):
         name = signal.Signals(number).name
         expected: Callable[[str], bool] = {
-            number in signals.STOP: lambda fate: fate.startswith("stops in order"),
-            number in signals.IGNORED: lambda fate: fate.startswith("is ignored"),
+            number in STOP: lambda fate: fate.startswith("stops in order"),
+            number in IGNORED: lambda fate: fate.startswith("is ignored"),
             number == signal.SIGHUP: lambda fate: "terminal" in fate and "service" in fate,
         }.get(True, lambda fate: fate.startswith("as the system has it"))
         assert expected(received.get(name, "nothing")), (name, received.get(name))
-    assert set(realtime) <= set(signals.IGNORED)
+    assert set(realtime) <= set(IGNORED)
 
 
 @pytest.mark.parametrize("read", [False, True])

@@ -29,13 +29,11 @@ from kvpage_server.core.pieces import Piece
 from kvpage_server.resp import Reply, ReplyError, Wait, bare
 from kvpage_server.store.disk.fetching import BorrowedReads
 from kvpage_server.store.disk.naming import unit_on_disk
-from kvpage_server.store.disk.pins import Hold, TooMuch
-from kvpage_server.store.disk.prefetch import Needed, Prefetcher
+from kvpage_server.store.disk.prefetch import Hold, Needed, Prefetcher, TooMuch
 from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.evict import OverLimit
 from kvpage_server.store.memory.entry import Entry
-from kvpage_server.store.memory.index import ExtentPage
-from kvpage_server.store.memory.on_disk import OnDisk
+from kvpage_server.store.memory.index import ExtentPage, OnDisk
 
 T = TypeVar("T")
 

@@ -31,7 +31,7 @@ from kvpage_server.commands.steps import Steps, freed
 from kvpage_server.core import Command
 from kvpage_server.core.pieces import Piece
 from kvpage_server.resp import Raw, Reply, ReplyError, Stream, Wait, encode
-from kvpage_server.store.disk.pins import Hold
+from kvpage_server.store.disk.prefetch import Hold
 
 _CHECKS = 4000  # comparisons of a key with a pattern in a step
 _RIGHTS = 16 * _CHECKS  # comparisons above which the rights are checked in steps

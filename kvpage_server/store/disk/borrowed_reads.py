@@ -17,7 +17,7 @@ from weakref import ref
 
 from kvpage_server.core import Arena
 from kvpage_server.core.pieces import END, Piece, frame
-from kvpage_server.store.memory.on_disk import OnDisk
+from kvpage_server.store.memory.index import OnDisk
 
 _SIZE = attrgetter("size")
 VALUES_PER_COPY = 16  # values in one slot, which stays in use until the last of them is sent

@@ -11,8 +11,7 @@ import lmdb
 from kvpage_server.core import Slot
 from kvpage_server.page import BlockShape, DType, PageError, Plane, header_fields, unix_ms
 from kvpage_server.store import records
-from kvpage_server.store.memory.index import Block, Extent, ExtentPage
-from kvpage_server.store.memory.on_disk import OnDisk
+from kvpage_server.store.memory.index import Block, Extent, ExtentPage, OnDisk
 from kvpage_server.store.records import Damaged, Record, Spot
 
 

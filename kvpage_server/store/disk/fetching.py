@@ -33,14 +33,12 @@ from kvpage_server.store.disk.borrowed_reads import (
 from kvpage_server.store.disk.encoding import Corrupt
 from kvpage_server.store.disk.lmdb_file import DiskError
 from kvpage_server.store.disk.naming import described, name_of_unit, unit_on_disk
-from kvpage_server.store.disk.pins import HeldUnits, Hold, TooMuch
-from kvpage_server.store.disk.prefetch import Needed
+from kvpage_server.store.disk.prefetch import HeldUnits, Hold, Needed, TooMuch
 from kvpage_server.store.disk.readers import DiskReader
 from kvpage_server.store.disk.usage import Stored
 from kvpage_server.store.evict import MemoryAccount, OverLimit
 from kvpage_server.store.eviction.queues import Unit
-from kvpage_server.store.memory.index import Block, Extent
-from kvpage_server.store.memory.on_disk import OnDisk
+from kvpage_server.store.memory.index import Block, Extent, OnDisk
 from kvpage_server.system.text import Durations
 
 _COPIED = 64 * 1024  # bytes of the largest value that is borrowed as a copy, which costs less than more pieces

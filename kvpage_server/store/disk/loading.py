@@ -22,8 +22,7 @@ from kvpage_server.store.disk.encoding import extent_of
 from kvpage_server.store.disk.naming import block_name_of, name_of_unit, parse_block
 from kvpage_server.store.disk.usage import Stored
 from kvpage_server.store.memory.entry import LONGEST_TEXT, Entry, Text
-from kvpage_server.store.memory.index import Block
-from kvpage_server.store.memory.on_disk import OnDisk
+from kvpage_server.store.memory.index import Block, OnDisk
 from kvpage_server.store.records import Damaged, Record, footprint, name_of_key
 from kvpage_server.system.text import monotonic_ms
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from kvpage_server.store.contents import Contents
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.memory.entry import Entry, is_page, page_named
-from kvpage_server.store.memory.index import Block, Extent
-from kvpage_server.store.memory.on_disk import OnDisk
+from kvpage_server.store.memory.index import Block, Extent, OnDisk
 from kvpage_server.store.records import name_of_block, name_of_key
 from kvpage_server.system.text import printable
 

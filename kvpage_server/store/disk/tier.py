@@ -23,8 +23,8 @@ from kvpage_server.store import records
 from kvpage_server.store.contents import Contents, Source, Tier
 from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.disk.encoding import LIFETIME, Change, Corrupt, Delete, Lifetime, SetExpiry, Value, change_of
+from kvpage_server.store.disk.evict import DiskAccount
 from kvpage_server.store.disk.fetching import Fetching
-from kvpage_server.store.disk.limit import DiskAccount
 from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull
 from kvpage_server.store.disk.loading import Loader
 from kvpage_server.store.disk.naming import (
@@ -47,8 +47,7 @@ from kvpage_server.store.eviction.leases import Lease
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.memory.catalogue import WITH_TIER
 from kvpage_server.store.memory.entry import Entry, Page, Text
-from kvpage_server.store.memory.index import Block, Extent, ExtentPage
-from kvpage_server.store.memory.on_disk import NotLoaded, OnDisk
+from kvpage_server.store.memory.index import Block, Extent, ExtentPage, NotLoaded, OnDisk
 from kvpage_server.store.records import Damaged, name_of_block, name_of_key
 
 # -- The owner of the values in the write-behind queue -----------------------------------------------------------------

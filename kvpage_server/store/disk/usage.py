@@ -14,8 +14,7 @@ from kvpage_server.core import Slot
 from kvpage_server.store.disk.encoding import SetExpiry, ShortText, Value
 from kvpage_server.store.disk.write_behind import WriteBehind
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Text
-from kvpage_server.store.memory.index import Block, Extent, ExtentPage
-from kvpage_server.store.memory.on_disk import OnDisk
+from kvpage_server.store.memory.index import Block, Extent, ExtentPage, OnDisk
 from kvpage_server.store.records import footprint, footprint_of, names_of_keys
 
 

@@ -17,7 +17,7 @@ from kvpage_server.page import unix_ms
 from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.disk.encoding import Change, Clear, Delete, SetExpiry, Write
 from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull
-from kvpage_server.system import malloc
+from kvpage_server.system.process import trim_malloc
 from kvpage_server.system.text import Durations
 
 T = TypeVar("T")
@@ -132,7 +132,7 @@ class DiskWriter(Generic[T]):
         try:
             return self._jobs.get(timeout=_SPARE_FOR)
         except Empty:
-            malloc.trim()
+            trim_malloc()
             return self._jobs.get()
 
     def _error_of(self, batch: Batch[T], makes_room: bool) -> Error | None:

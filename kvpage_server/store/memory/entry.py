@@ -7,8 +7,7 @@ from typing import TypeGuard
 
 from kvpage_server.core import Slot
 from kvpage_server.page import PageError, PageHeader, PageKey
-from kvpage_server.store.memory.index import Block, ExtentPage
-from kvpage_server.store.memory.on_disk import OnDisk
+from kvpage_server.store.memory.index import Block, ExtentPage, OnDisk
 
 LONGEST_TEXT = 511  # bytes; a longer string has a slot, because the parser receives longer words into slots
 TEXT_OVERHEAD = 200  # bytes of memory of a short string in addition to its key and bytes: dict entry, objects

@@ -33,11 +33,11 @@ hold(96)
 print(touched() - before)
 """
 BACK = """
-from kvpage_server.system import malloc
+from kvpage_server.system.process import trim_malloc
 before = resident()
 hold(96)
 print(resident() - before)
-malloc.trim()
+trim_malloc()
 print(resident() - before)
 """
 

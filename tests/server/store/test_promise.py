@@ -18,8 +18,7 @@ from kvpage_server.commands.dispatch.run import run
 from kvpage_server.commands.families.server.config import apply
 from kvpage_server.commands.specs import find
 from kvpage_server.resp import Reply, ReplyError, Stream
-from kvpage_server.store.evict import OverLimit, Reservation
-from kvpage_server.store.quota_limit import QuotaAccount
+from kvpage_server.store.evict import OverLimit, QuotaAccount, Reservation
 
 PAGES = 1100  # three steps or more
 SIZE = 1000

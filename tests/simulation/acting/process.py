@@ -22,8 +22,7 @@ from kvpage_server.core.python import calls
 from kvpage_server.net import replies
 from kvpage_server.store.disk.naming import unit_on_disk
 from kvpage_server.store.eviction.queues import Unit
-from kvpage_server.store.memory.index import Block
-from kvpage_server.store.memory.on_disk import OnDisk
+from kvpage_server.store.memory.index import Block, OnDisk
 from tests.simulation.programs.seed import Seed
 from tests.simulation.world.clock import real_monotonic_ns
 from tests.simulation.world.machine import Machine, ServerDied

@@ -33,7 +33,7 @@ _SMALLER: list[tuple[str, str, list[int]]] = [
     (_STORE + "disk.fetching", "_VALUES_PER_READ", [1, 4]),
     (_STORE + "disk.borrowed_reads", "MOST", [2]),
     (_STORE + "disk.tier", "_VALUES_PER_STEP", [1, 4]),
-    (_STORE + "quota_limit", "_PATTERNS_PER_STEP", [30]),
+    (_STORE + "evict", "_PATTERNS_PER_STEP", [30]),
     (_STORE + "keyspace", "BLOCK_PAGES_PER_STEP", [2]),
     ("kvpage_server.net.session", "MOST_COMMANDS", [1, 4]),
 ]

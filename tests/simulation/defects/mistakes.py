@@ -356,7 +356,7 @@ MISTAKES = [
     ),
     Mistake(
         "leases-count-for-the-old-quota",
-        _STORE + "quota_limit",
+        _STORE + "evict",
         "QuotaAccounts.set_rules",
         "        contents.leases.recount()\n",
         "",
@@ -388,7 +388,7 @@ MISTAKES = [
     ),
     Mistake(
         "nothing-lies-beside",
-        _STORE + "disk.limit",
+        _STORE + "disk.evict",
         "",
         "_SHARE_WITH_REPLACED = 0.9 ",
         "_SHARE_WITH_REPLACED = 9.0 ",

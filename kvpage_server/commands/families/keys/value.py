@@ -31,8 +31,7 @@ from kvpage_server.resp import Reply, ReplyError
 from kvpage_server.store.evict import PendingWrite
 from kvpage_server.store.eviction.quotas import text_size
 from kvpage_server.store.memory.entry import Entry, Text, is_page
-from kvpage_server.store.memory.index import Block
-from kvpage_server.store.memory.on_disk import OnDisk
+from kvpage_server.store.memory.index import Block, OnDisk
 
 PageParts = tuple[PageName, bytes, Slot]  # name, header and body: the arguments of Keyspace.set_page
 

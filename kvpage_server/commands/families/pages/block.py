@@ -39,8 +39,7 @@ from kvpage_server.page import (
 from kvpage_server.resp import OK, Raw, Reply, ReplyError, Stream
 from kvpage_server.store.disk.prefetch import Prefetcher
 from kvpage_server.store.keyspace import BLOCK_PAGES_PER_STEP, has_block, read_block
-from kvpage_server.store.memory.index import Extent
-from kvpage_server.store.memory.on_disk import OnDisk
+from kvpage_server.store.memory.index import Extent, OnDisk
 
 _PLANE = 3  # arguments of a plane: type dtype head_dim
 

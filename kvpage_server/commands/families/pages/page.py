@@ -33,8 +33,7 @@ from kvpage_server.resp import OK, Raw, Reply, ReplyError, Stream
 from kvpage_server.store.disk.borrowed_reads import VALUES_PER_COPY
 from kvpage_server.store.disk.prefetch import Needed, Prefetcher
 from kvpage_server.store.memory.entry import Entry, Page, has_bytes, header_of, is_only_on_disk, is_page
-from kvpage_server.store.memory.index import Block, ExtentPage
-from kvpage_server.store.memory.on_disk import OnDisk
+from kvpage_server.store.memory.index import Block, ExtentPage, OnDisk
 from kvpage_server.store.reading import Found
 from kvpage_server.system.text import monotonic_ms
 

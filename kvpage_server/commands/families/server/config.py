@@ -20,8 +20,8 @@ from kvpage_server.core import Argument
 from kvpage_server.glob import glob
 from kvpage_server.resp import OK, Reply, ReplyError
 from kvpage_server.store.eviction.quotas import Rule
-from kvpage_server.system.descriptors import room_for
 from kvpage_server.system.durable import replacing
+from kvpage_server.system.process import raise_descriptor_limit
 
 OWN_DESCRIPTORS = 32  # file descriptors of the process, in addition to those of clients
 _FLAGS = "admin noscript loading stale"
@@ -132,7 +132,10 @@ def _change_all(config: Config, changes: Mapping[str, str]) -> None:
     try:
         for name, value in changes.items():
             config.change(name, value)
-            if name == "maxclients" and (most := room_for(config.maxclients, OWN_DESCRIPTORS)) < config.maxclients:
+            if (
+                name == "maxclients"
+                and (most := raise_descriptor_limit(config.maxclients, OWN_DESCRIPTORS)) < config.maxclients
+            ):
                 raise ConfigError(f"{_TOO_MANY_CLIENTS} {most}")
     except ConfigError as error:
         vars(config).update(before)

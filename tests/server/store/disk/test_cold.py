@@ -20,7 +20,7 @@ from wire import Wire, encode_command, parse
 
 from kvpage_server.core import NewPages
 from kvpage_server.store.disk.database import Disk
-from kvpage_server.store.disk.pins import HeldUnits
+from kvpage_server.store.disk.prefetch import HeldUnits
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.memory.index import Block
 
@@ -296,7 +296,7 @@ def test_a_hold_ends_with_its_owner_or_after_a_while(monkeypatch: pytest.MonkeyP
     assert [b"a" in holds, b"b" in holds] == [True, True]
     del first
     assert [b"a" in holds, b"b" in holds, ended] == [False, True, [5]]
-    monkeypatch.setattr("kvpage_server.store.disk.pins.LONGEST", 0.0)
+    monkeypatch.setattr("kvpage_server.store.disk.prefetch.LONGEST_HOLD", 0.0)
     holds.end_old()
     assert [b"b" in holds, ended] == [False, [5, 0]]
     del second

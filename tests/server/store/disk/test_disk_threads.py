@@ -26,7 +26,7 @@ from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull
 from kvpage_server.store.disk.readers import THREADS, DiskReader, Scrubber
 from kvpage_server.store.disk.write_behind import MOVES, Batch, Event, State, WriteBehind, after
 from kvpage_server.store.records import Damaged
-from kvpage_server.system import malloc
+from kvpage_server.system.process import HAS_GLIBC
 
 MB = 1024**2
 
@@ -317,7 +317,7 @@ class Refusing:
         raise lmdb.Error(os.strerror(errno.EIO))
 
 
-@pytest.mark.skipif(not malloc.IS_THERE, reason="another C library keeps what is freed as it likes")
+@pytest.mark.skipif(not HAS_GLIBC, reason="another C library keeps what is freed as it likes")
 class TestMemoryOfCommits:
     """LMDB copies its writes, and frees the copy at every commit."""
 

@@ -15,7 +15,7 @@ from wire import Wire, encode_command, parse
 from kvpage_server.store.disk.borrowed_reads import COPIED_PER_STEP, LONGEST, MOST, Mapped, MappedBody, MappedReads
 from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.disk.encoding import Write
-from kvpage_server.store.memory.on_disk import OnDisk
+from kvpage_server.store.memory.index import OnDisk
 from kvpage_server.store.records import name_of_block
 
 SHAPE = (2, 2, 64, 0, 1, 0, 1, 1024)  # layers heads page_size ttl P, then the plane: 512 KiB of float16

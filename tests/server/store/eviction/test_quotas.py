@@ -20,7 +20,7 @@ from kvpage_server.commands.families.server.config import apply
 from kvpage_server.configuration.config import Config, ConfigError
 from kvpage_server.glob import glob
 from kvpage_server.page import unix_ms
-from kvpage_server.store import quota_limit
+from kvpage_server.store import evict
 from kvpage_server.store.eviction.quotas import Quota, Rule
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.memory.entry import is_page
@@ -117,7 +117,7 @@ class Quotas(RuleBasedStateMachine):
     )
     def start(self, policy: str) -> None:
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(quota_limit, "_PATTERNS_PER_STEP", 1)
+        self.patch.setattr(evict, "_PATTERNS_PER_STEP", 1)
         self.here = Here(policy=policy)
         self.keys = self.here.keyspace
         self.counts = False  # whether a quota does not know everything yet
@@ -497,7 +497,7 @@ KINDS: dict[str, Callable[[Here, int], bytes]] = {
 
 def being_counted(monkeypatch: pytest.MonkeyPatch, kind: str, limit: int = 10**6) -> tuple[Here, Quota]:
     """Ten values, of which a quota that was just set knows one."""
-    monkeypatch.setattr(quota_limit, "_PATTERNS_PER_STEP", 1)
+    monkeypatch.setattr(evict, "_PATTERNS_PER_STEP", 1)
     here = Here(policy="allkeys-lru")
     for page in range(10):
         assert KINDS[kind](here, page) == b"+OK\r\n"
