@@ -103,7 +103,7 @@ def test_lengths_that_cannot_be_leased_are_omitted() -> None:
         assert len(leased) < len(all_of_them)
         fill(client)
         assert held(client, "r")[: len(leased)] == list(pages)[: len(leased)]
-        assert held(client, "state") == [leased[-1] - 1]
+        assert leased[-1] - 1 in held(client, "state")
 
 
 def test_rights_are_needed_for_states_as_well(client: redis.Redis) -> None:
