@@ -23,7 +23,7 @@ import mlx.core as mx
 from benchmarks.decoder import Plain, decoder
 from benchmarks.findings import Finding, show, write
 from engine.persistent import Simulator, parse_file
-from engine.persistent.dtypes import DTYPES
+from engine.persistent.graph import DTYPES
 from engine.persistent.state import Journal, Layout, Table
 
 ENTRIES = 4096

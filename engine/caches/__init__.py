@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .arrays import ArraysLayer, Nesting, assemble, nesting, parts
 from .codec import DTYPES, MLX_DTYPES, CacheStateError, Matrices, StateLayer, TokenLayer, UnsupportedCacheError
-from .full import FullLayer
-from .quantized import QuantizedLayer, quantised
-from .window import ChunkedLayer, WindowLayer
+from .state_layers import ArraysLayer, ChunkedLayer, Nesting, WindowLayer, assemble, nesting, parts
+from .token_layers import FullLayer, QuantizedLayer, quantised
 
 Layer = TokenLayer | StateLayer
 

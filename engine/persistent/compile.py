@@ -14,7 +14,6 @@ from typing import Any, assert_never
 import mlx.core as mx
 
 from . import graph as nodes
-from .dtypes import DTYPES, WORDS, DType, named
 from .errors import (
     AccessError,
     BlockCycleError,
@@ -30,7 +29,23 @@ from .errors import (
     SliceWriteError,
     UnknownNameError,
 )
-from .graph import Access, Arithmetic, Expression, Graph, Index, Name, Operation, Read, Slice, Transfer, Value
+from .graph import (
+    DTYPES,
+    WORDS,
+    Access,
+    Arithmetic,
+    DType,
+    Expression,
+    Graph,
+    Index,
+    Name,
+    Operation,
+    Read,
+    Slice,
+    Transfer,
+    Value,
+    named,
+)
 from .state import MEMORY_BYTES, Layout
 from .variables import Action, Frame, Tensors, Variable, arithmetic, constant
 

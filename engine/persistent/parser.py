@@ -11,8 +11,8 @@ from lark import Lark, Token, Transformer, Tree, v_args
 from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken, VisitError
 
 from . import graph as nodes
-from .dtypes import WORDS
 from .errors import DeclarationError, GraphError, ParseError, Place, Source, UnknownNameError
+from .graph import WORDS
 
 MAX_DIGITS = 20  # of an integer; 2^64 has 20 digits
 MAX_DEPTH = 100  # nesting depth, for example of sums: far below Python's recursion limit

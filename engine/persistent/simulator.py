@@ -19,7 +19,6 @@ import redis
 import xxhash
 
 from .compile import compile_graph
-from .dtypes import named
 from .errors import (
     BrokenExecutorError,
     DeviceError,
@@ -29,7 +28,7 @@ from .errors import (
     StoreError,
     UnknownNameError,
 )
-from .graph import Graph
+from .graph import Graph, named
 from .state import Memory
 from .storage import PersistentStore, SavedPages, StoredInstance, body, export
 from .variables import Event, Frame, Tensors, resolve

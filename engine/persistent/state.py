@@ -12,8 +12,8 @@ from operator import add
 
 import mlx.core as mx
 
-from .dtypes import DType
 from .errors import GrowthError, NegativeIndexError, ShapeError, SliceRangeError
+from .graph import DType
 
 # -- The undo log of a step: every change to persistent memory records how to undo it ----------------------------------
 

@@ -27,8 +27,8 @@ from kvpage_server.page import MAX_HEAD, PageKey
 from kvpage_server.system.durable import replacing
 
 from ..tensor_file import Tensor, write
-from .dtypes import named
 from .errors import ConflictError, DamagedError, StoreError, WrongProgramError
+from .graph import named
 from .state import Entry, Layout, Memory, Shape, Table
 
 # -- The stored form of an instance, except the bytes of its tensors ---------------------------------------------------

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
-from .dtypes import DTYPES, DType, named
 from .errors import DeclarationError, DeviceError, DimError, DTypeError, GraphError, ModelError, Place, UnknownNameError
-from .graph import Arithmetic, Assign, Declaration, Expression, Graph, Name
+from .graph import DTYPES, Arithmetic, Assign, Declaration, DType, Expression, Graph, Name, named
 from .state import MAX_DIM, MEMORY_BYTES, Layout, Memory, Shape
 
 

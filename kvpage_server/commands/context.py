@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
-from kvpage_server.commands.access.login_limit import LoginLimiter
 from kvpage_server.commands.access.user import User
-from kvpage_server.commands.access.users import Refusals, Users
+from kvpage_server.commands.access.users import LoginLimiter, Refusals, Users
 from kvpage_server.commands.measure import Latency, SlowLog, Stats
 from kvpage_server.commands.notifying.channels import Channels, Mode
 from kvpage_server.commands.notifying.events import KeyEvents

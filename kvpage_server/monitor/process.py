@@ -16,8 +16,7 @@ from starlette.routing import BaseRoute
 
 from kvpage_server.http import ConnectionLimiter, HttpServer
 from kvpage_server.monitor.app import HEALTH, make_app
-from kvpage_server.monitor.logins import Logins
-from kvpage_server.monitor.store_connections import MONITOR, StoreConnector
+from kvpage_server.monitor.logins import MONITOR, Logins, StoreConnector
 from kvpage_server.observe.engines import ALL_CHANNELS, Engines
 from kvpage_server.system.text import log_to_standard_error
 

@@ -17,7 +17,7 @@ from servers import RunningServer
 
 from engine.persistent import errors
 from engine.persistent.compile import OPS
-from engine.persistent.dtypes import DTYPES
+from engine.persistent.graph import DTYPES
 from engine.persistent.parser import ATTRIBUTES
 
 NAME = "docs/persistent.md"

@@ -38,7 +38,6 @@ ROOMS = [
     "engine.api",
     "engine.demo",
     "engine.persistent.errors",
-    "engine.persistent.dtypes",
     "engine.persistent.graph",
     "engine.persistent.parser",
     "engine.persistent.builder",

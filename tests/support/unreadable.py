@@ -12,8 +12,7 @@ from time import sleep
 from typing import Any
 
 from kvpage_server import app
-from kvpage_server.store.disk.bodies import Found, Outcome
-from kvpage_server.store.disk.database import Disk
+from kvpage_server.store.disk.database import Disk, Found, Outcome
 from kvpage_server.store.disk.lmdb_file import DiskError
 
 _read, _find = Disk.read, Disk.find

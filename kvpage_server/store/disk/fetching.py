@@ -21,7 +21,6 @@ from typing import TypeAlias, cast
 
 from kvpage_server.core import Arena, Slot
 from kvpage_server.store.contents import Contents
-from kvpage_server.store.disk.bodies import Found, Outcome
 from kvpage_server.store.disk.borrowed_reads import (
     VALUES_PER_COPY,
     BorrowedRead,
@@ -30,6 +29,7 @@ from kvpage_server.store.disk.borrowed_reads import (
     MappedBody,
     MappedReads,
 )
+from kvpage_server.store.disk.database import Found, Outcome
 from kvpage_server.store.disk.encoding import Corrupt
 from kvpage_server.store.disk.lmdb_file import DiskError
 from kvpage_server.store.disk.naming import described, name_of_unit, unit_on_disk

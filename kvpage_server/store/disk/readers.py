@@ -15,8 +15,7 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from kvpage_server.store.disk.bodies import Found, Outcome
-from kvpage_server.store.disk.database import Disk
+from kvpage_server.store.disk.database import Disk, Found, Outcome
 from kvpage_server.store.disk.lmdb_file import DiskError
 from kvpage_server.store.records import Damaged
 

@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from mlx_lm.models.cache import QuantizedKVCache
 
 from engine.caches import QuantizedLayer
-from engine.caches.quantized import BatchQuantizedCache
+from engine.caches.token_layers import BatchQuantizedCache
 
 HEADS, DIM, BITS, GROUP = 2, 64, 4, 32
 ENGINE = Path(__file__).parents[1]

@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from engine.persistent import Executor, Model, PersistentStore, Simulator, parse
-from engine.persistent.dtypes import DTYPES
 from engine.persistent.errors import ConflictError, DamagedError, NoInstanceError, StoreError, WrongProgramError
+from engine.persistent.graph import DTYPES
 from kvpage_server.client import Page, PageClient
 from kvpage_server.page import DType as PageDType
 from kvpage_server.page import PageKey

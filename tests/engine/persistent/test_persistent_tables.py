@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.persistent.dtypes import DTYPES
 from engine.persistent.errors import GraphError, GrowthError, NegativeIndexError, ShapeError, SliceRangeError
+from engine.persistent.graph import DTYPES
 from engine.persistent.state import Journal, Layout, Scalar, Table
 
 SHAPE = (2, 3)

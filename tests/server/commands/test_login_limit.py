@@ -11,8 +11,8 @@ import pytest
 from servers import RunningServer, start_server
 from waiting import until
 
-from kvpage_server.commands.access import login_limit
-from kvpage_server.commands.access.login_limit import FREE_FAILURES, LoginLimiter, TooMany
+from kvpage_server.commands.access import users
+from kvpage_server.commands.access.users import FREE_FAILURES, LoginLimiter, TooMany
 
 
 class Clock:
@@ -28,7 +28,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(login_limit, "time", clock)
+    monkeypatch.setattr(users, "time", clock)
     return clock
 
 
@@ -77,7 +77,7 @@ def test_an_ipv6_network_counts_as_one_address(clock: Clock) -> None:
 
 
 def test_memory_is_bounded(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(login_limit, "_MOST_ADDRESSES", 100)
+    monkeypatch.setattr(users, "_MOST_ADDRESSES", 100)
     known = LoginLimiter()
     fail(known, "10.0.0.1:1")
     for host in range(99):

@@ -84,7 +84,7 @@ MISTAKES = [
     ),
     Mistake(
         "checksum-not-compared",
-        _STORE + "disk.bodies",
+        _STORE + "disk.database",
         "StoredBodies.read",
         "return True if digest == body.digest else Damaged(_WRONG_BODY)",
         "return True",

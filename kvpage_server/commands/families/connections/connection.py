@@ -7,8 +7,7 @@ import re
 from functools import partial
 
 from kvpage_server import __version__
-from kvpage_server.commands.access.login_limit import TooMany
-from kvpage_server.commands.access.users import DEFAULT
+from kvpage_server.commands.access.users import DEFAULT, TooMany
 from kvpage_server.commands.arguments import SYNTAX_ERROR, as_integer, integer, plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.checks import Postponed

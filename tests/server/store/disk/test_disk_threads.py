@@ -19,8 +19,7 @@ import pytest
 from waiting import PATIENCE, until
 
 from kvpage_server.net.connection_memory import keep_large_blocks_apart
-from kvpage_server.store.disk.bodies import Outcome
-from kvpage_server.store.disk.database import Disk
+from kvpage_server.store.disk.database import Disk, Outcome
 from kvpage_server.store.disk.encoding import Write
 from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull
 from kvpage_server.store.disk.readers import THREADS, DiskReader, Scrubber

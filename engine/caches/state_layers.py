@@ -1,22 +1,27 @@
-"""Codecs of caches with the last tokens only: RotatingKVCache, and ChunkedKVCache.
+"""Codecs of caches with a state, which is valid only at one position: RotatingKVCache, ChunkedKVCache, ArraysCache.
 
-RotatingKVCache has keys and values of the last tokens in a ring buffer. The state is stored in temporal order, so that
-pages do not depend on the position of the ring's beginning. The ring's index is stored with it, because sums over a
-rotated ring differ in their last bits.
+They have the last tokens only, or a size that does not depend on the number of tokens. A CacheList is split into its
+caches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import mlx.core as mx
-from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, RotatingKVCache
 
-from kvpage_server.page import DType, KVType, Plane
+from kvpage_server.page import MAX_KV_TYPE, DType, KVType, Plane
 
 from .codec import CacheStateError, Matrices, StateLayer, UnsupportedCacheError, join, plane_of
+
+# -- RotatingKVCache ---------------------------------------------------------------------------------------------------
+#
+# Keys and values of the last tokens in a ring buffer. The state is stored in temporal order, so that pages do not
+# depend on the position of the ring's beginning. The ring's index is stored with it, because sums over a rotated ring
+# differ in their last bits.
 
 _INDEX = Plane(int(KVType.K_SCALES), DType.UINT32, 1)  # the plane of the ring's index; a ring has no scales
 
@@ -132,3 +137,75 @@ class ChunkedLayer(StateLayer):
         cache.offset = end
         cache.start_position = end - rows
         return cache
+
+
+# -- ArraysCache -------------------------------------------------------------------------------------------------------
+# The state of a convolution or a recurrence. Its size does not depend on the number of tokens.
+
+
+@dataclass(frozen=True, slots=True)
+class ArraysLayer(StateLayer):
+    """Codec of up to six arrays ``[1, dim]``, ``[1, rows, dim]`` or ``[1, heads, rows, dim]``. Array n is stored in
+    plane n.
+    """
+
+    KIND: ClassVar[type] = ArraysCache
+    RECURRENT: ClassVar[bool] = True
+    planes: tuple[Plane, ...]
+    shapes: tuple[tuple[int, ...], ...]  # of the arrays, as mlx-lm has them
+
+    @classmethod
+    def describe(cls, cache: ArraysCache) -> Self:
+        arrays = cache.cache
+        if any(array is None or not 2 <= array.ndim <= 4 for array in arrays) or len(arrays) > MAX_KV_TYPE + 1:
+            found = [None if array is None else array.shape for array in arrays]
+            raise UnsupportedCacheError(
+                f"keeps an ArraysCache of {found}; supported: up to {MAX_KV_TYPE + 1} arrays of 2 to 4 axes"
+            )
+        planes = tuple(plane_of(kv_type, array) for kv_type, array in enumerate(arrays))
+        return cls(planes, tuple(array.shape for array in arrays))
+
+    def empty(self) -> ArraysCache:
+        return ArraysCache(len(self.shapes))
+
+    def matrices(self, end: int) -> tuple[Matrices, ...]:
+        """Return the shapes of the state. They do not depend on `end`, the number of tokens."""
+        return tuple(
+            Matrices(plane, *(1, 1, *shape[1:])[-3:-1]) for plane, shape in zip(self.planes, self.shapes, strict=True)
+        )
+
+    def capture(self, cache: ArraysCache) -> tuple[mx.array, ...]:
+        """Return a copy of the state of a cache with one sequence.
+
+        Raises CacheStateError for a state of another shape: some states grow with the first tokens.
+        """
+        found = tuple(None if array is None else array.shape for array in cache.cache)
+        if found != self.shapes:
+            raise CacheStateError(f"an ArraysCache of {self.shapes} can be kept, this one is {found}")
+        return tuple(
+            mx.contiguous(array.reshape(kept.shape)) for array, kept in zip(cache.cache, self.matrices(0), strict=True)
+        )
+
+    def restore(self, state: Sequence[mx.array], end: int) -> ArraysCache:
+        cache = self.empty()
+        cache.cache = [array.reshape(shape) for array, shape in zip(state, self.shapes, strict=True)]
+        return cache
+
+
+# -- CacheList: a layer with several caches. Each is stored as a layer of its own --------------------------------------
+
+Nesting = tuple["Nesting", ...] | None  # of a CacheList: the nesting of each of its caches; None for other caches
+
+
+def nesting(cache: Any) -> Nesting:
+    return tuple(nesting(part) for part in cache.caches) if type(cache) is CacheList else None
+
+
+def parts(caches: Iterable[Any]) -> list[Any]:
+    """Return all caches in order. A CacheList is replaced by the caches in it."""
+    return [part for cache in caches for part in (parts(cache.caches) if type(cache) is CacheList else [cache])]
+
+
+def assemble(nestings: Iterable[Nesting], remaining: Iterator[Any]) -> list[Any]:
+    """Return caches with the given nestings, made of the caches in `remaining`, in order: the inverse of `parts`."""
+    return [next(remaining) if inner is None else CacheList(*assemble(inner, remaining)) for inner in nestings]

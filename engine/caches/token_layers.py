@@ -1,6 +1,4 @@
-"""Codec of QuantizedKVCache: packed values with scales and biases. They are stored as they are, without another
-quantisation. Several of them in a batch, which mlx-lm lacks.
-"""
+"""Codecs of caches with rows for every token: KVCache and QuantizedKVCache; and batches of quantised caches."""
 
 from __future__ import annotations
 
@@ -14,6 +12,52 @@ from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache, QuantizedKVCac
 from kvpage_server.page import KVType, Plane
 
 from .codec import Matrices, TokenLayer, join, plane_of
+
+
+@dataclass(frozen=True, slots=True)
+class FullLayer(TokenLayer):
+    """Codec of KVCache: ``[heads, tokens, head_dim]`` in the planes K and V. Their dimensions may differ, as in latent
+    attention.
+
+    The values may be empty: the index of sparse attention has only keys. Then they have no plane. A layer without
+    arrays has no planes.
+    """
+
+    KIND: ClassVar[type] = KVCache
+    heads: tuple[int, ...]  # of keys and of values
+    planes: tuple[Plane, ...]
+
+    @classmethod
+    def describe(cls, cache: KVCache) -> Self:
+        if cache.keys is None:
+            return cls((), ())
+        keys, values = plane_of(KVType.K, cache.keys), cache.values
+        heads = (cache.keys.shape[1], values.shape[1])
+        return cls(heads, (keys, plane_of(KVType.V, values)) if values.shape[-1] else (keys,))
+
+    def empty(self) -> KVCache:
+        return KVCache()
+
+    def matrices(self, tokens: int) -> tuple[Matrices, ...]:
+        return tuple(Matrices(plane, self.heads[plane.kv_type], tokens) for plane in self.planes)
+
+    def arrays(self, cache: KVCache) -> tuple[mx.array, ...]:
+        return (cache.keys, cache.values)[: len(self.planes)]
+
+    def join(self, pieces: Sequence[tuple[mx.array, ...]], tokens: int) -> KVCache:
+        cache = self.empty()
+        if self.planes:
+            keys, *values = (join(plane, tokens) for plane in zip(*pieces, strict=True))
+            without = mx.zeros((1, self.heads[KVType.V], keys.shape[2], 0), keys.dtype)
+            cache.keys, cache.values = keys, values[0] if values else without
+            cache.offset = tokens
+        return cache
+
+
+# -- QuantizedKVCache --------------------------------------------------------------------------------------------------
+#
+# Packed values with scales and biases. They are stored as they are, without another quantisation. mlx-lm cannot batch
+# quantised caches, so `BatchQuantizedCache` does.
 
 _PLANES = (KVType.K, KVType.V, KVType.K_SCALES, KVType.K_BIASES, KVType.V_SCALES, KVType.V_BIASES)
 
