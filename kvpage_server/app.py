@@ -91,7 +91,10 @@ def _main(words: list[str]) -> None:
         config = from_arguments(words[1:] if check_only else words)
         choose_defaults(config)
         if "dir" not in config.chosen:
-            os.chdir(config.dir)
+            try:
+                os.chdir(config.dir)
+            except OSError as error:
+                raise ConfigError(f"dir: {config.dir}: {error.strerror}") from None
             config.dir = here = os.getcwd()
         _check(config)
         if check_only:
@@ -233,14 +236,17 @@ def _within_file_size(maxdisk: int) -> int:
 
 
 def _load_users(server: Server) -> None:
-    """Load the users of the configuration. Raises UserFileError, ConfigError, OSError."""
+    """Load the users of the configuration. Raises UserFileError, ConfigError."""
     config = server.config
     if config.requirepass:
         server.users.require_password(config.requirepass)
     if config.aclfile and config.user:
         raise ConfigError("users can be in `user` lines or in an aclfile, not in both")
     if config.aclfile:
-        server.users.load_file(Path(config.aclfile))
+        try:
+            server.users.load_file(Path(config.aclfile))
+        except OSError as error:
+            raise ConfigError(f"aclfile: {config.aclfile}: {error.strerror or error}") from None
     else:
         server.users.load(
             (f"user {' '.join(words[:1])}", [os.fsencode(word) for word in words]) for words in config.user

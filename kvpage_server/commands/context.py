@@ -64,7 +64,8 @@ class Transaction:
 
 NEVER = 1 << 62  # nanoseconds: longer than any call
 MANY_BYTES = 16 << 20  # bytes of values that a long reply looks up before it sends them
-_FEW_BYTES = 1 << 20  # the same when clients hold much memory
+_FEW_BYTES = 64 << 10  # the same when clients hold as much memory as they may
+_SHARES = 32  # parts of the memory that clients may still hold, of which a reply takes one
 _NOTED = 4  # the notes of CLIENT TRACKING take at most 1/4 of maxmemory-clients
 
 
@@ -172,18 +173,12 @@ class Server:
         self.totals = Totals()  # sums of the last count; see `steps.counted`
 
     @property
-    def is_tight(self) -> bool:
-        """Whether clients hold more than half of maxmemory-clients together, so that replies should hold less memory at
-        a time. False if maxmemory-clients is 0.
-        """
-        return self.in_flight > self.config.client_memory // 2 > 0
-
-    @property
     def found_at_once(self) -> int:
-        """Bytes of values that a long reply looks up before it sends them: 16 MiB, or 1 MiB if the server
-        `is_tight`.
+        """Bytes of values that a long reply looks up before it sends them: a 32nd of what clients may still hold, but
+        at least 64 KiB, and at most 16 MiB. So many clients that read do not exceed maxmemory-clients together.
         """
-        return _FEW_BYTES if self.is_tight else MANY_BYTES
+        most = self.config.client_memory
+        return max(min((most - self.in_flight) // _SHARES, MANY_BYTES), _FEW_BYTES) if most else MANY_BYTES
 
     def forget(self, client: Client) -> None:
         """Remove a client that has disconnected from all lists of the server, with its subscriptions, watched and

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -196,6 +197,7 @@ U = TypeVar("U")
 logger = logging.getLogger("kvpage")
 
 _CONCURRENT_CALLS = 64  # each may use a connection to every node
+_UNKNOWN_SIZE = 1 << 20  # bytes of a value, before any has arrived
 FIRST, MOST = 8, 256  # items of a request: in the first one of a reply, and at most
 _KEPT_BYTES = 64 * 1024**2  # of freed memory, which glibc keeps
 _ACL_ERROR_CODES = frozenset({"NOAUTH", "WRONGPASS", "NOPERM"})
@@ -231,26 +233,40 @@ class _ClientBytes:
 
 
 class _PendingBlocks(_ClientBytes):
-    """The next values of a reply, which were requested. They count with their expected size until they have arrived."""
+    """The next values of a reply, which were requested. They count with their expected size until they have arrived.
+    `expect` is called with each change of the expected bytes that have not arrived.
+    """
 
     task: asyncio.Task[list[Value | None]] | None = None
     count = 0  # number of values
 
+    def __init__(self, client: Client, expect: Callable[[int], None]) -> None:
+        super().__init__(client)
+        self._expect = expect
+        self._expected = 0
+
     def begin(self, task: asyncio.Task[list[Value | None]], count: int, nbytes: int) -> None:
         """Begin with the request in `task` for `count` values, of `nbytes` bytes as estimated."""
         self.task, self.count = task, count
+        self._set_expected(nbytes)
         self.set(nbytes)
         task.add_done_callback(self._arrived)
 
     def _arrived(self, task: asyncio.Task[list[Value | None]]) -> None:
         if task is self.task and not task.cancelled() and not task.exception():
+            self._set_expected(0)
             self.set(sum(map(_size, task.result())))
+
+    def _set_expected(self, nbytes: int) -> None:
+        self._expect(nbytes - self._expected)
+        self._expected = nbytes
 
     def end(self) -> None:
         """Forget the values, and cancel the request if it has not ended."""
         if self.task is not None:
             _cancel(self.task)
         self.task = None
+        self._set_expected(0)
         self.set(0)
 
 
@@ -263,7 +279,9 @@ class Upstream:
         self.plans = Plans(self.client.cluster)
         self._turns = asyncio.Semaphore(_CONCURRENT_CALLS)
         self._failing = ""  # the last error, if the last call failed
-        self._usual_size = 1  # bytes of a value in the last batch
+        self._usual_size = _UNKNOWN_SIZE  # bytes of a value in recent batches
+        self._expected = 0  # bytes that were requested for long replies and have not arrived, as estimated
+        self._waiting: list[Callable[[], None]] = []  # replies that request nothing while too much is expected
 
     async def begin(self) -> None:
         """Send a command to the cluster, and log a warning if that fails. Commands of clients try again themselves."""
@@ -296,10 +314,13 @@ class Upstream:
         against the client's memory until they are yielded. Raises ReplyError if the first request fails. When a later
         one fails, its items are missing, because the reply has begun already.
         """
-        pending, here, at = _PendingBlocks(client), _ClientBytes(client), 0
+        pending, here, at = _PendingBlocks(client, self._expect), _ClientBytes(client), 0
+        most = client.server.config.client_memory // 4 or sys.maxsize
         try:
             while at < len(items):
                 if pending.task is None:
+                    while self._expected > most:
+                        yield Wait(self._waiting.append)
                     self._begin(pending, items, at, plan)
                 assert pending.task is not None
                 try:
@@ -313,9 +334,9 @@ class Upstream:
                     yield Raw(b"*%d\r\n" % len(items))
                 at += pending.count
                 here.set(sum(map(_size, found)))
-                self._usual_size = max(here.nbytes // len(found), 1)
+                self._usual_size = max(here.nbytes // len(found), self._usual_size * 7 // 8, 1)
                 pending.end()
-                if at < len(items) and not client.server.is_tight:
+                if at < len(items) and 2 * here.nbytes <= client.server.found_at_once and self._expected <= most:
                     self._begin(pending, items, at, plan)
                 for i, value in enumerate(found):
                     found[i] = None
@@ -324,6 +345,14 @@ class Upstream:
         finally:
             pending.end()
             here.set(0)
+
+    def _expect(self, change: int) -> None:
+        """Change the number of expected bytes, and let the waiting replies try again when it falls."""
+        self._expected += change
+        if change < 0:
+            waiting, self._waiting = self._waiting, []
+            for then in waiting:
+                then()
 
     def _begin(
         self,

@@ -306,7 +306,8 @@ def open_all(addresses: Sequence[str], port: int, backlog: int) -> list[socket.s
                 continue
             for other in opened:
                 other.close()
-            raise ListenError(f"cannot listen on {address}:{port}: {error.strerror}") from error
+            where = f"{address}:{port}" if port else address
+            raise ListenError(f"cannot listen on {where}: {error.strerror}") from error
         port = sock.getsockname()[1]  # port 0 chooses a free one: all addresses get the same
         opened.append(sock)
     if not opened:

@@ -18,7 +18,7 @@ from kvpage_server.net import connection_memory
 from kvpage_server.net.connection_memory import ConnectionMemory
 from kvpage_server.net.replies import CommandRunner, Replies
 from kvpage_server.net.run_queue import TURN, RunQueue
-from kvpage_server.net.transport import HIGH_WATER, Ends, Transport
+from kvpage_server.net.transport import Ends, Transport
 from kvpage_server.resp import Reply, Wait
 
 
@@ -98,7 +98,6 @@ def after(state: SessionState, event: SessionEvent) -> SessionState:
 
 
 MOST_COMMANDS = 256  # commands, or calls of `Replies.step`, in a turn
-GENEROUS = 16 * HIGH_WATER  # bytes that may wait to be sent to a client while connections together hold little memory
 
 log = logging.getLogger("kvpage")
 
@@ -460,11 +459,11 @@ class Session:
     def _crowded(self) -> bool:
         """Whether so much output is unsent that no more commands of the client should run.
 
-        A client may send a long pipeline before it reads the first reply. So up to `GENEROUS` bytes may be unsent,
-        unless the connections together hold too much memory.
+        A client may send a long pipeline before it reads the first reply. So as many bytes may be unsent as a long
+        reply looks up. A value counts whole until the last output is sent, because it is in memory until then.
         """
-        waiting = self._transport.queued
-        return waiting > HIGH_WATER and (waiting > GENEROUS or self._server.is_tight)
+        transport = self._transport
+        return transport.queued > 0 and max(transport.queued, transport.largest) > self._server.found_at_once
 
     def _flush(self) -> None:
         if self._events.tracking.is_due:

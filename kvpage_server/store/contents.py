@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple, cast
 
 from xxhash import xxh3_128_hexdigest
@@ -20,7 +21,7 @@ from kvpage_server.page import HEADER_SIZE, BlockShape, PageKey, unix_ms
 from kvpage_server.store.eviction.ghosts import Ghosts
 from kvpage_server.store.eviction.leases import Leases
 from kvpage_server.store.eviction.order import EvictionOrder, ExpiryOrder
-from kvpage_server.store.eviction.queues import Unit
+from kvpage_server.store.eviction.queues import BURST, Unit
 from kvpage_server.store.eviction.quotas import counted, text_size
 from kvpage_server.store.memory.catalogue import Catalogue
 from kvpage_server.store.memory.entry import LONGEST_TEXT, TEXT_OVERHEAD, Entry, Page, Text, is_page
@@ -94,6 +95,7 @@ def _name(key: bytes) -> bytes | str:
     return key if len(key) <= LONGEST_KEY else xxh3_128_hexdigest(key)
 
 
+_MOST_ORPHANS = 256  # that one call offers for eviction
 NEVER_STORED = "never stored"
 OVER_QUOTA = "over quota"
 BlockListener = Callable[[BlockKeys, Iterator[tuple[str, bytes]]], None]  # changed keys; (event, key) pairs, lazily
@@ -233,6 +235,10 @@ class Contents:
         self.on_event: Callable[[str, bytes], None] | None = None  # called with each event and key
         self.on_block: BlockListener | None = None  # called with all keys of a block at a time; set if `on_event` is
         self.texts = 0  # bytes of short strings, with their keys and TEXT_OVERHEAD
+        # Blocks that were stored after the block before them was evicted, with the second of it: no context can use
+        # them. The last stored block is evicted first.
+        self._orphans: dict[Block, int] = {}
+        self._any_evicted = False  # whether a unit was evicted, so that there may be orphans
 
     def find(self, key: bytes) -> Entry | None:
         """Return a key's value; None if there is none. An expired value is removed. Does not count as a use."""
@@ -365,6 +371,9 @@ class Contents:
         self.eviction_order.units.used_all(put.blocks)
         for block in put.beside:
             self.eviction_order.join(block)
+        if self._any_evicted:
+            for block in put.blocks:
+                self._note_orphan(block)
         if each:
             self.leases.grew(put.blocks[0], put.grown)
             self._grow_quota(put.blocks[0], put.stored)
@@ -411,6 +420,24 @@ class Contents:
     def _use_written(self, block: Block) -> None:
         self.eviction_order.units.used(block)
         self.eviction_order.join(block)
+        if self._any_evicted:
+            self._note_orphan(block)
+
+    def _note_orphan(self, block: Block) -> None:
+        """Note whether a written block is an orphan: the block before it was evicted, or is an orphan itself."""
+        request, orphans = self.index.requests[block.req_id], self._orphans
+        before = request.get(block.page - 1)
+        if before is not None:
+            is_orphan = before in orphans
+        else:
+            ghost = self.ghosts.of_block(block.req_id, block.page - 1)
+            is_orphan = ghost is not None and ghost.reason in (_REASONS["evicted"], OVER_QUOTA)
+        if is_orphan:
+            orphans[block] = self.eviction_order.units.now
+            return
+        after: Block | bytes | None = block
+        while orphans.pop(cast(Block, after), None) is not None or after is block:
+            after = request.get(cast(Block, after).page + 1)
 
     def _note_expiry(self, key: bytes, expires: int) -> None:
         self.expiry_order.keys += 1
@@ -654,6 +681,7 @@ class Contents:
         if not block.pages:
             self.index.remove(block)
             self.leases.removed(block)
+            self._orphans.pop(block, None)
             self._unit_removed(block)
 
     def _unit_removed(self, unit: Unit) -> None:
@@ -666,6 +694,7 @@ class Contents:
         The ghost has `reason`, or the reason that belongs to `event`, and `limit`, the limit that was reached.
         """
         self.tier.block_removed(block)
+        self._orphans.pop(block, None)
         self.index.remove(block)
         self.eviction_order.units.removed(block)
         self.leases.removed(block)
@@ -693,6 +722,7 @@ class Contents:
         self.leases.clear()
         self.ghosts.clear()
         self.lost.clear()
+        self._orphans.clear()
         self.texts = 0
         return flushed
 
@@ -737,6 +767,16 @@ class Contents:
             else:
                 yield unit
 
+    def orphans(self) -> Iterator[Unit]:
+        """Yield units to evict before others: orphans that were not used since they were written."""
+        units = self.eviction_order.units
+        latest = islice(reversed(self._orphans.items()), _MOST_ORPHANS)
+        for block, written in [*latest] if self.eviction_order.rules.keeps_chains else ():
+            if block in units and units.now - units.idle(block) > written + BURST:
+                del self._orphans[block]
+            else:
+                yield block
+
     def spares(self, unit: Unit, now: int) -> bool:
         """Return whether a unit is protected at `now`, in monotonic milliseconds, or a waiting command needs it."""
         return self.leases.spares(unit, now) or self.tier.holds(unit)
@@ -748,6 +788,7 @@ class Contents:
         quota = self.eviction_order.quotas.of(unit)
         if quota is not None and quota.is_over:
             room = "quota"
+        self._any_evicted = True
         self.eviction_order.units.evicted(unit)
         keys, reason = 1, OVER_QUOTA if room == "quota" else ""
         if isinstance(unit, Block):

@@ -71,8 +71,10 @@ class Account(ABC):
         """
 
     def ended(self) -> Iterator[Unit]:
-        """Yield the units of the account whose lifetime has ended. They are evicted before those of `sources`."""
-        return self.contents.ended()
+        """Yield the units of the account whose lifetime has ended, and orphans. They are evicted before those of
+        `sources`.
+        """
+        return chain(self.contents.ended(), self.contents.orphans())
 
     @abstractmethod
     def refusal(self, size: int) -> str:
@@ -237,9 +239,9 @@ class MemoryAccount(Account):
         return self.contents.tier.values_to_evict()
 
     def ended(self) -> Iterator[Unit]:
-        return takewhile(
-            self.contents.eviction_order.units.__contains__, super().ended()
-        )  # behind them are demoted units
+        is_in_memory = self.contents.eviction_order.units.__contains__
+        ended = takewhile(is_in_memory, self.contents.ended())  # behind them are demoted units
+        return chain(ended, filter(is_in_memory, self.contents.orphans()))
 
     def refusal(self, _: int) -> str:
         return "used memory > 'maxmemory'"

@@ -37,7 +37,7 @@ from typing import NamedTuple, TypeVar
 from kvpage_server.core import NewPages
 from kvpage_server.core.pieces import END, Piece, frame
 from kvpage_server.page import HEADER_SIZE, MAX_BLOCK_PAGES, BlockShape, DType, Plane, header_fields, unix_ms
-from kvpage_server.store.contents import Contents, Source, footprint_of, unit_of
+from kvpage_server.store.contents import Contents, Source, footprint_of
 from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.disk.evict import DiskAccount
 from kvpage_server.store.disk.fetching import BorrowedReads
@@ -57,7 +57,7 @@ from kvpage_server.store.evict import (
 from kvpage_server.store.eviction.leases import LONGEST_LIFETIME, Bytes
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.eviction.quotas import counted
-from kvpage_server.store.memory.entry import Entry, Page, Text, has_bytes
+from kvpage_server.store.memory.entry import Entry, Page, Text, has_bytes, is_page
 from kvpage_server.store.memory.index import Block, Extent, ExtentPage, OnDisk
 from kvpage_server.store.reading import Listing, Reader
 from kvpage_server.system.text import monotonic_ms
@@ -86,12 +86,13 @@ class Protection:
         contents.leases.most = self.most
 
     def lease_after_exists(self, key: bytes, entry: Entry) -> None:
-        """Lease a key's unit for EXISTS_LEASE_MS, because a reply said that it exists, and the client will read it.
+        """Lease a string for EXISTS_LEASE_MS, because a reply said that it exists, and the client will read it.
 
-        An LMCache client that gets 1 from EXISTS, and then a miss from GET, waits for ever. Short strings get no lease.
+        An LMCache client that gets 1 from EXISTS, and then a miss from GET, waits for ever. Pages get no lease, because
+        it would limit the growth of their block; nor do short strings.
         """
-        if (self._memory.limit or self._disk.limit) and not isinstance(entry, Text):
-            self.lease(unit_of(key, entry), EXISTS_LEASE_MS)
+        if (self._memory.limit or self._disk.limit) and not (isinstance(entry, Text) or is_page(entry)):
+            self.lease(key, EXISTS_LEASE_MS)
 
     def lease(self, unit: Unit, milliseconds: int) -> bool:
         """Lease a unit for `milliseconds`. Return False if protected units would exceed their limit."""

@@ -145,7 +145,8 @@ class TestBadConfiguration:
         assert refused(str(tmp_path)) == f"{tmp_path}: Is a directory"
 
     def test_a_directory_that_is_not_there_is_named(self, tmp_path: Path) -> None:
-        assert refused("--dir", str(tmp_path / "none")) == f"{tmp_path}/none: No such file or directory"
+        assert refused("--dir", str(tmp_path / "none")) == f"dir: {tmp_path}/none: No such file or directory"
+        assert refused("--aclfile", "none.acl") == f"aclfile: {Path('none.acl').absolute()}: No such file or directory"
 
     def test_a_value_without_a_name(self) -> None:
         assert refused("--port", "9221", "--", "x").startswith("unknown parameter ''")
@@ -360,7 +361,7 @@ class TestLog:
         assert list(tmp_path.iterdir()) == []
 
     def test_check_config_finds_an_address_of_another_machine(self) -> None:
-        expected = "cannot listen on 192.0.2.1:0: Cannot assign requested address"
+        expected = "cannot listen on 192.0.2.1: Cannot assign requested address"
         assert refused("--check-config", "--bind", "192.0.2.1") == expected
         assert refused("--check-config", "--bind", "127.0.0.1 192.0.2.1").startswith("cannot listen on 192.0.2.1:")
         with start_server() as server:

@@ -89,11 +89,12 @@ class Users:
         for _ in self.loading(lines):
             pass
 
-    def loading(self, lines: Iterable[tuple[str, list[bytes]]]) -> Iterator[None]:
+    def loading(self, lines: Iterable[tuple[str, list[bytes]]], password: str | None = None) -> Iterator[None]:
         """Replace all users. Yields after each line; the users are replaced after the last one.
 
         Each item of `lines` is the place of a line, for error messages, and its words after `user`. The default user
-        stays if it has no line. Raises UserFileError for an invalid line, and changes no user then.
+        stays if it has no line; with `password`, it is as at a start with this `requirepass`. Raises UserFileError for
+        an invalid line, and changes no user then.
         """
         loaded, absent = dict[bytes, User](), set[str]()
         for where, words in lines:
@@ -110,6 +111,9 @@ class Users:
                 raise UserFileError(f"{where}: {error}") from None
             absent |= loaded[name].rules.keys() & ABSENT.keys()
             yield
+        if password is not None and DEFAULT not in loaded:
+            self.by_name[DEFAULT] = _open_default()
+            self.require_password(password)
         self.by_name = {DEFAULT: self.default} | loaded
         self._absent |= absent
 

@@ -209,14 +209,14 @@ def fetched(
 class ReadAhead(Generic[T]):
     """Read-ahead of a long reply in steps: it loads values several steps before they are sent.
 
-    `steps` has an item for each step of the reply, and `find(lookup, step)` returns the values of a step that are only
-    on disk. With `of_pages` they are pages, otherwise extents; only these are *borrowed*, which means that the reply
-    sends their bytes without loading them into the store's memory. Other values, for example single pages of a block
-    that is read as a whole, are loaded.
+    `steps` yields an item for each step of the reply, and `find(lookup, step)` returns the values of a step that are
+    only on disk. With `of_pages` they are pages, otherwise extents; only these are *borrowed*, which means that the
+    reply sends their bytes without loading them into the store's memory. Other values, for example single pages of a
+    block that is read as a whole, are loaded.
     """
 
     def __init__(
-        self, client: Client, find: Callable[[Prefetcher, T], Sequence[OnDisk]], steps: Sequence[T], *, of_pages: bool
+        self, client: Client, find: Callable[[Prefetcher, T], Sequence[OnDisk]], steps: Iterable[T], *, of_pages: bool
     ) -> None:
         self.lent: BorrowedReads = {}  # for the current step and the steps after it
         self._client = client
@@ -225,42 +225,45 @@ class ReadAhead(Generic[T]):
         self._touches = client.touches
         self._find = find
         self._of_pages = of_pages
-        self._steps = steps
-        self._at = 0  # the current step
-        self._fetched: deque[list[OnDisk]] = deque()  # loaded values of the current step and of the steps after it
+        self._rest = iter(steps)  # the steps that were not looked at yet
+        self._steps: deque[T] = deque()  # the current step, and the steps after it that were looked at
+        self._fetched: deque[list[OnDisk]] = deque()  # loaded values of each of these steps
         self._sizes: deque[int] = deque()  # bytes of each of these lists
         self._borrowed: deque[int] = deque()  # bytes of each of these lists, 0 if they are loaded into the store
         self._sent: list[OnDisk] = []  # values that were loaded for the current step
         self._holds: list[Hold] = []  # the holds of the current step's values
 
-    def next(self) -> Iterator[Reply]:
-        """Begin the next step: yield waits until its values are in memory or borrowed. It must be called before each
-        step, and `end_step` after it.
+    def next(self) -> Steps[T | None]:
+        """Begin the next step: yield waits until its values are in memory or borrowed. Return it, or None if there is
+        none. It must be called before each step, and `end_step` after it.
 
         A value that cannot be read stays on disk.
         """
-        tiered, here = self._tiered, self._steps[self._at]
-        if tiered is not None and self._keyspace.contents.any_on_disk:
-            self._look_ahead(tiered)
-            self._sent = self._fetched[0]
-            self._holds = []
-            while lacking := [value for value in self._lacking(here) if not _failed(tiered, value)]:
-                self._sent += lacking
-                lent, hold = self._lent_for(lacking), tiered.fetching.holds.begin(map(unit_on_disk, lacking))
-                self._holds.append(hold)
-                if lent is None and not self._touches:
-                    tiered.fetching.holds.grow(hold, sum(map(_SIZE, lacking)), stays=False)
-                yield Wait(partial(tiered.fetching.fetch, lacking, lent=lent, touches=self._touches))
-            if not self._touches:  # values that another command has loaded leave memory when that command ends
-                loaded = (value for value in self._find(self._keyspace.needs, here) if value.temporary_slot is not None)
-                self._holds.append(tiered.fetching.holds.begin(map(unit_on_disk, loaded)))
-            for value in self._sent:
-                value.failing = ""
-            self._fetched.popleft()
-            self._sizes.popleft()
-            self._borrowed.popleft()
-            self._client.read_ahead = sum(self._borrowed)
-        self._at += 1
+        tiered = self._tiered
+        if tiered is None or not (self._steps or self._keyspace.contents.any_on_disk):
+            return next(self._rest, None)
+        self._look_ahead(tiered)
+        if not self._steps:
+            return None
+        here = self._steps.popleft()
+        self._sent = self._fetched.popleft()
+        self._sizes.popleft()
+        self._borrowed.popleft()
+        self._holds = []
+        while lacking := [value for value in self._lacking(here) if not _failed(tiered, value)]:
+            self._sent += lacking
+            lent, hold = self._lent_for(lacking), tiered.fetching.holds.begin(map(unit_on_disk, lacking))
+            self._holds.append(hold)
+            if lent is None and not self._touches:
+                tiered.fetching.holds.grow(hold, sum(map(_SIZE, lacking)), stays=False)
+            yield Wait(partial(tiered.fetching.fetch, lacking, lent=lent, touches=self._touches))
+        if not self._touches:  # values that another command has loaded leave memory when that command ends
+            loaded = (value for value in self._find(self._keyspace.needs, here) if value.temporary_slot is not None)
+            self._holds.append(tiered.fetching.holds.begin(map(unit_on_disk, loaded)))
+        for value in self._sent:
+            value.failing = ""
+        self._client.read_ahead = sum(self._borrowed)
+        return here
 
     def end_step(self) -> None:
         """Drop the references to the step's borrowed values, so that their memory is freed when they are sent."""
@@ -287,17 +290,21 @@ class ReadAhead(Generic[T]):
         sizes, most = self._sizes, min(_MOST_AHEAD, self._client.server.found_at_once)
         if sum(sizes) > most // 2:
             return
-        if not sizes:
-            self._fetch(tiered, self._look_at_one_more())
+        if not sizes and (first := self._look_at_one_more()) is not None:
+            self._fetch(tiered, first)
         others: dict[OnDisk, None] = {}
-        while len(sizes) < min(_MOST_STEPS, len(self._steps) - self._at) and sum(sizes) < most:
-            others.update(dict.fromkeys(self._look_at_one_more()))
+        while len(sizes) < _MOST_STEPS and sum(sizes) < most and (some := self._look_at_one_more()) is not None:
+            others.update(dict.fromkeys(some))
         self._fetch(tiered, list(others))
         self._client.read_ahead = sum(self._borrowed)
 
-    def _look_at_one_more(self) -> list[OnDisk]:
-        """Return the values to load for the first step that is not in `_fetched` yet, and append them to `_fetched`."""
-        values = self._lacking(self._steps[self._at + len(self._sizes)])
+    def _look_at_one_more(self) -> list[OnDisk] | None:
+        """Return the values to load for the next step, and append it to `_steps`; None if there is none."""
+        step = next(self._rest, None)
+        if step is None:
+            return None
+        values = self._lacking(step)
+        self._steps.append(step)
         self._fetched.append(values)
         self._sizes.append(sum(map(_SIZE, values)))
         return values

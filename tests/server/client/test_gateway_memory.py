@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -65,6 +66,22 @@ def test_values_that_are_not_read_are_counted_and_bounded(cluster: Cluster) -> N
         for reader in readers:
             reader.close()
         until(lambda: int(client.info("memory")["mem_clients_normal"]) == 0)
+
+
+def test_many_readers_exceed_the_limit_for_no_moment(cluster: Cluster) -> None:
+    options = ("--store", "cluster", "--cluster-nodes", cluster.addresses, "--maxmemory-clients", str(LIMIT))
+    with start_server(*options, program=FRESH) as gateway, gateway.client() as client, ExitStack() as stack:
+        for number in range(16):
+            client.execute_command("KVBLOCKSET", "r", number, 1, 1, MIB, 0, 1, 0, 8, 1, bytes(MIB))
+        names = [word for number in range(200) for word in (b"r", b"%d" % (number % 16))]
+        before, most = gateway.rss(), 0
+        for _ in range(200):
+            unread(stack, gateway.port, encode_command([b"KVBLOCKMGET", b"200", *names]))
+            most = max(most, gateway.rss())
+        end = time.monotonic() + 3
+        while time.monotonic() < end:
+            most = max(most, gateway.rss())
+        assert most - before < 4 * LIMIT
 
 
 def test_a_reader_gets_all_values_in_order(cluster: Cluster) -> None:

@@ -429,6 +429,18 @@ class TestTheFile:
                 with pytest.raises(redis.ConnectionError):
                     new.ping()
 
+    @pytest.mark.parametrize("password", ["", "secret"])
+    def test_without_a_default_user_is_the_same_after_load_and_restart(self, tmp_path: Path, password: str) -> None:
+        file = tmp_path / "users.acl"
+        file.write_text("user default on >own ~* &* +@all\n", encoding="utf-8")
+        options = ("--aclfile", str(file), "--requirepass", password)
+        with start_server(*options) as server, server.client(password="own") as client:
+            file.write_text("user boss on >secret ~* &* +@all\n", encoding="utf-8")
+            assert client.acl_load()
+            loaded = client.acl_list()
+        with start_server(*options) as server, server.client(username="boss", password="secret") as boss:
+            assert boss.acl_list() == loaded
+
     def test_does_without_a_file(self, admin: redis.Redis) -> None:
         for words in ("SAVE", "LOAD"):
             with pytest.raises(redis.ResponseError, match="not configured to use an ACL file"):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import redis
 from servers import start_server
 from turns import measured
 from waiting import until
@@ -46,6 +48,25 @@ def test_unread_replies_evict_and_demote_no_other_values(tmp_path: Path, store: 
             if store == "tiered":
                 assert client.info("everything")["disk_dropped_from_memory"] <= READERS + 0.1 * WRITES
         until(lambda: client.info("memory")["used_memory"] <= MAXMEMORY, "the end of the replies")
+
+
+@pytest.mark.parametrize(("size", "count", "readers"), [(2 << 20, 16, 1), (9 << 20, 3, 1), (256 << 10, 64, 16)])
+def test_long_replies_from_disk_to_quick_readers_stay_within_the_limit(
+    tmp_path: Path, size: int, count: int, readers: int
+) -> None:
+    options = ["--store", "tiered", "--maxmemory", "64mb", "--maxmemory-clients", "16mb"]
+    with start_server(*options, directory=tmp_path) as server, server.client() as client:
+        for page in range(count):
+            client.execute_command("KVPAGESET", "r", page, 0, 0, 0, 8, 1, 1, 0, bytes([page]) * size)
+    names = [word for page in range(count) for word in ("r", page, 0, 0, 0)]
+
+    def read(port: int) -> bool:
+        with redis.Redis(port=port) as client:
+            pages: list[bytes] = client.execute_command("KVPAGEMGET", count, *names)
+            return [(page[0], len(page)) for page in pages] == [(page, size) for page in range(count)]
+
+    with start_server(*options, directory=tmp_path) as server, ThreadPoolExecutor(readers) as threads:
+        assert all(threads.map(read, [server.port] * readers))
 
 
 def test_read_replies_are_counted_no_longer() -> None:

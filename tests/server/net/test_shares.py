@@ -77,7 +77,7 @@ def answered(stream: BinaryIO, count: int) -> bool:
 def test_a_late_reader_of_much_waits_and_is_not_closed(full: RunningServer, count: int, times: int) -> None:
     with full.client() as admin, ExitStack() as stack:
         socks = [stack.enter_context(asking(full, *[mget(count)] * times)) for _ in range(2)]
-        until(lambda: admin.info("memory")["mem_clients_normal"] > 5 * MIB)
+        until(lambda: admin.info("memory")["mem_clients_normal"] > 2 * MIB)
         for _ in range(20):
             assert admin.info("memory")["mem_clients_normal"] < READERS_LIMIT
         for sock in socks:

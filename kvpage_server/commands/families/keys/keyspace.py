@@ -58,8 +58,8 @@ def exists(client: Client, args: list[Argument]) -> Reply:
 
 
 def _is_there(client: Client, key: bytes) -> bool:
-    """Return whether a key exists. A key that exists is leased for a short time, unless the client has CLIENT NO-TOUCH,
-    because the client will probably read it next.
+    """Return whether a key exists. A string that exists is leased for a short time, unless the client has CLIENT
+    NO-TOUCH, because the client will probably read it next.
     """
     keyspace = client.server.keyspace
     entry = keyspace.reader.look(key)

@@ -42,6 +42,7 @@ BlockName = tuple[bytes, int]  # request and page id
 PAGES_PER_STEP = 512 if NAME == "native" else 128  # pages that a step parses, stores or finds
 _DECIDED_PAGES_PER_STEP = 128  # the same when pages are stored one by one, because of listeners or quotas: the least
 FROM_DISK = VALUES_PER_COPY  # pages that a step sends from disk
+FROM_DISK_BYTES = 1 << 20  # bytes of these pages, or one page
 
 
 def page_name(args: Sequence[Argument]) -> PageName:
@@ -335,16 +336,25 @@ def _read_step(client: Client, names: PageNames, at: int) -> tuple[tuple[Piece, 
 
 
 def _from_disk(client: Client, batches: Sequence[_Step]) -> Iterator[Reply]:
-    """Yield the bodies of the pages of some steps, some of which are on disk, FROM_DISK pages at a time."""
-    steps = [
-        _Step(names, at, min(at + FROM_DISK, stop))
-        for names, first, stop in batches
-        for at in range(first, stop, FROM_DISK)
-    ]
-    ahead = ReadAhead(client, _cold_in, steps, of_pages=True)
-    for step in steps:
-        yield from ahead.next()
+    """Yield the bodies of the pages of some steps, some of which are on disk."""
+    ahead = ReadAhead(client, _cold_in, _divided(client, batches), of_pages=True)
+    while (step := (yield from ahead.next())) is not None:
         yield _bodies_of(client, step, ahead)
+
+
+def _divided(client: Client, batches: Iterable[_Step]) -> Iterator[_Step]:
+    """Divide steps, so that each has at most FROM_DISK pages, and one page or at most FROM_DISK_BYTES."""
+    get = client.keyspace.contents.catalogue.get
+    for names, at, stop in batches:
+        while at < stop:
+            first, size = at, 0
+            while at < min(first + FROM_DISK, stop):
+                entry = get(names.keys[at])
+                size += entry.size if entry is not None else 0
+                if size > FROM_DISK_BYTES and at > first:
+                    break
+                at += 1
+            yield _Step(names, first, at)
 
 
 def _bodies_of(client: Client, step: _Step, ahead: ReadAhead[_Step]) -> tuple[Piece, ...]:

@@ -271,7 +271,8 @@ def acl_save(client: Client, args: list[Argument]) -> Reply:
 )
 def acl_load(client: Client, args: list[Argument]) -> Reply:
     """Replace the users by those in the aclfile, and return OK. An invalid line is an error, and nothing is changed
-    then. Connections of removed users are closed.
+    then. Connections of removed users are closed. As at a start, a file without a line for the user `default` gives it
+    every right, with the password of `requirepass` or none.
     """
     path, users = _file(client), client.server.users
 
@@ -279,7 +280,7 @@ def acl_load(client: Client, args: list[Argument]) -> Reply:
         try:
             lines = yield from in_thread(lambda: lines_of(path))
             before = users.by_name.keys()
-            for _ in users.loading(lines):
+            for _ in users.loading(lines, client.server.config.requirepass):
                 yield ()
         except UserFileError as error:
             raise ReplyError(f"ERR {error}") from None

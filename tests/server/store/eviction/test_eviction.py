@@ -445,6 +445,29 @@ def test_blocks_are_evicted_from_the_end_after_a_policy_change() -> None:
         assert 0 < len(there) < 5
 
 
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [
+        (("--store", "memory", "--maxmemory", "1200kb"), 10**5),
+        (("--store", "memory", "--maxmemory", "50mb", "--quota", "kv:r* 1mb"), 10**5),
+        (("--store", "tiered", "--maxmemory", "4mb", "--maxdisk", "16mb"), 10**6),
+    ],
+    ids=["memory", "quota", "disk"],
+)
+def test_the_beginning_of_a_context_that_does_not_fit_stays(
+    options: tuple[str, ...], size: int, tmp_path: Path
+) -> None:
+    with start_server(*options, directory=tmp_path) as server, server.client() as client:
+        for page in range(31):
+            client.execute_command("KVPAGESET", "r", 0, 0, page, 0, 8, 1, size, 0, bytes(size))
+            if "tiered" in options:
+                client.save()
+        there = [page for page in range(31) if client.execute_command("KVPAGEEXISTS", "r", 0, 0, page, 0)]
+        assert there[:-1] == list(range(len(there) - 1))
+        assert there[-1] == 30
+        assert len(there) > 6
+
+
 def test_content_named_blocks_are_evicted_from_the_requested_end() -> None:
     with start_server("--maxmemory", "0") as server, server.client() as client:
         for req in "abcde":

@@ -44,6 +44,12 @@ def grow(client: redis.Redis, heads: int, refusal: str) -> int:
     return heads
 
 
+def test_a_look_by_exists_does_not_limit_a_block(tmp_path: Path) -> None:
+    with server_with(tmp_path, "memory", "--quota", "kv:own.* 8mb") as client:
+        assert client.exists("kv:own.r:0:0:0:0")
+        assert grow(client, 6, "never") == 6
+
+
 @pytest.mark.parametrize("store", ["memory", "tiered"])
 @pytest.mark.parametrize("protect", PROTECTIONS, ids=["lease", "pin", "lifetime"])
 @pytest.mark.parametrize(("options", "most"), [(("--quota", "kv:own.* 8mb"), 4), ((), 12)], ids=["quota", "all"])
