@@ -1,27 +1,250 @@
-"""The layout of a model's cache, measured with a few tokens, and its fingerprint."""
+"""The layout of a model's cache, measured with a few tokens, its fingerprint, and a trial of its results in a batch."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
+from mlx.utils import tree_flatten
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import CacheList, make_prompt_cache
 
-from .caches import Layer, Matrices, Nesting, StateLayer, TokenLayer, UnsupportedCacheError, describe, nesting, parts
+from .caches import (
+    FullLayer,
+    Layer,
+    Matrices,
+    Nesting,
+    StateLayer,
+    TokenLayer,
+    UnsupportedCacheError,
+    WindowLayer,
+    assemble,
+    describe,
+    nesting,
+    parts,
+)
 from .chains import SHARE_ALL, Chain, Sharing
+from .generation.unbatched import Sampler, logits_after, normalised
 from .model.identity import Identity, UnknownIdentityError
-from .model.trial import Trial
+
+# -- The trial of a model's results in a batch -------------------------------------------------------------------------
+#
+# Do prompts have the same results in a batch as alone, and a question in one pass of the model as in two? In a batch,
+# prompts of different lengths are padded, and some models include the padding in their state. Some models compute
+# several tokens after a context with another mask or formula than one token. No attribute of a model reveals that, so
+# it is run: at the beginning of a context and, if layers have windows, beyond the window.
+#
+# A trial takes about thirty steps of the model, most of one token, and twice that if there are windows. A long context
+# is not computed: its caches repeat the rows of a short context, with noise.
+
+_LENGTHS = (16, 15, 5, 9)  # of prompts, which differ by one and by many; the last joins late
+_COMPARED = (5, 2, 2, 2)  # compared tokens of each answer; the first answer continues after the last prompt has joined
+_BEGIN = (9, -4, None, 1)  # position of each prompt, relative to the end of a window; None: no context
+_QUESTION = 6  # tokens
+_FOLLOWING = 2  # compared tokens of its answer
+_INDEXED = 4096  # tokens of context above which sparse attention omits some
+_LIMITS = {
+    mx.bfloat16: 4e-2,
+    mx.float16: 1e-2,
+    mx.float32: 1e-4,
+}  # of `_error`: above rounding, below the effect of padding
+_QUANTISED_LIMITS = {8: 2e-2, 4: 1e-1}  # by bits of a value; rounding may change a value by one quantisation step
+
+_NOT_MADE_FOR_IT = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+Start = Callable[[], list[Any]]  # returns new caches to continue from
+
+
+class Trial:
+    """Trial of a model, which is run when the model is loaded.
+
+    `layers` are the codecs of its caches, `nesting` their nesting in CacheLists. `computed` are its caches after a few
+    tokens. `vocabulary` is the number of token ids.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[Layer],
+        nesting: Sequence[Nesting],
+        computed: Sequence[Any],
+        vocabulary: int,
+    ) -> None:
+        self._model = model
+        self._layers = layers
+        self._nesting = nesting
+        self._prompts = [_tokens(i, length, vocabulary) for i, length in enumerate(_LENGTHS)]
+        self._answers = [_tokens(i + 10, 4 * max(_COMPARED), vocabulary) for i, _ in enumerate(_LENGTHS)]
+        self._limit = max([_limit(model), *(_QUANTISED_LIMITS[layer.packed[0]] for layer in layers if layer.packed)])
+        together = [parts([cache]) for cache in assemble(nesting, iter(layers)) if type(cache) is CacheList]
+        self._indexed = any(all(isinstance(layer, FullLayer) for layer in kept) for kept in together)
+        self._computed = computed
+
+    def batches(self) -> bool:
+        """Return whether each prompt has the same results in a batch of mlx-lm as alone, within rounding."""
+        begun: list[list[Start]] = [[self._fresh for _ in _LENGTHS]]
+        if self._sees_range:
+            begun.append([self._fresh if at is None else partial(self._begun, at) for at in _BEGIN])
+        return all(self._batches(starts) for starts in begun)
+
+    def resumes(self) -> bool:
+        """Return whether a question after a context has the same results in one pass as in two, of which the second has
+        its last token.
+
+        A recurrence accumulates rounding errors: a small error at the first token can change the sixth one. So with
+        recurrent layers the limit of the error is that of float32.
+        """
+        recurrent = any(layer.RECURRENT for layer in self._layers)
+        limit = _LIMITS[mx.float32] if recurrent else self._limit
+        starts = [None, *(at for at in _BEGIN if at is not None and self._sees_range)]
+        *rest, last = self._prompts[0][:_QUESTION]
+        answer = [[token] for token in self._answers[0][: _FOLLOWING - 1]]
+        return all(
+            _error(
+                self._logprobs(self._begun(at), [[*rest, last], *answer]),
+                self._logprobs(self._begun(at), [rest, [last], *answer])[1:],
+            )
+            <= limit
+            for at in starts
+        )
+
+    @property
+    def _sees_range(self) -> bool:
+        return self._indexed or any(isinstance(layer, WindowLayer) for layer in self._layers)
+
+    def _batches(self, starts: Sequence[Start]) -> bool:
+        try:
+            found = self._together(starts)
+        except _NOT_MADE_FOR_IT:
+            return False
+        for start, prompt, answer, together in zip(starts, self._prompts, self._answers, found, strict=True):
+            following = [[token] for token in answer[: len(together) - 1]]
+            alone = self._logprobs(start(), [prompt[:-1], prompt[-1:], *following])
+            if not _error(together, alone[1:]) <= self._limit:  # "not <=", so that nan fails, too
+                return False
+        return True
+
+    def _together(self, starts: Sequence[Start]) -> list[mx.array]:
+        """Return the log-probabilities of each answer when all prompts run in a batch, ``[compared, vocabulary]``."""
+        seen = [list[mx.array]() for _ in starts]
+        generator = BatchGenerator(self._model)
+
+        def insert(prompts: Sequence[int]) -> None:
+            generator.insert_segments(
+                [[self._prompts[i]] for i in prompts],
+                max_tokens=[len(self._answers[i]) for i in prompts],
+                caches=[starts[i]() for i in prompts],
+                all_tokens=[[] for _ in prompts],
+                samplers=[_recorder(seen[i], self._answers[i]) for i in prompts],
+            )
+
+        try:
+            insert(range(len(seen) - 1))
+            while not all(seen[:-1]):
+                generator.next()
+            insert([len(seen) - 1])
+            while any(len(steps) < count for steps, count in zip(seen, _COMPARED, strict=True)):
+                generator.next()
+        finally:
+            generator.close()
+        return [mx.stack(steps[:count]) for steps, count in zip(seen, _COMPARED, strict=True)]
+
+    def _logprobs(self, cache: list[Any], given: Sequence[Sequence[int]]) -> mx.array:
+        """Run the model once for each item of `given`. Return the log-probabilities after each, ``[given,
+        vocabulary]``.
+        """
+        logprobs = [
+            normalised(logits_after(self._model, mx.array(list(tokens)), cache))[0].astype(mx.float32)
+            for tokens in given
+        ]
+        return mx.stack(logprobs)
+
+    def _fresh(self) -> list[Any]:
+        return assemble(self._nesting, (layer.empty() for layer in self._layers))
+
+    def _begun(self, at: int | None) -> list[Any]:
+        """Return caches with content: the computed ones, or with `at` those of a simulated context.
+
+        The simulated context ends `at` tokens after the end of a window, or before it if `at` is negative.
+        """
+        held = zip(self._layers, parts(self._computed), strict=True)
+        return assemble(self._nesting, (self._grown(i, layer, cache, at) for i, (layer, cache) in enumerate(held)))
+
+    def _grown(self, i: int, layer: Layer, cache: Any, at: int | None) -> Any:
+        """Return a copy of a layer's cache, extended to a simulated context of the given end, as in `_begun`, if the
+        kind allows it.
+        """
+        if not layer.planes:
+            return layer.empty()
+        if isinstance(layer, TokenLayer):
+            tokens = cache.offset if at is None or not self._indexed else _INDEXED + at
+            arrays = [array[0, :, : cache.offset] for array in layer.arrays(cache)]
+            return layer.join([tuple(_longer(array, tokens, i) for array in arrays)], tokens)
+        if isinstance(layer, WindowLayer) and at is not None:
+            end = max(1, layer.window + at)
+            rows = min(end, layer.window)
+            keys, values, _ = layer.capture(cache)
+            index = mx.array([[[rows]]], mx.uint32)
+            return layer.restore((_longer(keys, rows, i), _longer(values, rows, i), index), end)
+        return layer.restore(layer.capture(cache), getattr(cache, "offset", 0))
+
+
+def _tokens(seed: int, count: int, vocabulary: int) -> list[int]:
+    """Return `count` pseudo-random token ids below `vocabulary`."""
+    return [(7919 * (64 * seed + i) + 104729 * i * i) % vocabulary for i in range(1, count + 1)]
+
+
+def _limit(model: nn.Module) -> float:
+    """Return the largest accepted result of `_error` for the coarsest dtype of the model."""
+    dtypes = {array.dtype for _, array in tree_flatten(model.parameters())}
+    return next((limit for dtype, limit in _LIMITS.items() if dtype in dtypes), _LIMITS[mx.float32])
+
+
+def _recorder(seen: list[mx.array], answer: Sequence[int]) -> Sampler:
+    """Return a sampler that appends the log-probabilities to `seen`, and returns the tokens of `answer` in order."""
+
+    def sample(logprobs: mx.array) -> mx.array:
+        seen.append(logprobs[0].astype(mx.float32))
+        return mx.array([answer[(len(seen) - 1) % len(answer)]])
+
+    return sample
+
+
+def _longer(rows: mx.array, count: int, seed: int) -> mx.array:
+    """Return ``[heads, count, dim]``: the first rows or, if there are too few, repeated rows with noise, so that no two
+    are equal.
+    """
+    again = mx.concatenate([rows] * -(-count // rows.shape[1]), axis=1)[:, :count]
+    if count <= rows.shape[1]:
+        return again
+    noise = mx.random.normal(again.shape, key=mx.random.key(seed)) * mx.std(rows.astype(mx.float32))
+    return again + noise.astype(rows.dtype)
+
+
+def _error(found: mx.array, right: mx.array) -> float:
+    """Return the root mean square difference of log-probabilities, in standard deviations of `right`."""
+    finite = mx.isfinite(right)  # some models exclude some tokens
+    count = finite.sum()
+    mean = mx.where(finite, right, 0).sum() / count
+    variance = mx.where(finite, right - mean, 0).square().sum() / count
+    differences = mx.where(found == right, 0, found - right).square().mean()
+    return cast(float, mx.sqrt(differences / variance).item())
+
 
 BLOCK_TOKENS = 256  # mlx-lm grows its buffers by this number; a page of one head has 32 to 64 KiB
 PROBED = [1, 0] * 6  # token ids of the probe, which every vocabulary has; some arrays grow with the first tokens only
 LAYOUT_VERSION = 2  # of the layout of blocks and pages, and of the hashes over them
+
+
+# -- The layout and the fingerprint ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

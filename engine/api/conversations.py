@@ -8,9 +8,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from .conversation_records import StoredConversation
 from .openai.errors import ApiError, shortened
 from .openai.response_schema import ConversationBody, ItemsBody, MetadataBody
+from .records import StoredConversation
 from .responses import listed, no_conversation, page_bounds, shown_items
 from .service import Service
 

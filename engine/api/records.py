@@ -1,4 +1,4 @@
-"""JSON values of tenants on the page server, such as stored responses, which every engine of the server can read.
+"""JSON values of tenants on the page server, which every engine of the server can read: responses, conversations.
 
 A key is `{kind}:{tenant}:{...}`, and ends SECONDS after its last use. Without a page server, values are kept in memory,
 up to MAX_BYTES; and so are values that could not be sent to it, until they are found there.
@@ -7,18 +7,23 @@ up to MAX_BYTES; and so are values that could not be sent to it, until they are 
 from __future__ import annotations
 
 import asyncio
+import re
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+from uuid import uuid4
 
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from kvpage_server import bounded
 from kvpage_server.client.questions import Question, integer, ok, text
 
+from ..chains import Chain, ContextNames
 from ..tiers.pages import DEADLINE
 from ..tiers.server.connection import ServerConnection
-from .openai.errors import ApiError
+from .openai.errors import ApiError, invalid
 
 SECONDS = 30 * 24 * 3600  # as OpenAI's API
 MAX_BYTES = 16 << 20  # of the values in memory
@@ -133,3 +138,216 @@ def _tenant(key: str) -> str:
 def _away() -> ApiError:
     message = "the page server, which has the stored responses, does not answer: ask again when it is back"
     return ApiError(503, message, code="store_unavailable", retry_after=1)
+
+
+# -- Stored responses --------------------------------------------------------------------------------------------------
+#
+# The conversation that `previous_response_id` continues, at any engine with the same page server.
+#
+#     turn:{tenant}:{response id}       JSON of a StoredTurn: the items of one turn, and the ids of the turns before it
+#     response:{tenant}:{response id}   JSON of the reply
+#
+# A conversation is read with two requests, whatever its length, and its size is bounded by the model's context, because
+# replies, which have fields of any size, are not a part of it.
+
+MAX_TURNS = 4096  # of a conversation
+_RESPONSE_ID = re.compile(r"resp_[0-9a-f]{32}")
+_HASH = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTurn:
+    """One turn of a conversation."""
+
+    input: list[dict[str, Any]]  # the items of the request
+    output: list[dict[str, Any]]  # the items of the reply
+    ancestors: list[str]  # ids of the turns before it, the first one first
+    conversation: str | None = None  # the id of the conversation that has the items before it
+    context: ContextNames | None = None
+
+
+class ResponseRecords:
+    """The stored responses of all tenants. Its methods run on the event loop of the API, and raise as `Records`."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+
+    async def put(self, tenant: str, response: dict[str, Any], turn: StoredTurn) -> None:
+        """Store a reply and its turn."""
+        keys = _keys(tenant, response["id"])
+        await self._records.put(dict(zip(keys, (to_json(asdict(turn)), to_json(response)), strict=True)))
+
+    async def response(self, tenant: str, response_id: str) -> dict[str, Any] | None:
+        """Return a stored reply; None if there is none of this tenant."""
+        if not _RESPONSE_ID.fullmatch(response_id):
+            return None
+        _, key = _keys(tenant, response_id)
+        (raw,) = await self._records.get([key])
+        found = parsed(raw)
+        return found if found and found.get("id") == response_id else None
+
+    async def turn(self, tenant: str, response_id: str) -> StoredTurn | None:
+        """Return the turn of a stored response; None if there is none of this tenant."""
+        if not _RESPONSE_ID.fullmatch(response_id):
+            return None
+        (raw,) = await self._records.get([_keys(tenant, response_id)[0]])
+        return _turn(raw)
+
+    async def conversation(self, tenant: str, response_id: str) -> list[StoredTurn] | None:
+        """Return the turns of a conversation up to a response, in order; None if one of them is missing."""
+        last = await self.turn(tenant, response_id)
+        if not last:
+            return None
+        values = await self._records.get([_keys(tenant, one)[0] for one in last.ancestors])
+        earlier = await asyncio.to_thread(lambda: [_turn(value) for value in values])
+        found = [turn for turn in earlier if turn]
+        return [*found, last] if len(found) == len(earlier) else None
+
+    async def delete(self, tenant: str, response_id: str) -> bool:
+        """Delete a stored response. Return whether there was one."""
+        return bool(_RESPONSE_ID.fullmatch(response_id)) and await self._records.delete(_keys(tenant, response_id))
+
+
+def _keys(tenant: str, response_id: str) -> tuple[str, str]:
+    """Return the keys of a response's turn and of its reply."""
+    return f"turn:{tenant}:{response_id}", f"response:{tenant}:{response_id}"
+
+
+def _turn(raw: bytes | None) -> StoredTurn | None:
+    """Return the turn in a value; None if it is none."""
+    found = parsed(raw) or {}
+    match found:
+        case {"input": list(given), "output": list(made), "ancestors": list(ids)} if len(ids) <= MAX_TURNS:
+            if all(isinstance(one, str) and _RESPONSE_ID.fullmatch(one) for one in ids):
+                return StoredTurn(given, made, ids, found.get("conversation"), _context(found.get("context")))
+    return None
+
+
+def _context(found: Any) -> ContextNames | None:
+    """Return the names of a context in a turn; None if it has none."""
+    match found:
+        case {"blocks": list(blocks), "chain": {"root": str(root), "client": str(client), "shared": int(shared)}}:
+            first = found.get("first")
+            if isinstance(first, list) and all(isinstance(one, str) and _HASH.fullmatch(one) for one in blocks + first):
+                return ContextNames(tuple(blocks), Chain(root, client, shared), tuple(first))
+    return None
+
+
+# -- Conversations -----------------------------------------------------------------------------------------------------
+#
+# Lists of items that requests extend, at any engine with the same page server.
+#
+#     conversation:{tenant}:{conversation id}       JSON of a StoredConversation: its metadata, and the ids of its items
+#     item:{tenant}:{conversation id}:{item id}     JSON of an item
+#
+# An item is written before the conversation names it, so a reader finds every item. A conversation is read with two
+# requests, whatever its length.
+
+MAX_ITEMS = 4096  # of a conversation
+_CONVERSATION_ID = re.compile(r"conv_[0-9a-f]{32}")
+
+Item = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredConversation:
+    """A conversation without the texts of its items."""
+
+    created_at: int
+    metadata: dict[str, str] = field(default_factory=dict)
+    items: list[str] = field(default_factory=list)  # ids, in order
+
+
+class ConversationRecords:
+    """The conversations of all tenants. Its methods run on the event loop of the API, and raise as `Records`."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+
+    async def create(
+        self, tenant: str, metadata: dict[str, str], items: Sequence[Item]
+    ) -> tuple[str, StoredConversation]:
+        """Store a new conversation, and return it with its id."""
+        conversation_id = f"conv_{uuid4().hex}"
+        made = StoredConversation(int(time.time()), metadata, [item["id"] for item in items])
+        values = self._values(tenant, conversation_id, items)
+        await self._records.put({**values, _key(tenant, conversation_id): to_json(asdict(made))})
+        return conversation_id, made
+
+    async def find(self, tenant: str, conversation_id: str) -> StoredConversation | None:
+        """Return a conversation; None if there is none of this tenant."""
+        if not _CONVERSATION_ID.fullmatch(conversation_id):
+            return None
+        (raw,) = await self._records.get([_key(tenant, conversation_id)])
+        return _conversation(raw)
+
+    async def items(self, tenant: str, conversation_id: str, ids: Sequence[str]) -> list[Item]:
+        """Return the items with these ids that are stored."""
+        values = await self._records.get([_item_key(tenant, conversation_id, one) for one in ids])
+        found = await asyncio.to_thread(lambda: [parsed(value) for value in values])
+        return [item for item in found if item]
+
+    async def append(self, tenant: str, conversation_id: str, items: Sequence[Item]) -> bool:
+        """Add items to the end of a conversation. Return False if it does not exist. Raises ApiError (400) if it would
+        have more than MAX_ITEMS.
+        """
+        await self._records.put(self._values(tenant, conversation_id, items))
+        ids = [item["id"] for item in items]
+
+        def extended(stored: StoredConversation) -> StoredConversation:
+            if len(stored.items) + len(ids) > MAX_ITEMS:
+                raise invalid(f"items: a conversation has at most {MAX_ITEMS}", "items")
+            return replace(stored, items=[*stored.items, *ids])
+
+        return await self._change(tenant, conversation_id, extended)
+
+    async def remove(self, tenant: str, conversation_id: str, item_id: str) -> bool:
+        """Delete an item of a conversation. Return whether there was one."""
+        deleted = await self._records.delete([_item_key(tenant, conversation_id, item_id)])
+        await self._change(
+            tenant,
+            conversation_id,
+            lambda stored: replace(stored, items=[one for one in stored.items if one != item_id]),
+        )
+        return deleted
+
+    async def describe(self, tenant: str, conversation_id: str, metadata: dict[str, str]) -> None:
+        """Replace the metadata of a conversation."""
+        await self._change(tenant, conversation_id, lambda stored: replace(stored, metadata=metadata))
+
+    async def delete(self, tenant: str, conversation_id: str) -> bool:
+        """Delete a conversation and its items. Return whether there was one."""
+        stored = await self.find(tenant, conversation_id)
+        if not stored:
+            return False
+        items = [_item_key(tenant, conversation_id, one) for one in stored.items]
+        return await self._records.delete([_key(tenant, conversation_id), *items])
+
+    async def _change(
+        self, tenant: str, conversation_id: str, change: Callable[[StoredConversation], StoredConversation]
+    ) -> bool:
+        def changed(raw: bytes) -> bytes:
+            stored = _conversation(raw)
+            return to_json(asdict(change(stored))) if stored else raw
+
+        return await self._records.change(_key(tenant, conversation_id), changed)
+
+    def _values(self, tenant: str, conversation_id: str, items: Sequence[Item]) -> dict[str, bytes]:
+        return {_item_key(tenant, conversation_id, item["id"]): to_json(item) for item in items}
+
+
+def _key(tenant: str, conversation_id: str) -> str:
+    return f"conversation:{tenant}:{conversation_id}"
+
+
+def _item_key(tenant: str, conversation_id: str, item_id: str) -> str:
+    return f"item:{tenant}:{conversation_id}:{item_id}"
+
+
+def _conversation(raw: bytes | None) -> StoredConversation | None:
+    """Return the conversation in a value; None if it is none."""
+    match parsed(raw):
+        case {"created_at": int(created), "metadata": dict(metadata), "items": list(ids)} if len(ids) <= MAX_ITEMS:
+            if all(isinstance(one, str) for one in (*ids, *metadata, *metadata.values())):
+                return StoredConversation(created, metadata, ids)
+    return None

@@ -20,7 +20,7 @@ from .diagnosis import AskedPrompt, diagnosis
 from .openai.errors import ApiError, invalid, renamed, shortened
 from .openai.response_schema import NAMES, Item, ResponseBody
 from .openai.response_shapes import Notes, ResponseReply
-from .response_records import MAX_TURNS, StoredTurn
+from .records import MAX_TURNS, StoredTurn
 from .service import Service
 
 MAX_ITEMS = 100  # in a list, as OpenAI's API

@@ -23,14 +23,12 @@ from kvpage_server.web import page_response
 from ..chains import is_unnamed, unnamed_agent
 from ..tiers.store import AgentCacheStore
 from .auth import AGENT_HEADER, Tenant, Tokens, credential, tenant_of
-from .conversation_records import ConversationRecords
 from .diagnosis import PromptLog, VolatileLines
 from .metrics import Metrics
 from .models import Models, ServedModel
 from .openai.errors import ApiError, invalid, shortened
 from .openai.schema import CompletionFields, RequestBody
-from .records import Records
-from .response_records import ResponseRecords
+from .records import ConversationRecords, Records, ResponseRecords
 from .watching import MOST_WATCHERS, Watching
 from .worker import Answers, Prompt
 

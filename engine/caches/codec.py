@@ -3,7 +3,7 @@
 To add a kind, write a module in this package with a frozen dataclass that derives from :class:`TokenLayer` or
 :class:`StateLayer`, and add the class to CODECS in ``engine.caches``. Names, files, pages and
 restoring follow from the codec. Only two other modules name a kind: ``engine.startup`` the unquantised part of a
-quantised cache, ``engine.model.trial`` sparse attention. Its fields are part of a model's fingerprint.
+quantised cache, ``engine.spec`` sparse attention. Its fields are part of a model's fingerprint.
 """
 
 from __future__ import annotations

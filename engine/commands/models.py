@@ -35,7 +35,7 @@ def fetch_model(args: argparse.Namespace) -> int:
     """Download a model, print its directory, and return 0. Show a progress bar if standard error is a terminal. Raises
     Failure.
     """
-    from ..model import hub, smollm2  # imports MLX
+    from ..model import download  # imports MLX
 
     if args.name != SMALL and "/" not in args.name:
         raise Failure(f"the name of a model is {SMALL} or ORG/NAME, got {args.name!r}")
@@ -45,20 +45,20 @@ def fetch_model(args: argparse.Namespace) -> int:
         if args.name == SMALL:
             _fetch_smollm2(args.to or Path("models", SMALL))
         else:
-            print(f"{args.name} is in {hub.fetch(args.name, args.revision, args.to)}")
-    except (smollm2.FetchError, OSError) as error:
+            print(f"{args.name} is in {download.fetch_from_hub(args.name, args.revision, args.to)}")
+    except (download.FetchError, OSError) as error:
         raise Failure(str(error)) from error
     return 0
 
 
 def _fetch_smollm2(target: Path) -> None:
-    from ..model import smollm2
+    from ..model.download import fetch_smollm2
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description:11}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         tasks = {stage: progress.add_task(stage, total=None) for stage in ("Downloading", "Converting")}
-        fetched = smollm2.fetch(
+        fetched = fetch_smollm2(
             target, lambda stage, done, total: progress.update(tasks[stage], completed=done, total=total)
         )
     print(f"SmolLM2-135M-Instruct is {'now' if fetched else 'already'} in {target}")

@@ -1,4 +1,4 @@
-"""The model: its download, its directory and adapter, its identity, and the trial of its results in a batch."""
+"""The model: its download, its directory and adapter, and its identity."""
 
 from .identity import UnknownModelError, adapt, load
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
 
-from kvpage_server.commands.arguments import as_integer, plain, plain_all, shorten
+from kvpage_server.commands.arguments import WRONG_TYPE, as_integer, plain, plain_all, shorten
 from kvpage_server.core import Argument, Command
 from kvpage_server.resp import Reply, ReplyError
 from kvpage_server.store.disk.prefetch import Needed, Prefetcher
+from kvpage_server.store.keyspace import Keyspace
 
 # -- keys --------------------------------------------------------------------------------------------------------------
 #
@@ -53,7 +54,7 @@ class Naming:
         at = self.first + 1
         return (at, -1, self.step) if self.step else (at, at, 1)
 
-    def _starts(self, args: Sequence[Argument]) -> Iterable[int]:
+    def starts(self, args: Sequence[Argument]) -> Iterable[int]:
         """Return the indexes of the request ids in `args`."""
         return range(self.first, len(args) if self.step else min(self.first + 1, len(args)), self.step or 1)
 
@@ -63,7 +64,7 @@ class pages(Naming):
 
     def __call__(self, args: Sequence[Argument], access: int) -> Iterator[Use]:
         """Yield the key of each named page, with `access`. The arguments are not checked."""
-        for start in self._starts(args):
+        for start in self.starts(args):
             yield b"kv:%b" % b":".join(plain_all(args[start : start + 5])), access
 
 
@@ -72,14 +73,14 @@ class requests(Naming):
 
     def __call__(self, args: Sequence[Argument], access: int) -> Iterator[Use]:
         """Yield the prefix `kv:{req}:` of each named request once, with `access`."""
-        for req_id in dict.fromkeys(plain(args[start]) for start in self._starts(args)):
+        for req_id in dict.fromkeys(plain(args[start]) for start in self.starts(args)):
             yield KeyPrefix(b"kv:%b:" % req_id), access
 
 
 class prefixes(requests):
     """Every key of each request that KVPAGEPREFIX names, of blocks and of states, as a KeyPrefix."""
 
-    def _starts(self, args: Sequence[Argument]) -> Iterable[int]:
+    def starts(self, args: Sequence[Argument]) -> Iterable[int]:
         blocks, states = prefix_words(args)
         return chain(range(blocks.start, blocks.stop, 2), range(states.start, states.stop, 3))
 
@@ -583,3 +584,61 @@ def _value(word: str) -> dict[str, Any]:
     """Return the argument map of a value, whose type follows from its name."""
     value = {"name": word, "type": _KINDS.get(word, "string")}
     return {**value, "key_spec_index": 0} if word == "key" else value
+
+
+# -- Index keys --------------------------------------------------------------------------------------------------------
+#
+# `kv:{req}:index` is the read-only key with the page keys of a request. It exists while the request has a page, and is
+# a set. It can't be written and has no TTL. KEYS and SCAN do not list it: it is a view of keys that they list anyway.
+# SCAN with TYPE set lists only these keys, one for each request.
+
+INDEX_READ_ONLY = "ERR an index key is read-only: it lists the pages that its request has"
+INDEX_SUFFIX = b":index"
+_INDEX_KEY = re.compile(rb"kv:([^\x00-\x20\x7f:]{1,256}):index\Z")
+_DERIVED_KEY = re.compile(rb"kv:([^\x00-\x20\x7f:]{1,256}):(?:index)?\Z")
+
+
+def request_of(key: bytes) -> bytes | None:
+    """Return the request id in an index key; None for any other key."""
+    found = _INDEX_KEY.match(key)
+    return found[1] if found else None
+
+
+def derived_from(key: bytes) -> bytes | None:
+    """Return the request id in a key that changes with the request's pages; None for any other key.
+
+    These are the index key, and `kv:{req}:`, which stands for all keys of the request.
+    """
+    found = _DERIVED_KEY.match(key)
+    return found[1] if found else None
+
+
+def lists_pages(keyspace: Keyspace, key: bytes) -> bool:
+    """Return whether `key` is the index key of a request that has a page that has not expired."""
+    req_id = request_of(key)
+    return req_id is not None and keyspace.listing.has_pages(req_id)
+
+
+def names_index(spec: Spec, words: Command) -> bool:
+    """Return whether one of a command's keys is an index key. `words` are all words, and `spec.keys` has fixed
+    positions.
+    """
+    first, last, step = spec.keys
+    for key in (words[first],) if first == last else words[first : last + 1 or None : step]:
+        if type(key) is bytes and key.endswith(INDEX_SUFFIX) and _INDEX_KEY.match(key):
+            return True
+    return False
+
+
+def refuse_to_write(spec: Spec, words: Command) -> None:
+    """Raise ReplyError if one of the keys of a command that writes is an index key, which is read-only."""
+    if names_index(spec, words):
+        raise ReplyError(INDEX_READ_ONLY)
+
+
+def refuse_as_string(keyspace: Keyspace, key: bytes) -> None:
+    """Raise ReplyError (WRONGTYPE) if `key` is the index key of a request that has a page: it is a set, not a
+    string.
+    """
+    if key.endswith(INDEX_SUFFIX) and lists_pages(keyspace, key):
+        raise ReplyError(WRONG_TYPE)

@@ -216,7 +216,8 @@ class Refusals:
 # Wrong passwords are counted by address. An address may fail ten times; one failure is forgiven every six seconds.
 # After that, its AUTHs are handled one a second, in order of arrival, for all its connections together. AUTHs with the
 # right password wait, too: otherwise an attacker could take a slow reply for a refusal and not wait for it. Other
-# addresses are not affected. Memory is bounded: above a number of addresses, the one with the oldest last failure is removed.
+# addresses are not affected. Memory is bounded: above a number of addresses, the one with the oldest last failure is
+# removed.
 
 
 FREE_FAILURES = 10

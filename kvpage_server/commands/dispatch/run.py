@@ -11,9 +11,17 @@ from time import monotonic_ns
 
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.checks import Postponed, check_rights, end_caching, require_durable_state
-from kvpage_server.commands.index_key import TAIL, names_index, refuse_to_write
 from kvpage_server.commands.measure import SLOW_WORD
-from kvpage_server.commands.specs import BY_WORD, SUBCOMMANDS, WORDS_PER_STEP, Spec, too_many
+from kvpage_server.commands.specs import (
+    BY_WORD,
+    INDEX_SUFFIX,
+    SUBCOMMANDS,
+    WORDS_PER_STEP,
+    Spec,
+    names_index,
+    refuse_to_write,
+    too_many,
+)
 from kvpage_server.core import Argument, Callee, Caller, Command, Parser
 from kvpage_server.core.pieces import Piece
 from kvpage_server.glob import PatternTooLong
@@ -299,7 +307,7 @@ def _row(spec: Spec) -> Callee:
     most = spec.arity if spec.arity > 0 else WORDS_PER_STEP
     written = spec.keys[0] if spec.writes_keys and not spec.writes_several else 0
     asks = spec.stores or spec.writes_keys
-    return Callee(spec, spec.name, spec.handler, abs(spec.arity), most, asks, written, TAIL)
+    return Callee(spec, spec.name, spec.handler, abs(spec.arity), most, asks, written, INDEX_SUFFIX)
 
 
 def _may_run(client: Client, spec: Spec, words: Command) -> bool:

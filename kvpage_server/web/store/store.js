@@ -15,7 +15,7 @@ const BUCKET = 10; // seconds of a bar, or of a point of the hit ratio
 const MONITOR = "monitor"; // the user of connections for metrics
 const HIDDEN = "needs a user with access to every key";
 
-// the data of the last event of each name; web/views.py has their fields
+// the data of the last event of each name; web/routes.py has their fields
 let now = null; // the state of the store
 let moments = []; // rates of the last SECONDS seconds, oldest first
 let holdings = null; // memory by agent

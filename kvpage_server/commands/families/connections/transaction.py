@@ -10,9 +10,8 @@ from kvpage_server.commands.arguments import plain_all
 from kvpage_server.commands.context import Client, Transaction
 from kvpage_server.commands.dispatch.run import run_queued
 from kvpage_server.commands.families.pages.request import blocks_of, is_overdue
-from kvpage_server.commands.index_key import derived_from
 from kvpage_server.commands.registry import command
-from kvpage_server.commands.specs import WORDS_PER_STEP, Parts, Spec, nothing
+from kvpage_server.commands.specs import WORDS_PER_STEP, Parts, Spec, derived_from, nothing
 from kvpage_server.commands.steps import STEP, Steps, each, stepwise
 from kvpage_server.core import Argument
 from kvpage_server.core.pieces import Piece, borrowed_bytes

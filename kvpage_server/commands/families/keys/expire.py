@@ -9,9 +9,8 @@ from functools import partial
 
 from kvpage_server.commands.arguments import I64, integer, plain, plain_all, shorten
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.index_key import lists_pages
 from kvpage_server.commands.registry import command
-from kvpage_server.commands.specs import extents, nothing
+from kvpage_server.commands.specs import extents, lists_pages, nothing
 from kvpage_server.core import Argument
 from kvpage_server.page import unix_ms
 from kvpage_server.resp import Reply, ReplyError

@@ -11,9 +11,8 @@ from itertools import chain, zip_longest
 from kvpage_server.commands.arguments import SYNTAX_ERROR, integer, integer_in, plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.families.keys.value import check_splits
-from kvpage_server.commands.index_key import lists_pages
 from kvpage_server.commands.registry import command
-from kvpage_server.commands.specs import Parts, extents, nothing
+from kvpage_server.commands.specs import Parts, extents, lists_pages, nothing
 from kvpage_server.core import Argument
 from kvpage_server.glob import COMPARED, Matches, glob, literal, portions
 from kvpage_server.page import index_key

@@ -9,9 +9,8 @@ from kvpage_server.commands.arguments import SYNTAX_ERROR, WRONG_TYPE, plain, pl
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.families.keys.keyspace import MOST_SCANNED, scan_cursor, scan_options
 from kvpage_server.commands.families.pages.request import are_few, blocks_of, keys_in
-from kvpage_server.commands.index_key import request_of
 from kvpage_server.commands.registry import command
-from kvpage_server.commands.specs import nothing
+from kvpage_server.commands.specs import nothing, request_of
 from kvpage_server.commands.steps import Steps, stepwise
 from kvpage_server.core import Argument
 from kvpage_server.resp import Raw, Reply, ReplyError, Stream

@@ -23,9 +23,18 @@ from kvpage_server.commands.families.keys.value import (
     store,
     string_of,
 )
-from kvpage_server.commands.index_key import refuse_as_string
 from kvpage_server.commands.registry import command
-from kvpage_server.commands.specs import READ, WRITE, Parts, as_used, extents, key_of_set, nothing, values
+from kvpage_server.commands.specs import (
+    READ,
+    WRITE,
+    Parts,
+    as_used,
+    extents,
+    key_of_set,
+    nothing,
+    refuse_as_string,
+    values,
+)
 from kvpage_server.core import Argument
 from kvpage_server.core.pieces import Piece
 from kvpage_server.page import unix_ms
