@@ -8,7 +8,7 @@ STORE := redis://127.0.0.1:9221
 CORE := setup.py kvpage_server/core/sources.py $(wildcard kvpage_server/core/native/*.p[xy][xd])
 
 .DEFAULT_GOAL := setup
-.PHONY: setup run chat serve demo test test-connectors test-frameworks test-elsewhere check soak fuzz sanitize lint format docs bench core demo-cluster cluster cluster-stop wheels clean help
+.PHONY: setup run chat serve demo test test-connectors test-frameworks test-packages test-elsewhere check soak fuzz sanitize lint format docs bench core demo-cluster cluster cluster-stop lock wheels clean help
 
 setup: $(VENV)/dev.stamp $(MODEL)  ## everything: server, engine, development tools, the small model
 
@@ -49,6 +49,9 @@ test-connectors: $(VENV)/dev.stamp $(MODEL)  ## the connectors with the real vLL
 
 test-frameworks: $(VENV)/dev.stamp $(MODEL)  ## agent frameworks with the real small model, in an environment of their own
 	PYTHON="$(BIN)/python" tests/frameworks/run.sh
+
+test-packages: $(VENV)/dev.stamp $(MODEL)  ## the package in clean environments of every Python that is found, from the registry
+	"$(BIN)/python" -m pytest -m "soak or not soak" tests/packages
 
 test-elsewhere: $(VENV)/dev.stamp $(MODEL)  ## sensitive tests as on other machines: kernels of OpenBLAS, umask, user, encoding; an hour
 	"$(BIN)/python" tests/elsewhere.py
@@ -103,6 +106,10 @@ core: $(VENV)/server.stamp  ## compiles the page core again, and shows what the 
 	"$(BIN)/python" -m pip install --verbose --no-deps --editable .
 	"$(BIN)/kvpage-server" --version
 
+lock: $(VENV)/bin/python  ## renews conf/locks: the newest dependencies, with hashes
+	"$(BIN)/python" -m pip install --quiet uv
+	conf/lock.sh "$(BIN)/uv"
+
 wheels: $(VENV)/dev.stamp  ## wheels in dist/, by cibuildwheel where docker runs, else for every Python that is found
 	conf/wheels.sh "$(BIN)/python" dist
 
@@ -115,17 +122,17 @@ help:  ## this list
 $(VENV)/bin/python:
 	PYTHON="$(PYTHON)" conf/venv.sh "$(VENV)"
 
-$(VENV)/server.stamp: pyproject.toml $(CORE) $(VENV)/bin/python
-	conf/install.sh "$(VENV)" '[web]'
+$(VENV)/server.stamp: pyproject.toml conf/locks/web.txt $(CORE) $(VENV)/bin/python
+	conf/install.sh "$(VENV)" web
 	touch $@
 
-$(VENV)/engine.stamp: pyproject.toml $(CORE) $(VENV)/bin/python
-	conf/install.sh "$(VENV)" '[engine]'
+$(VENV)/engine.stamp: pyproject.toml conf/locks/engine.txt $(CORE) $(VENV)/bin/python
+	conf/install.sh "$(VENV)" engine
 	touch $@ $(VENV)/server.stamp
 
-$(VENV)/dev.stamp: pyproject.toml $(CORE) $(VENV)/bin/python
+$(VENV)/dev.stamp: pyproject.toml conf/locks/dev.txt $(CORE) $(VENV)/bin/python
 	tests/install-tools.sh
-	conf/install.sh "$(VENV)" '[dev]'
+	conf/install.sh "$(VENV)" dev
 	touch $@ $(VENV)/engine.stamp $(VENV)/server.stamp
 
 $(MODEL): | $(VENV)/engine.stamp

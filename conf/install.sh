@@ -1,7 +1,7 @@
 #!/bin/sh
-# Installs this folder, with the extras named by the second argument ('[dev]'), into the virtual environment named by the
-# first, and its core compiled if that can be done. As root on Debian or Ubuntu what compiling takes is installed; elsewhere
-# it says in one line what is missing, and the core's Python twin runs.
+# Installs this folder into the virtual environment named by the first argument, with the dependencies of conf/locks for the
+# extra named by the second, and its core compiled if that can be done. As root on Debian or Ubuntu what compiling takes is
+# installed; elsewhere it says in one line what is missing, and the core's Python twin runs.
 set -eu
 
 python=$1/bin/python
@@ -21,7 +21,8 @@ missing() {
     done
 }
 
-"$python" -m pip install --quiet --editable ".${2-}"
+"$python" -m pip install --quiet --require-hashes --requirement "conf/locks/$2.txt"
+"$python" -m pip install --quiet --no-deps --editable .
 [ "$(core)" = native ] && exit 0
 
 how="a C compiler, Python's headers and xxhash.h, then:"

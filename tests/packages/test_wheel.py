@@ -16,10 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from documents import ROOT, blocks, check_program
-from packages import build_sdist, build_wheel
-from servers import RunningServer, free_port
-from waiting import until
+from packages import build_sdist, build_wheel, output, run_document, start_installed_server
 
 import kvpage_server
 
@@ -54,12 +51,6 @@ def away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A current directory, and environment variables, that know nothing of the checkout."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH")
-
-
-def output(*command: str | Path) -> str:
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_the_wheel_installs_three_packages(wheel: Path) -> None:
@@ -122,29 +113,21 @@ def test_mypy_finds_the_types_in_another_project(environment: Path) -> None:
 @pytest.fixture
 def installed_server(environment: Path, tmp_path: Path) -> Iterator[int]:
     """The port of the installed kvpage-server."""
-    port = free_port()
-    command = [environment / "bin/kvpage-server", "--port", str(port), "--dir", tmp_path]
-    with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
-        try:
-            until(lambda: b"ready" in (tmp_path / "log").read_bytes(), "the server")
-            yield port
-        finally:
-            process.terminate()
+    with start_installed_server(environment, tmp_path) as port:
+        yield port
 
 
 @pytest.mark.parametrize("document", ["docs/start.md", "docs/client.md"])
 @pytest.mark.model
 def test_documented_programs_run(document: str, environment: Path, installed_server: int, tmp_path: Path) -> None:
-    (tmp_path / "models").symlink_to(ROOT / "models")
-    program = "\n".join(blocks(document, "python")).replace("9221", str(installed_server))
-    check_program(program, environment / "bin/python", tmp_path)
+    run_document(document, environment, installed_server, tmp_path)
 
 
 def test_the_server_is_looked_into(environment: Path, installed_server: int) -> None:
     assert "blocks" in output(environment / "bin/kvpage", "status", "--url", f"redis://127.0.0.1:{installed_server}")
 
 
-def test_kvpage_engine_reports_mlx_as_missing(environment: Path, server: RunningServer) -> None:
+def test_kvpage_engine_reports_mlx_as_missing(environment: Path) -> None:
     """The command in the error is one for a checkout: the name is not published."""
     program = "import sys; sys.modules['mlx'] = None; from kvpage.engine.cli import main; sys.exit(main(['serve']))"
     done = subprocess.run([environment / "bin/python", "-c", program], capture_output=True, encoding="utf-8")

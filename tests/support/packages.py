@@ -1,4 +1,4 @@
-"""The sdist and the wheel of this checkout, built in a copy and without the network."""
+"""Packages of this checkout: an sdist and a wheel, built in a copy and without the network, and installed programs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from documents import ROOT
+from documents import ROOT, blocks, check_program
+from servers import free_port
+from waiting import until
 
 SOURCES = ("connectors", "engine", "kvpage_server", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 _BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
@@ -39,3 +43,31 @@ def _build(kind: str, tree: Path, into: Path) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.split()[-1]
+
+
+def output(*command: str | Path) -> str:
+    """Return the output of a successful command."""
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@contextmanager
+def start_installed_server(environment: Path, directory: Path) -> Iterator[int]:
+    """Run the kvpage-server of a virtual environment, with its data in `directory`. Yield its port."""
+    port, log_file = free_port(), directory / "log"
+    command = [environment / "bin/kvpage-server", "--port", str(port), "--dir", directory]
+    with log_file.open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+        try:
+            until(lambda: b"ready" in log_file.read_bytes(), "the server")
+            yield port
+        finally:
+            process.terminate()
+
+
+def run_document(document: str, environment: Path, port: int, directory: Path) -> None:
+    """Run the Python program of a document in a virtual environment and in `directory`, with the server on `port`."""
+    (directory / "models").symlink_to(ROOT / "models")
+    check_program(
+        "\n".join(blocks(document, "python")).replace("9221", str(port)), environment / "bin/python", directory
+    )
