@@ -550,6 +550,7 @@ class AgentEngine:
         if self._store and not done.error:
             self._store.answered(answer.reuse.tier, answer.reuse.tokens, computed)
         lifetimes = None if done.error else job.lifetimes
+        waits = bool(lifetimes)  # for the report
         if lifetimes:
             lifetimes.on_report(lambda kept: _notify(job.on_done, replace(answer, kept=kept)))
         if self._store and done.blocks.blocks:
@@ -563,7 +564,7 @@ class AgentEngine:
         _end_span(job, done, answer.reuse)
         if done.error:
             _notify(job.on_error, done.error)
-        elif not lifetimes:
+        elif not waits:
             _notify(job.on_done, answer)
         return None
 

@@ -277,9 +277,8 @@ async def conversation(
     kept = (boundaries[-1].tokens if boundaries else 0) if body.prompt_cache_options.mode == "explicit" else None
     asked = [replace(prompt, boundaries=boundaries, kept_tokens=kept) for prompt in asked]
     log.add(reply_id, comparable)
-    asked[0] = replace(asked[0], explain=partial(_explanation, log, reply_id, comparable, before))
-    if wanted:
-        asked[0] = replace(asked[0], lifetimes=Lifetimes(wanted, tenant.name, service.tokens.count))
+    explain = partial(_explanation, log, reply_id, comparable, before)
+    asked[0] = replace(asked[0], explain=explain, lifetimes=Lifetimes(wanted, tenant.name, service.tokens.count))
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
     streams = not (body.stop or body.stop_token_ids)
     several = body.parallel_tool_calls
@@ -384,6 +383,7 @@ def _prompts(
                 end_of_reasoning=end_of_reasoning,
                 leader=leader if i else None,
                 label=label,
+                lifetimes=Lifetimes((), tenant.name, service.tokens.count),
             )
             asked.append(prompt)
     return asked, given

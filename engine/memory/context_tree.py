@@ -8,6 +8,7 @@ of a block. Each tenant has a root of its own, so tenants share nothing, and pri
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from bisect import bisect_left
@@ -66,6 +67,8 @@ class _Node:
 
 class _Lifetime(NamedTuple):
     until: float  # monotonic seconds
+    seconds: int
+    tokens: int  # of the block that are to be kept, from its beginning
     tenant: str
 
 
@@ -219,12 +222,51 @@ class ContextTree:
                 total += node.block.nbytes
                 if total > most or sizes[tenant] > most // lifetimes.tenants:
                     return KeptContext(tokens, until, FULL)
-            if known is None or known.until < now + seconds:
-                self._kept[node.name] = _Lifetime(now + seconds, tenant)
-                self._ended.pop(node.name, None)
-                self._first_end = min(self._first_end, now + seconds)
-            tokens, until = min(end, lifetimes.tokens), min(until or sys.maxsize, wall + 1000 * seconds)
+            count = min(end, lifetimes.end(seconds)) - start
+            if known:
+                seconds, count = max(seconds, known.seconds), max(count, known.tokens)
+            self._kept[node.name] = _Lifetime(now + seconds, seconds, count, tenant)
+            self._ended.pop(node.name, None)
+            self._first_end = min(self._first_end, now + seconds)
+            if start < lifetimes.tokens:
+                tokens, until = min(end, lifetimes.tokens), min(until or sys.maxsize, wall + 1000 * seconds)
         return KeptContext(tokens, until)
+
+    def renew(self, context: AgentBlocks) -> bool:
+        """Begin the lifetimes of a context's blocks anew, because a prompt has reused them. Return whether any has
+        one.
+        """
+        self._settle()
+        now, names = time.monotonic(), self.names(context.agent_id, context.tokens)
+        kept = {name: self._kept[name] for name in names if name in self._kept}
+        self._kept |= {name: one._replace(until=now + one.seconds) for name, one in kept.items()}
+        return bool(kept)
+
+    def lifetimes(self, context: AgentBlocks) -> list[tuple[int, int]]:
+        """Return pairs of the first tokens of a context and the seconds of their lifetime, up to the first block
+        without one.
+        """
+        self._settle()
+        found, start = list[tuple[int, int]](), 0
+        for node in self._nodes_of(context) if self._kept else ():
+            if (kept := self._lifetime_of(node)) is None:
+                break
+            found.append((start + kept.tokens, kept.seconds))
+            start += len(node.tokens)
+        return found
+
+    def _lifetime_of(self, node: _Node) -> _Lifetime | None:
+        """Return the lifetime of a block, or of another one of which it has the kept tokens, and the state after them;
+        None if there is none.
+        """
+        if found := self._kept.get(node.name):
+            return found
+        for other in itertools.chain.from_iterable(self._sides(node.parent, node.tokens)):
+            kept = self._kept.get(other.name)
+            same = kept and node.tokens[: kept.tokens] == other.tokens[: kept.tokens]
+            if kept and same and (kept.tokens in node.block.states or not self._spec.has_state):
+                return kept
+        return None
 
     def _holder(self, node: _Node) -> _Node | None:
         """Return the node of the tree that has the tokens of `node` at its beginning; None if there is none."""

@@ -30,20 +30,37 @@ class Lifetimes:
         `tenant`, one of `tenants` with equal shares.
         """
         self.wanted = [pair for pair in wanted if pair[0]]
+        self._inherited: Sequence[tuple[int, int]] = ()
         self.tenant = tenant
         self.tenants = tenants
         self._on_report: Callable[[KeptContext], object] | None = None
         self._timer: threading.Timer | None = None
         self._lock = threading.Lock()
 
+    def __bool__(self) -> bool:
+        """Whether any tokens are to be kept."""
+        return bool(self.wanted or self._inherited)
+
+    def inherit(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Keep the first tokens of the context for the lifetimes that they have from earlier requests, too."""
+        self._inherited = pairs
+
     @property
     def tokens(self) -> int:
-        """The number of tokens that are to be kept."""
+        """The number of tokens for which the request wants a lifetime. The report is about these."""
         return max((tokens for tokens, _ in self.wanted), default=0)
 
     def seconds(self, start: int) -> int:
         """Return how long a block is kept whose first token has the position `start`; 0 if it is not."""
-        return max((seconds for tokens, seconds in self.wanted if tokens > start), default=0)
+        return max((seconds for tokens, seconds in self._all if tokens > start), default=0)
+
+    def end(self, seconds: int) -> int:
+        """Return how many of the first tokens are kept for these `seconds` or longer."""
+        return max((tokens for tokens, longer in self._all if longer >= seconds), default=0)
+
+    @property
+    def _all(self) -> list[tuple[int, int]]:
+        return [*self.wanted, *self._inherited]
 
     def on_report(self, receive: Callable[[KeptContext], object]) -> None:
         """Call `receive` once, when the kept part is known, or after REPORT_SECONDS."""

@@ -287,7 +287,7 @@ class Flusher:
                 saved = await self._pages.publish_async(context, label=publication.label)
                 failed = saved is None
                 if saved and publication.lifetimes:
-                    kept = await self._pages.keep_async(context, publication.lifetimes, named=False)
+                    kept = await self._pages.keep_async(context, publication.lifetimes)
                     publication.lifetimes.report(kept)
                 return saved.nbytes if saved else None
 
@@ -360,7 +360,7 @@ class Flusher:
         saved = await self._pages.save_async(context)
         if lifetimes:
             keeps = saved is not None and saved.whole
-            lifetimes.report(await self._pages.keep_async(context, lifetimes, named=True) if keeps else NOT_WRITTEN)
+            lifetimes.report(await self._pages.keep_async(context, lifetimes) if keeps else NOT_WRITTEN)
         return saved.nbytes if saved else None
 
     async def _save_and_free(self, tier: LowerTier, save: Save, context: AgentBlocks) -> int | None:

@@ -35,7 +35,7 @@ from kvpage_server.client.questions import Question, ok_or_not, text, up_to
 from kvpage_server.page import SEGMENT, tag_of
 from kvpage_server.tracing import current, span
 
-from ..chains import ContextNames, root_of
+from ..chains import ContextNames, is_unnamed, root_of
 from ..event_loop import EventLoop
 from ..memory.blocks import AgentBlocks, BlockError, KVBlock, check_agent_id
 from ..memory.lifetimes import KeptContext, Lifetimes
@@ -274,25 +274,21 @@ class PageTier:
             return replace(saved, whole=False)
         return saved
 
-    async def keep_async(self, context: AgentBlocks, lifetimes: Lifetimes, *, named: bool) -> KeptContext:
-        """Keep a stored context on the server for its lifetimes, and return the part that is kept. A context that is
-        not `named` has records of partial blocks in place of a manifest.
-        """
+    async def keep_async(self, context: AgentBlocks, lifetimes: Lifetimes) -> KeptContext:
+        """Keep a stored context on the server for its lifetimes, and return the part that is kept."""
         size = self._spec.block_tokens
         full = len(context) // size * size
-        if not named and len(context) - full < least_tail(self._spec):
+        if is_unnamed(context.agent_id) and len(context) - full < least_tail(self._spec):
             context = replace(context, tokens=context.tokens[:full], blocks=context.blocks[: full // size])
         if not context.blocks:
             return KeptContext(0, 0, "the context is too short")
         manifest, parts = await self.loop.on_block_thread(lambda: self._parts(context, context.stored_states))
         failures: Counter[str] = Counter()
-        kept = await self._attempt(self._keep(manifest, list(parts), lifetimes, named=named), failures)
+        kept = await self._attempt(self._keep(manifest, list(parts), lifetimes), failures)
         self.unasked.update(failures)
         return kept or KeptContext(0, 0, f"the page server has not kept it: {', '.join(failures)}")
 
-    async def _keep(
-        self, manifest: ContextManifest, places: list[BlockPlace], lifetimes: Lifetimes, *, named: bool
-    ) -> KeptContext:
+    async def _keep(self, manifest: ContextManifest, places: list[BlockPlace], lifetimes: Lifetimes) -> KeptContext:
         keep = partial(self._connection.server.keep, tenant=lifetimes.tenant, tenants=lifetimes.tenants)
         reach, until = 0, 0
         for seconds, run in _runs(lifetimes, sorted(places, key=lambda place: (place.start, place.end))):
@@ -302,22 +298,55 @@ class PageTier:
             except Unsupported as error:
                 return KeptContext(0, 0, str(error))
             if kept.keys < len(keys):
-                return KeptContext(min(keys[kept.keys][1].start, lifetimes.tokens), until or kept.until, kept.why)
-            reach, until = max(place.end for place in run), min(until or kept.until, kept.until)
-            # The last block is found by its record or by the manifest. Some may not exist.
-            name = manifest_key(manifest.agent_id, self._spec.fingerprint)
-            for key in [name] if named else self._records(manifest, reach):
-                await keep([key.encode()], seconds)
+                start = keys[kept.keys][1].start
+                why = kept.why if start < lifetimes.tokens else ""
+                return KeptContext(min(start, lifetimes.tokens), until or kept.until, why)
+            reach = max(place.end for place in run)
+            if run[0].start < lifetimes.tokens:
+                until = min(until or kept.until, kept.until)
+            for key in self._finding(manifest, reach):
+                await keep([key], seconds)
             self._connection.progressed()
         return KeptContext(min(reach, lifetimes.tokens), until)
 
-    def _records(self, manifest: ContextManifest, end: int) -> list[str]:
-        """Return the keys of the records that have the block of a context which ends at `end`."""
+    def keep_anew(self, context: AgentBlocks, on_renewed: Callable[[KeptContext], object] = lambda _: None) -> None:
+        """Start to begin the lifetimes anew that the first blocks of a context have on the server. If they have one,
+        call `on_renewed` with the part that is kept, on the loop's thread.
+        """
+
+        async def renew(_: ServerConnection) -> None:
+            kept = await self._attempt(self._renew(context), self.unasked)
+            if kept and kept.tokens:
+                on_renewed(kept)
+
+        self.do_in_background(renew)
+
+    async def _renew(self, context: AgentBlocks) -> KeptContext:
+        keep, layout, agent_id = self._connection.server.keep, self._layout, context.agent_id
+        manifest = ContextManifest.of(agent_id, context.tokens, self._spec, context.stored_states)
+        blocks = manifest.places(self._spec, layout.together)
+        keys = [(key, place) for place in blocks for key in layout.keys(place)]
+        try:
+            kept = await keep([key for key, _ in keys], 0)
+        except Unsupported:
+            return KeptContext(0, 0)
+        reach = len(context) if kept.keys == len(keys) else keys[kept.keys][1].start
+        states = [*(place.state() for place in blocks), *manifest.inner_places(self._spec, layout.together)]
+        found = [key for place in states if place.end <= reach for key in layout.keys(place)]
+        for key in [*found, *self._finding(manifest, reach)] if reach else ():
+            await keep([key], 0)
+        return KeptContext(reach, kept.until)
+
+    def _finding(self, manifest: ContextManifest, end: int) -> list[bytes]:
+        """Return the keys of strings by which the block of a context is found that ends at `end`: the agent's manifest,
+        if there is one, and the records of the block before it.
+        """
         size = self._spec.block_tokens
         start = (end - 1) // size * size
         chain = self._spec.chain(manifest.agent_id, manifest.tokens)
         parent = Parent(manifest.names[: start // size], chain, self._layout.together)
-        return parent.records(manifest.tokens[start:end], self._spec)
+        names = [] if is_unnamed(manifest.agent_id) else [manifest_key(manifest.agent_id, self._spec.fingerprint)]
+        return [key.encode() for key in (*names, *parent.records(manifest.tokens[start:end], self._spec))]
 
     def _parts(self, context: AgentBlocks, states: Sequence[int]) -> tuple[ContextManifest, block_writer.Parts]:
         """Return the manifest of a context with states after the positions `states`, and the arrays of its places."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, get_args
 
+from kvpage_server.page import unix_ms
 from kvpage_server.system.process import trim_malloc
 from kvpage_server.system.text import how_many
 
@@ -186,6 +187,8 @@ class AgentCacheStore:
             else:
                 enough = tokens is not None and len(tokens) - 1 - memory.reach < least_tail(self.spec)
             version = self._versions.setdefault(agent_id, _ContextVersion()) if named else None
+            if memory.blocks and self._tree.renew(memory.blocks) and self._pages:
+                self._pages.keep_anew(memory.blocks)
         within = within if (self._pages or self._cold) and not enough else 0.0
         loading = Loading(
             self._sources, Wanted(agent_id, tokens, named), memory, partial(self._keep_loaded, version), within
@@ -236,7 +239,7 @@ class AgentCacheStore:
             adopted = self._tree.adopt(context)
             kept = self._keep_in_memory(adopted, lifetimes, written=written)
             stays = not written
-            written = written and (label is None or lifetimes is not None or self._is_worth_writing(adopted))
+            written = written and (label is None or bool(lifetimes) or self._is_worth_writing(adopted))
             self._tree.withhold(adopted, withheld=stays)
             if written:
                 self._tree.mark_stored(adopted)
@@ -583,10 +586,12 @@ class AgentCacheStore:
     def _keep_in_memory(
         self, context: AgentBlocks, lifetimes: Lifetimes | None, *, written: bool = True
     ) -> KeptContext | None:
-        """Keep a context in the tree. Return the part that is kept if the page server will not report it, because it
-        does not answer, or because the context is not `written`.
+        """Keep a context in the tree, also for the lifetimes that its blocks have. Return the part that is kept if the
+        page server will not report it, because it does not answer, or because the context is not `written`.
         """
-        if lifetimes is None:
+        if lifetimes is not None:
+            lifetimes.inherit(self._tree.lifetimes(context))
+        if not lifetimes:
             return None
         kept = self._tree.keep(context, lifetimes)
         if not self._pages:
@@ -628,6 +633,8 @@ class AgentCacheStore:
                 return
             adopted = self._tree.adopt(blocks)
             self._tree.mark_stored(adopted)
+            if loaded.tier == "page" and self._pages:
+                self._pages.keep_anew(adopted, partial(self._keep_renewed, adopted, loaded.reach))
             entry = self._hot.look(blocks.agent_id)
             if version and not is_shared and not (entry and entry.unwritten_tiers):
                 whole = tokens is None and (loaded.tier == "cold" or loaded.why is None)
@@ -635,6 +642,14 @@ class AgentCacheStore:
                 self._hot.trim(self._flusher.failing)
             else:
                 self._pool.free(adopted.block_ids, blocks.agent_id)
+
+    def _keep_renewed(self, context: AgentBlocks, reach: int, kept: KeptContext) -> None:
+        """Keep a context in the tree whose lifetime has begun anew on the page server. `reach` is the number of its
+        tokens that the prompt has reused.
+        """
+        seconds = round((kept.until - unix_ms()) / 1000)
+        with self._lock:
+            self._tree.keep(context, Lifetimes([(min(kept.tokens, reach), seconds)]))
 
     def _replace(self, context: AgentBlocks, lifetimes: Lifetimes | None = None) -> None:
         """Replace the agent's last context, mark the new one as dirty, and take over its references."""

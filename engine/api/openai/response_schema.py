@@ -9,18 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from .errors import invalid, shortened
-from .schema import (
-    LIFETIMES,
-    MAX_TOOLS,
-    ChatBody,
-    ChatCacheOptions,
-    MarkedBody,
-    RequestBody,
-    Retention,
-    Values,
-    joined,
-    marked,
-)
+from .schema import MAX_TOOLS, ChatBody, ChatCacheOptions, MarkedBody, RequestBody, Retention, Values, joined, marked
 
 MAX_NEW_ITEMS = 20  # in one request to a conversation, as OpenAI's API
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
@@ -155,10 +144,6 @@ class PromptCacheOptions(ChatCacheOptions):
 
     prewarm: bool = False
     comparison_response_id: str | None = None
-
-    @property
-    def seconds(self) -> int:
-        return LIFETIMES[self.ttl] if self.prewarm else super().seconds
 
 
 Metadata = Annotated[dict[ShortName, ShortText], Field(max_length=16)]

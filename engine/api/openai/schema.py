@@ -598,11 +598,6 @@ class ChatCacheOptions(RequestBody):
     mode: Literal["implicit", "explicit"] = "implicit"
     ttl: Literal["30m", "12h"] = "30m"
 
-    @property
-    def seconds(self) -> int:
-        """The lifetime of the whole prompt in seconds; 0 if the request names none."""
-        return LIFETIMES[self.ttl] if "ttl" in self.model_fields_set else 0
-
 
 LIFETIMES = {"5m": 300, "30m": 1800, "1h": 3600, "12h": 43_200, "24h": 86_400}  # seconds
 Retention = Literal["in_memory", "24h"]
@@ -658,7 +653,9 @@ class ChatBody(CompletionFields):
         `implicit` one less in texts, and the end of the prompt.
         """
         options = self.prompt_cache_options
-        seconds = options.seconds or (LIFETIMES["24h"] if self.prompt_cache_retention == "24h" else 0)
+        seconds = LIFETIMES["24h"] if self.prompt_cache_retention == "24h" else 0
+        if "ttl" in options.model_fields_set or (options.model_fields_set and not seconds):
+            seconds = LIFETIMES[options.ttl]
         implicit = [Breakpoint(options.ttl, None, seconds)] if options.mode == "implicit" else []
         found = [(i, mark) for i, message in enumerate(self.messages) for mark in message.marks]
         latest = found[len(implicit) - MAX_BREAKPOINTS :]

@@ -18,6 +18,7 @@ import pytest
 import redis
 from api_engines import RunningEngine, start_engine, write_family, write_tiny
 from servers import start_server
+from waiting import eventually
 
 from kvpage_server.page import unix_ms
 
@@ -67,6 +68,34 @@ def test_a_kept_context_survives_ten_times_the_memory(tmp_path: Path, kind: str,
             again = create(engine, ttl=None, more=MORE, **named)
             assert prompt - again.usage.cache_read_input_tokens <= (kind != "llama")  # the nearest state that is stored
             assert create(engine, "b" * 700, None, more=MORE).usage.cache_read_input_tokens <= len("user:")
+
+
+def test_a_hit_renews_a_lifetime(tmp_path: Path) -> None:
+    """Also a hit of a prompt without a ttl, at another engine, and of an agent. It does not wait for the page server.
+    A longer block in place of the last, partial one has its lifetime.
+    """
+    model = write_tiny(tmp_path / "tiny")
+
+    def ends(server: redis.Redis) -> list[int]:
+        """The ends of the lifetimes of the blocks, in seconds from now."""
+        names = {key.decode().split(":")[1] for key in server.keys("kv:*")}
+        stats = (server.execute_command("KVPAGESTAT", name, 0, 0, 0, 0) for name in names)
+        return [round(stat[b"kept_until_ms"] / 1000 - time.time()) for stat in stats if stat]
+
+    for agent in (None, "alice"):
+        named: Any = {"extra_headers": {"X-Agent-Id": agent}} if agent else {}
+        with start_server() as server, server.client() as client:
+            for i in range(2):
+                with start_engine(model, "--store", server.url) as engine:
+                    if not i:
+                        create(engine, ttl="5m", **named)
+                    for more in (MORE, [*MORE, *MORE]):
+                        time.sleep(2)
+                        reply = create(engine, ttl=None, more=more, **named)
+                        assert reply.usage.cache_read_input_tokens >= len(TEXT)
+                        assert kept(reply) is None
+                        assert eventually(lambda: len([end for end in ends(client) if end >= 299]) == 3)
+                        assert engine.metric("kept_bytes") > 0
 
 
 def test_an_engine_without_a_store_keeps_contexts_in_its_memory(tmp_path: Path) -> None:
