@@ -34,7 +34,7 @@ ON_BOTH_CORES := tests/server/commands/test_keyspace.py tests/server/commands/pa
 	tests/server/commands/test_transactions.py tests/server/resp/test_reply.py tests/server/net/test_receiving.py \
 	tests/server/commands/test_mutations.py tests/server/compatibility/test_differential.py \
 	tests/server/commands/pages/test_index_keys.py tests/server/client/test_async_page_client.py \
-	tests/server/client/test_page_client.py tests/server/client/test_page_client_questions.py \
+	tests/server/client/test_page_client.py tests/server/client/test_raw_commands.py \
 	tests/server/commands/pages/test_page_commands.py \
 	tests/server/commands/pages/test_page_properties.py tests/server/commands/pages/test_page_protection.py \
 	tests/server/commands/pages/test_page_queries.py

@@ -29,7 +29,7 @@ from kvpage_server.client import (
     Unsupported,
     WrongReply,
 )
-from kvpage_server.client.questions import Question, integer
+from kvpage_server.client.raw_commands import RawCommand, integer
 
 Block = Callable[[], Sequence[Page]]  # returns the pages of a block; their bodies are memory of the engine
 _PIECE = 8 * 1024 * 1024  # bytes of one call; if another call fails, the blocks of this one count
@@ -224,7 +224,7 @@ class Jobs:
         word = b"KVPAGEPIN" if pin else b"KVPAGEUNPIN"
 
         def ask() -> None:
-            self._client.ask([Question([word, *name], integer) for name in names()], deadline=self._lookup_seconds)
+            self._client.ask([RawCommand([word, *name], integer) for name in names()], deadline=self._lookup_seconds)
 
         self._submit(self._lookups, "pin", ask, lambda: None, lambda: count)
 

@@ -18,7 +18,7 @@ from uuid import uuid4
 from pydantic_core import from_json, to_json
 
 from kvpage_server import bounded
-from kvpage_server.client.questions import Question, integer, ok, text
+from kvpage_server.client.raw_commands import RawCommand, integer, ok, text
 
 from ..chains import Chain, ContextNames
 from ..tiers.pages import DEADLINE
@@ -49,8 +49,8 @@ class Records:
     async def put(self, values: Mapping[str, bytes]) -> None:
         """Store values, the last one last. If the page server does not answer, they are kept in memory."""
         if self._server:
-            questions = [_set(key, value) for key, value in values.items()]
-            if await self._ask(self._server, self._server.ask(questions)) is not None:
+            raw_commands = [_set(key, value) for key, value in values.items()]
+            if await self._ask(self._server, self._server.ask(raw_commands)) is not None:
                 return
         for key, value in values.items():
             self._keep(key, value)
@@ -60,8 +60,8 @@ class Records:
         absent = [key for key in keys if key not in self._kept]
         found: dict[str, bytes | None] = {}
         if self._server and absent:
-            questions = [Question(["GETEX", key, "EX", str(SECONDS)], text) for key in absent]
-            values = await self._ask(self._server, self._server.ask(questions))
+            raw_commands = [RawCommand(["GETEX", key, "EX", str(SECONDS)], text) for key in absent]
+            values = await self._ask(self._server, self._server.ask(raw_commands))
             if values is None:
                 raise _away()
             found = dict(zip(absent, values, strict=True))
@@ -74,12 +74,12 @@ class Records:
         if self._server and key not in self._kept:
             known = False
 
-            def changed(value: bytes | None) -> list[Question]:
+            def changed(value: bytes | None) -> list[RawCommand]:
                 nonlocal known
                 known = value is not None
                 return [] if value is None else [_set(key, change(value))]
 
-            work = self._server.transaction([key], Question(["GET", key], text), changed)
+            work = self._server.transaction([key], RawCommand(["GET", key], text), changed)
             if await self._ask(self._server, work) is None:
                 raise _away()
             return known
@@ -92,7 +92,9 @@ class Records:
         """Delete values. Return whether there was one."""
         deleted: list[Any] | None = [0]
         if self._server:
-            deleted = await self._ask(self._server, self._server.ask([Question(["DEL", key], integer) for key in keys]))
+            deleted = await self._ask(
+                self._server, self._server.ask([RawCommand(["DEL", key], integer) for key in keys])
+            )
         if deleted is None:
             raise _away()
         kept = [self._kept.pop(key, b"") for key in keys]
@@ -127,8 +129,8 @@ def parsed(raw: bytes | None) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _set(key: str, value: bytes) -> Question:
-    return Question(["SET", key, value, "EX", str(SECONDS)], ok)
+def _set(key: str, value: bytes) -> RawCommand:
+    return RawCommand(["SET", key, value, "EX", str(SECONDS)], ok)
 
 
 def _tenant(key: str) -> str:

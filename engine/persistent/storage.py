@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from kvpage_server.bounded import batches
 from kvpage_server.client import Disconnected, Page, PageClient, Unsupported
 from kvpage_server.client.cluster.plan import GONE
-from kvpage_server.client.questions import Question, ok, text, up_to
+from kvpage_server.client.raw_commands import RawCommand, ok, text, up_to
 from kvpage_server.page import MAX_HEAD, PageKey
 from kvpage_server.system.durable import replacing
 
@@ -251,7 +251,7 @@ class PersistentStore:
             manifest = self.manifest(instance)
         except DamagedError:
             manifest = None
-        (there,) = self.server.ask([Question(["DEL", _key(instance)], up_to(1))])
+        (there,) = self.server.ask([RawCommand(["DEL", _key(instance)], up_to(1))])
         if manifest is not None:
             request = _request(instance, manifest.fingerprint)
             try:
@@ -410,11 +410,11 @@ class StoredInstance:
         """
         self._attempt = manifest
 
-        def replace(raw: bytes | None) -> list[Question]:
+        def replace(raw: bytes | None) -> list[RawCommand]:
             token = Manifest.parse(raw, self.name).token if raw is not None else ""
             if token not in (self._known.token, manifest.token):  # the latter if an earlier attempt was successful
                 raise ConflictError(f"instance {self.name} was saved by somebody else")
-            return [Question(["SET", _key(self.name), manifest.dump()], ok)]
+            return [RawCommand(["SET", _key(self.name), manifest.dump()], ok)]
 
         self._store.server.transaction([_key(self.name)], _read(self.name), replace)
         self._known, self._attempt = manifest, None
@@ -472,8 +472,8 @@ class StoredInstance:
         return _page_key(self._request, lane, index, slot)
 
 
-def _read(instance: str) -> Question:
-    return Question(["GET", _key(instance)], text)
+def _read(instance: str) -> RawCommand:
+    return RawCommand(["GET", _key(instance)], text)
 
 
 def _key(instance: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
 from kvpage_server.client import Refused
-from kvpage_server.client.questions import Question, integer
+from kvpage_server.client.raw_commands import RawCommand, integer
 
 from ..pool import UNLIMITED, BlockPool
 from .cold import SafetensorsCacheAdapter
@@ -230,12 +230,12 @@ class _NotAllowed(Exception):
 
 async def _publish(connection: ServerConnection, channel: str, message: str) -> None:
     """Publish to every server. Raises an outage if none of them answers, and _NotAllowed."""
-    question, within = Question(["PUBLISH", channel, message], integer), connection.answer_within
+    raw_command, within = RawCommand(["PUBLISH", channel, message], integer), connection.answer_within
     answered = False
     outage: BaseException | None = None
     for node in await connection.server.nodes(deadline=within):
         try:
-            await connection.server.ask([question], of=node, deadline=within)
+            await connection.server.ask([raw_command], of=node, deadline=within)
             answered = True
         except Refused as error:
             if error.code == "NOPERM":

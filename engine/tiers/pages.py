@@ -31,7 +31,7 @@ from typing import Any, Protocol, TypeVar
 
 from kvpage_server.client import Refused, Unsupported
 from kvpage_server.client.cluster.plan import GONE
-from kvpage_server.client.questions import Question, ok_or_not, text, up_to
+from kvpage_server.client.raw_commands import RawCommand, ok_or_not, text, up_to
 from kvpage_server.page import SEGMENT, tag_of
 from kvpage_server.tracing import current, span
 
@@ -430,7 +430,7 @@ class PageTier:
     def has(self, agent_id: str) -> bool | None:
         """Return whether the agent has a context for this model; None if the server does not answer. Like all methods
         about agents, this does not count as a use of keys."""
-        found = self._ask(self._connection.ask_untouched([Question(["EXISTS", self._key(agent_id)], up_to(1))]))
+        found = self._ask(self._connection.ask_untouched([RawCommand(["EXISTS", self._key(agent_id)], up_to(1))]))
         return None if found is None else found == [1]
 
     def tokens_of(self, agent_id: str) -> int | None:
@@ -444,7 +444,7 @@ class PageTier:
         return self._ask(self._is_whole(agent_id))
 
     async def _manifest(self, agent_id: str) -> ContextManifest | None:
-        (raw,) = await self._connection.ask_untouched([Question(["GET", self._key(agent_id)], text)])
+        (raw,) = await self._connection.ask_untouched([RawCommand(["GET", self._key(agent_id)], text)])
         try:
             return ContextManifest.parse(raw, agent_id, self._spec) if raw is not None else None
         except Miss:
@@ -495,12 +495,12 @@ class PageTier:
         """Set the time left of a claim, 0 to end it, if the claim is this engine's. Return whether it is."""
         ours = False
 
-        def change(holder: bytes | None) -> list[Question]:
+        def change(holder: bytes | None) -> list[RawCommand]:
             nonlocal ours
             ours = holder == self._token.encode()
-            return [Question(["PEXPIRE", key, milliseconds], up_to(1))] if ours else []
+            return [RawCommand(["PEXPIRE", key, milliseconds], up_to(1))] if ours else []
 
-        await self._connection.transaction([key], Question(["GET", key], text), change)
+        await self._connection.transaction([key], RawCommand(["GET", key], text), change)
         return ours
 
     def _ask(self, work: Work[T]) -> T | None:

@@ -24,7 +24,7 @@ from kvpage_server.client.cluster.store import PAUSE, ClusterCalls, several
 from kvpage_server.client.commands import BlobCommands, Kept, ask_dialect
 from kvpage_server.client.errors import Closed, Disconnected, PageClientError, Unsupported
 from kvpage_server.client.page import BlockBody, BlockName, Page, StateName, check_keys
-from kvpage_server.client.questions import BlockWords, Question, Word, ask, commit, encoded, watch
+from kvpage_server.client.raw_commands import BlockCommands, RawCommand, Word, ask, commit, encoded, watch
 from kvpage_server.client.wire.connection import Deadline, PageConnection, PagePool, page_pool, pause_before_retry
 from kvpage_server.client.wire.exchange import READ, WRITE, Conversation, Request
 from kvpage_server.page import BlockShape, PageKey
@@ -309,9 +309,9 @@ class AsyncPageClient:
     # -- anything else ---------------------------------------------------------------------------------------------
 
     @property
-    def words(self) -> type[BlockWords]:
+    def words(self) -> type[BlockCommands]:
         """Builder of the store's requests about blocks."""
-        return self._several.calls.words if self._several else BlockWords
+        return self._several.calls.words if self._several else BlockCommands
 
     async def nodes(self, *, deadline: float | None = None) -> list[Hashable]:
         """Return the nodes that store keys, as values of the argument `of` of `ask`; ``[None]`` for a single server."""
@@ -319,60 +319,60 @@ class AsyncPageClient:
 
     async def ask(
         self,
-        questions: Sequence[Question],
+        raw_commands: Sequence[RawCommand],
         *,
         gone: Any = RAISES,
         of: Hashable = None,
         deadline: float | None = None,
     ) -> list[Any]:
-        """Send several questions, and return their decoded replies, as `PageClient.ask`. With `of`, send all of them to
+        """Send several commands, and return their decoded replies, as `PageClient.ask`. With `of`, send all of them to
         that node.
         """
         end = Deadline(self._deadline if deadline is None else deadline)
         if self._several and of is None:
             again = gone is not RAISES
-            return present(await self._do(self._several.calls.ask(questions, again), end.left()), gone)
+            return present(await self._do(self._several.calls.ask(raw_commands, again), end.left()), gone)
         if self._several:
-            asked = NodeRequest(of, ask(questions))
+            asked = NodeRequest(of, ask(raw_commands))
             (answer,) = present([await self._run(self._several.peers, asked, end, end.left())], RAISES)
             return list(answer)
         async with self._lent() as connection:
             await self._open(connection, end)
-            return await converse(connection, ask(questions), end)
+            return await converse(connection, ask(raw_commands), end)
 
     async def transaction(
         self,
         keys: Sequence[Word],
-        question: Question,
-        change: Callable[[Any], Sequence[Question]],
+        raw_command: RawCommand,
+        change: Callable[[Any], Sequence[RawCommand]],
         *,
         deadline: float | None = None,
     ) -> list[Any]:
         """Read and change keys in an optimistic transaction, as `PageClient.transaction`."""
         end = Deadline(self._deadline if deadline is None else deadline)
         if self._pool:
-            return await self._transact(self._pool, keys, question, change, end)
+            return await self._transact(self._pool, keys, raw_command, change, end)
         assert self._several
         while True:
             node = await self._do(self._several.calls.home(encoded(keys[0])), end.left())
             with self._several.attempt(node, end):
                 part = end.part(node, self._several.peers.silence(end))
-                return await self._transact(self._several.connections(node), keys, question, change, part)
+                return await self._transact(self._several.connections(node), keys, raw_command, change, part)
             await asyncio.sleep(min(PAUSE, end.left()))
 
     async def _transact(
         self,
         pool: PagePool,
         keys: Sequence[Word],
-        question: Question,
-        change: Callable[[Any], Sequence[Question]],
+        raw_command: RawCommand,
+        change: Callable[[Any], Sequence[RawCommand]],
         end: Deadline,
     ) -> list[Any]:
         async with self._lent(pool) as connection:
             await self._open(connection, end)
             try:
                 while True:
-                    found = await converse(connection, watch(keys, question), end)
+                    found = await converse(connection, watch(keys, raw_command), end)
                     answers = await converse(connection, commit(change(found)), end)
                     if answers is not None:
                         return answers

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from kvpage_server.client.errors import Unsupported
 from kvpage_server.client.page import BlockName, Page, StateName, header_of, mismatch, pages_of_block
-from kvpage_server.client.questions import array, integer, integers, ok, text, up_to
+from kvpage_server.client.raw_commands import array, integer, integers, ok, text, up_to
 from kvpage_server.client.wire.exchange import Piece, Request, around_set, command, word
 from kvpage_server.client.wire.reply import Values
 from kvpage_server.core import Bodies, Chunk, Memory, PageKeys, SentPages

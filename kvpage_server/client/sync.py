@@ -17,7 +17,7 @@ from kvpage_server.client.cluster.store import PAUSE, several
 from kvpage_server.client.commands import BlobCommands, Kept, ask_dialect
 from kvpage_server.client.errors import Closed, Disconnected
 from kvpage_server.client.page import BlockBody, BlockName, Page, StateName, check_keys
-from kvpage_server.client.questions import Question, Word, ask, commit, encoded, watch
+from kvpage_server.client.raw_commands import RawCommand, Word, ask, commit, encoded, watch
 from kvpage_server.client.wire.connection import Deadline, PagePool, page_pool, pause_before_retry
 from kvpage_server.client.wire.exchange import Request
 from kvpage_server.page import BlockShape, PageKey
@@ -257,56 +257,58 @@ class PageClient:
 
     # -- anything else ---------------------------------------------------------------------------------------------
 
-    def ask(self, questions: Sequence[Question], *, gone: Any = RAISES, deadline: float | None = None) -> list[Any]:
-        """Send several questions in a pipeline. Return the decoded replies, or raise Refused for the first error reply.
+    def ask(
+        self, raw_commands: Sequence[RawCommand], *, gone: Any = RAISES, deadline: float | None = None
+    ) -> list[Any]:
+        """Send several commands in a pipeline. Return the decoded replies, or raise Refused for the first error reply.
 
-        Without `gone`, a question is sent only once, since after a broken connection the server may have executed it.
-        With several servers, a question is sent to the server of its key, which is its second word. If `gone` is given,
-        questions are repeated, and `gone` replaces the replies of servers that do not answer.
+        Without `gone`, a command is sent only once, since after a broken connection the server may have executed it.
+        With several servers, a command is sent to the server of its key, which is its second word. If `gone` is given,
+        commands are repeated, and `gone` replaces the replies of servers that do not answer.
         """
         if self._several:
-            return present(self._do(self._several.calls.ask(questions, gone is not RAISES), deadline), gone)
+            return present(self._do(self._several.calls.ask(raw_commands, gone is not RAISES), deadline), gone)
         assert self._pool
         with self._pool.lent() as connection:
-            return connection.ask(ask(questions), Deadline(self._deadline if deadline is None else deadline))
+            return connection.ask(ask(raw_commands), Deadline(self._deadline if deadline is None else deadline))
 
     def transaction(
         self,
         keys: Sequence[Word],
-        question: Question,
-        change: Callable[[Any], Sequence[Question]],
+        raw_command: RawCommand,
+        change: Callable[[Any], Sequence[RawCommand]],
         *,
         deadline: float | None = None,
     ) -> list[Any]:
-        """Read and change keys in an optimistic transaction: watch `keys`, send `question`, pass its decoded reply to
-        `change`, and run the questions that `change` returns in MULTI and EXEC. Return their decoded replies.
+        """Read and change keys in an optimistic transaction: watch `keys`, send `raw_command`, pass its reply to
+        `change`, and run the commands that `change` returns in MULTI and EXEC. Return their decoded replies.
 
         It starts again if another client has changed one of `keys` in between. All keys must be on the same server.
         While a cluster is changing, the transaction is tried again, even if an earlier attempt may have been executed.
         """
         end = Deadline(self._deadline if deadline is None else deadline)
         if self._pool:
-            return self._transact(self._pool, keys, question, change, end)
+            return self._transact(self._pool, keys, raw_command, change, end)
         assert self._several
         while True:
             node = self._do(self._several.calls.home(encoded(keys[0])), end.left())
             with self._several.attempt(node, end):
                 part = end.part(node, self._several.peers.silence(end))
-                return self._transact(self._several.connections(node), keys, question, change, part)
+                return self._transact(self._several.connections(node), keys, raw_command, change, part)
             time.sleep(min(PAUSE, end.left()))
 
     def _transact(
         self,
         pool: PagePool,
         keys: Sequence[Word],
-        question: Question,
-        change: Callable[[Any], Sequence[Question]],
+        raw_command: RawCommand,
+        change: Callable[[Any], Sequence[RawCommand]],
         end: Deadline,
     ) -> list[Any]:
         with pool.lent() as connection:
             try:
                 while True:
-                    found = connection.ask(watch(keys, question), end)
+                    found = connection.ask(watch(keys, raw_command), end)
                     answers = connection.converse(commit(change(found)), end)
                     if answers is not None:
                         return answers

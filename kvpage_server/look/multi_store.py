@@ -12,7 +12,7 @@ from redis.exceptions import AskError, ClusterDownError, TryAgainError
 
 from kvpage_server.address import shown
 from kvpage_server.client.cluster.side_by_side import Rendezvous, ServerUrl, segment_of
-from kvpage_server.client.questions import encoded
+from kvpage_server.client.raw_commands import encoded
 from kvpage_server.look.output import LookError
 from kvpage_server.observe.asking import Command
 from kvpage_server.system.program import say

@@ -19,7 +19,7 @@ import redis
 
 from kvpage_server.client.cluster.commands import OPENING_SIZE, block_key, head_size, mismatch, ranges_of_page, shape_of
 from kvpage_server.client.page import BlockName
-from kvpage_server.client.questions import encoded
+from kvpage_server.client.raw_commands import encoded
 from kvpage_server.look.multi_store import MultiStore, Pipeline
 from kvpage_server.observe.asking import Command, QueriedStore, ask
 from kvpage_server.observe.memory_by_agent import exact_pattern, holdings_of_agent

@@ -11,7 +11,7 @@ from typing_extensions import Buffer
 
 from kvpage_server.client import Refused
 from kvpage_server.client.page import readable
-from kvpage_server.client.questions import Question, up_to
+from kvpage_server.client.raw_commands import RawCommand, up_to
 
 from ...memory.blocks import AgentBlocks, Arrays
 from .connection import OUTAGES, ServerConnection
@@ -55,14 +55,14 @@ async def missing(
 ) -> list[BlockPlace]:
     """Return the places that are not complete or not sealed. With `untouched`, this does not count as a use of their
     keys."""
-    questions = [_questions(place, connection, layout) for place in places]
+    raw_commands = [_raw_commands(place, connection, layout) for place in places]
     ask = connection.ask_untouched if untouched else connection.ask
-    answers = iter(await ask(chain.from_iterable(questions), gone=0))
-    return [place for place, own in zip(places, questions, strict=True) if [next(answers) for _ in own].count(0)]
+    answers = iter(await ask(chain.from_iterable(raw_commands), gone=0))
+    return [place for place, own in zip(places, raw_commands, strict=True) if [next(answers) for _ in own].count(0)]
 
 
-def _questions(place: BlockPlace, connection: ServerConnection, layout: BlockLayout) -> list[Question]:
-    sealed = [Question(["EXISTS", place.seal], up_to(1))]
+def _raw_commands(place: BlockPlace, connection: ServerConnection, layout: BlockLayout) -> list[RawCommand]:
+    sealed = [RawCommand(["EXISTS", place.seal], up_to(1))]
     return [*sealed, connection.server.words.exists(place.block)] if layout.nbytes(place) else sealed
 
 

@@ -28,7 +28,7 @@ from kvpage_server.client import (
 )
 from kvpage_server.client.cluster.nodes import SILENCE
 from kvpage_server.client.cluster.plan import GONE, RAISES
-from kvpage_server.client.questions import Question, Word, ok, scanned, text, texts
+from kvpage_server.client.raw_commands import RawCommand, Word, ok, scanned, text, texts
 
 from ...event_loop import EventLoop
 from .restore_planner import Rates
@@ -277,28 +277,28 @@ class ServerConnection:
         if not limit.expired():
             limit.reschedule(asyncio.get_running_loop().time() + self.deadline)
 
-    async def ask(self, questions: Iterable[Question], *, gone: Any = RAISES, of: Hashable = None) -> list[Any]:
+    async def ask(self, raw_commands: Iterable[RawCommand], *, gone: Any = RAISES, of: Hashable = None) -> list[Any]:
         """Send several commands together, and return their parsed replies. Raises the first error reply. The client
         documents `gone` and `of`."""
-        answers = await self.server.ask(list(questions), gone=gone, of=of, deadline=self.answer_within)
+        answers = await self.server.ask(list(raw_commands), gone=gone, of=of, deadline=self.answer_within)
         self.progressed()
         return answers
 
-    async def ask_untouched(self, questions: Iterable[Question], *, gone: Any = RAISES) -> list[Any]:
+    async def ask_untouched(self, raw_commands: Iterable[RawCommand], *, gone: Any = RAISES) -> list[Any]:
         """Send commands that do not count as uses of their keys, if a single server permits CLIENT NO-TOUCH to the
         user."""
-        questions = list(questions)
+        raw_commands = list(raw_commands)
         if not self.several and self._may_use_no_touch:
-            on, off = (Question(["CLIENT", "NO-TOUCH", word], ok) for word in ("ON", "OFF"))
+            on, off = (RawCommand(["CLIENT", "NO-TOUCH", word], ok) for word in ("ON", "OFF"))
             try:
-                return (await self.ask([on, *questions, off]))[1:-1]
+                return (await self.ask([on, *raw_commands, off]))[1:-1]
             except Refused:
                 self._may_use_no_touch = False
-        return await self.ask(questions, gone=gone)
+        return await self.ask(raw_commands, gone=gone)
 
     async def ask_one(self, read: Callable[[Any], T], *words: Word) -> T:
         """Send one command, and return its reply, which `read` parses."""
-        (answer,) = await self.ask([Question(words, read)])
+        (answer,) = await self.ask([RawCommand(words, read)])
         return cast(T, answer)
 
     async def read(self, keys: Sequence[str], on_miss: Callable[[str], object] = lambda _: None) -> list[bytes | None]:
@@ -307,14 +307,14 @@ class ServerConnection:
         if not self.several:
             return await self.ask_one(texts(len(keys)), "MGET", *keys)
         nothing = object()
-        found = await self.ask([Question(["GET", key], text) for key in keys], gone=nothing)
+        found = await self.ask([RawCommand(["GET", key], text) for key in keys], gone=nothing)
         if nothing in found:
             on_miss(GONE)
         return [None if value is nothing else value for value in found]
 
     async def write(self, values: Mapping[str, str]) -> None:
         if self.several:
-            await self.ask(Question(["SET", *item], ok) for item in values.items())
+            await self.ask(RawCommand(["SET", *item], ok) for item in values.items())
         elif values:
             await self.ask_one(ok, "MSET", *chain.from_iterable(values.items()))
 
@@ -323,7 +323,7 @@ class ServerConnection:
         nodes = await self.server.nodes(deadline=self.answer_within)
         for left in range(len(nodes) - 1, -1, -1):
             try:
-                await self.ask([Question(["PING"], lambda _: None)], of=nodes[left])
+                await self.ask([RawCommand(["PING"], lambda _: None)], of=nodes[left])
                 return
             except OUTAGES:
                 if not left:
@@ -350,18 +350,18 @@ class ServerConnection:
     async def _scan(self, pattern: str, node: Hashable) -> set[str]:
         cursor, found = b"0", set[str]()
         while True:
-            question = Question(["SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_COUNT], scanned)
-            ((cursor, keys),) = await self.ask([question], of=node)
+            raw_command = RawCommand(["SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_COUNT], scanned)
+            ((cursor, keys),) = await self.ask([raw_command], of=node)
             found.update(key.decode(errors="replace") for key in keys)
             if cursor == b"0":
                 return found
 
     async def transaction(
-        self, keys: Sequence[Word], question: Question, change: Callable[[Any], Sequence[Question]]
+        self, keys: Sequence[Word], raw_command: RawCommand, change: Callable[[Any], Sequence[RawCommand]]
     ) -> list[Any]:
-        """Send `question`, and the commands that `change` makes of its reply, in a transaction. If one of the `keys`
+        """Send `raw_command`, and the commands that `change` makes of its reply, in a transaction. If one of the `keys`
         has changed meanwhile, do it again. Return the replies to the commands."""
-        answers = await self.server.transaction(keys, question, change, deadline=self.answer_within)
+        answers = await self.server.transaction(keys, raw_command, change, deadline=self.answer_within)
         self.progressed()
         return answers
 

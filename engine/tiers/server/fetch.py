@@ -29,7 +29,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvpage_server.client.cluster.plan import GONE
-from kvpage_server.client.questions import Question, integer
+from kvpage_server.client.raw_commands import RawCommand, integer
 from kvpage_server.tracing import span
 
 from ...memory.blocks import AgentBlocks, Arrays, KVBlock, in_memory
@@ -161,7 +161,7 @@ class Receiver:
             if place not in verified:
                 if why == GONE:
                     raise Miss(GONE)
-                await self._connection.ask([Question(["DEL", place.seal], integer)], gone=0)
+                await self._connection.ask([RawCommand(["DEL", place.seal], integer)], gone=0)
                 raise Miss("shape" if why in ("absent", "size") else "checksum")
             self.arrays[place] = verified[place]
             self._report.nbytes += nbytes

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from kvpage_server.client.errors import Refused
-from kvpage_server.client.questions import Question, integer, ok, texts
+from kvpage_server.client.raw_commands import RawCommand, integer, ok, texts
 
 from ...chains import is_agent_id
 from .block_writer import Saved, Write
@@ -98,7 +98,7 @@ async def _change(connection: ServerConnection, keys: Sequence[str], change: Cal
     dropped: list[str] = []
     counted: set[str] = set()
 
-    def questions(values: Sequence[bytes | None]) -> list[Question]:
+    def raw_commands(values: Sequence[bytes | None]) -> list[RawCommand]:
         nonlocal dropped
         stored = dict(zip(keys, values, strict=True))
         wanted = change(stored)
@@ -107,17 +107,17 @@ async def _change(connection: ServerConnection, keys: Sequence[str], change: Cal
         added, removed = after - before, before - after
         dropped = list(removed)
         counted.update(added, removed)
-        puts = [Question(["SET", key, manifest], ok) for key, manifest in wanted.items() if manifest is not None]
+        puts = [RawCommand(["SET", key, manifest], ok) for key, manifest in wanted.items() if manifest is not None]
         deleted = [key for key, manifest in wanted.items() if manifest is None and stored[key] is not None]
         return [
             *puts,
-            *(Question(["DEL", key], integer) for key in deleted),
-            *(Question(["INCRBY", count_key(name), count], integer) for name, count in added.items()),
-            *(Question(["DECRBY", count_key(name), count], integer) for name, count in removed.items()),
+            *(RawCommand(["DEL", key], integer) for key in deleted),
+            *(RawCommand(["INCRBY", count_key(name), count], integer) for name, count in added.items()),
+            *(RawCommand(["DECRBY", count_key(name), count], integer) for name, count in removed.items()),
         ]
 
     try:
-        answers = await connection.transaction(keys, Question(["MGET", *keys], texts(len(keys))), questions)
+        answers = await connection.transaction(keys, RawCommand(["MGET", *keys], texts(len(keys))), raw_commands)
     except Refused as error:
         if _NO_NUMBER not in str(error):
             raise
@@ -131,11 +131,11 @@ async def _delete_damaged(connection: ServerConnection, names: Sequence[str]) ->
     """Delete the counts that are no numbers, because another client has set them. Their blocks are left to eviction."""
     keys = list(map(count_key, names))
 
-    def change(counts: Sequence[bytes | None]) -> list[Question]:
+    def change(counts: Sequence[bytes | None]) -> list[RawCommand]:
         damaged = [key for key, count in zip(keys, counts, strict=True) if count and not _NUMBER.fullmatch(count)]
-        return [Question(["DEL", key], integer) for key in damaged]
+        return [RawCommand(["DEL", key], integer) for key in damaged]
 
-    await connection.transaction(keys, Question(["MGET", *keys], texts(len(keys))), change)
+    await connection.transaction(keys, RawCommand(["MGET", *keys], texts(len(keys))), change)
 
 
 async def delete_unreferenced(connection: ServerConnection, names: Sequence[str]) -> None:
@@ -144,21 +144,21 @@ async def delete_unreferenced(connection: ServerConnection, names: Sequence[str]
         return
     keys = list(map(count_key, names))
 
-    def change(counts: Sequence[bytes | None]) -> list[Question]:
+    def change(counts: Sequence[bytes | None]) -> list[RawCommand]:
         found = zip(names, counts, strict=True)
         unreferenced = [name for name, count in found if count is None or count == b"0" or count.startswith(b"-")]
         return [
-            question
+            raw_command
             for name in unreferenced
-            for question in (Question(["KVPAGEDEL", name], integer), forget_block(name))
+            for raw_command in (RawCommand(["KVPAGEDEL", name], integer), forget_block(name))
         ]
 
-    await connection.transaction(keys, Question(["MGET", *keys], texts(len(keys))), change)
+    await connection.transaction(keys, RawCommand(["MGET", *keys], texts(len(keys))), change)
 
 
-def forget_block(name: str) -> Question:
+def forget_block(name: str) -> RawCommand:
     """Return the command that deletes the keys of a block, except its pages: seals, count and label."""
-    return Question(["DEL", f"seal:{name}", f"state:{name}", label_key(name), count_key(name)], integer)
+    return RawCommand(["DEL", f"seal:{name}", f"state:{name}", label_key(name), count_key(name)], integer)
 
 
 def label_key(name: str) -> str:

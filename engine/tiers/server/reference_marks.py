@@ -21,7 +21,7 @@ from dataclasses import replace
 from itertools import groupby, islice
 
 from kvpage_server.client import Refused
-from kvpage_server.client.questions import Question, integer, ok, text, texts
+from kvpage_server.client.raw_commands import RawCommand, integer, ok, text, texts
 from kvpage_server.page import SEGMENT
 
 from .block_writer import Saved, Write
@@ -83,14 +83,14 @@ async def _replace_manifest(connection: ServerConnection, key: str, manifest: by
     it."""
     older: bytes | None = None
 
-    def change(stored: bytes | None) -> list[Question]:
+    def change(stored: bytes | None) -> list[RawCommand]:
         nonlocal older
         older = stored
         if manifest is not None:
-            return [Question(["SET", key, manifest], ok)]
-        return [Question(["DEL", key], integer)] if stored is not None else []
+            return [RawCommand(["SET", key, manifest], ok)]
+        return [RawCommand(["DEL", key], integer)] if stored is not None else []
 
-    await connection.transaction([key], Question(["GET", key], text), change)
+    await connection.transaction([key], RawCommand(["GET", key], text), change)
     with suppress(*OUTAGES):  # blocks with too many references are left to eviction
         await _remove_references(connection, key, older, names_in(manifest, key))
     return older
@@ -100,11 +100,11 @@ async def _add_references(connection: ServerConnection, key: str, manifest: byte
     """Add a reference to every block that a manifest names."""
     digest = digest_of(manifest)
 
-    def change(references: Sequence[Reference]) -> list[Question]:
+    def change(references: Sequence[Reference]) -> list[RawCommand]:
         stale = [(block, mark) for block, _, mark in references if mark != digest]
         return [
-            *(Question(["SET", _mark_key(block, key), digest], ok) for block, _ in stale),
-            *(Question(["INCRBY", count_key(block), 1], integer) for block, mark in stale if mark is None),
+            *(RawCommand(["SET", _mark_key(block, key), digest], ok) for block, _ in stale),
+            *(RawCommand(["INCRBY", count_key(block), 1], integer) for block, mark in stale if mark is None),
         ]
 
     await _change(connection, key, _segments(manifest, key), change)
@@ -119,23 +119,26 @@ async def _remove_references(
         return
     digest = digest_of(manifest)
 
-    def change(references: Sequence[Reference]) -> list[Question]:
+    def change(references: Sequence[Reference]) -> list[RawCommand]:
         return [
-            question
+            raw_command
             for block, count, mark in references
             if mark == digest
-            for question in (Question(["DEL", _mark_key(block, key)], integer), *_decrement(connection, block, count))
+            for raw_command in (
+                RawCommand(["DEL", _mark_key(block, key)], integer),
+                *_decrement(connection, block, count),
+            )
         ]
 
     await _change(connection, key, _segments(manifest, key, kept), change)
 
 
-def _decrement(connection: ServerConnection, block: str, count: bytes | None) -> list[Question]:
+def _decrement(connection: ServerConnection, block: str, count: bytes | None) -> list[RawCommand]:
     """Return the commands that decrement a block's count, or delete the block with its last reference."""
     if count is None or not count.isdigit():
         return []
     if int(count) > 1:
-        return [Question(["DECRBY", count_key(block), 1], integer)]
+        return [RawCommand(["DECRBY", count_key(block), 1], integer)]
     return [connection.server.words.delete(block.encode(), (0, 1)), forget_block(block)]
 
 
@@ -143,7 +146,7 @@ async def _change(
     connection: ServerConnection,
     key: str,
     segments: Sequence[Sequence[str]],
-    change: Callable[[Sequence[Reference]], list[Question]],
+    change: Callable[[Sequence[Reference]], list[RawCommand]],
 ) -> None:
     """Change the references of the manifest at a key, segment by segment. Up to _CONCURRENT_SEGMENTS are changed at the
     same time; the first failure is raised when all of these have ended."""
@@ -152,7 +155,7 @@ async def _change(
         keys = [word for block in blocks for word in (count_key(block), _mark_key(block, key))]
         await connection.transaction(
             keys,
-            Question(["MGET", *keys], texts(len(keys))),
+            RawCommand(["MGET", *keys], texts(len(keys))),
             lambda values: change(list(zip(blocks, values[::2], values[1::2], strict=True))),
         )
 

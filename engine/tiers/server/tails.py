@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvpage_server import bounded
-from kvpage_server.client.questions import Question, integer, ok, text
+from kvpage_server.client.raw_commands import RawCommand, integer, ok, text
 from kvpage_server.page import tag_of, unix_ms
 
 from ...chains import Chain, ContextNames, chain_hash, common_prefix
@@ -224,7 +224,7 @@ def names_of(agent_id: str, tokens: Sequence[int], spec: ModelCacheSpec) -> Cont
 
 async def _read(connection: ServerConnection, spec: ModelCacheSpec, key: str) -> list[Tail]:
     """Return the tails in a record; empty if there is no valid one."""
-    (raw,) = await connection.ask_untouched([Question(["GET", key], text)])
+    (raw,) = await connection.ask_untouched([RawCommand(["GET", key], text)])
     return _known(raw, key, spec)
 
 
@@ -241,16 +241,16 @@ async def _remove(
     """Remove the block `name` from a record. Return it; empty if it is not there."""
     removed: list[Tail] = []
 
-    def change(raw: bytes | None) -> list[Question]:
+    def change(raw: bytes | None) -> list[RawCommand]:
         nonlocal removed
         before = _known(raw, key, spec)
         removed = [tail for tail in before if chain_hash(spec.fingerprint, parent.name, tail.tokens) == name]
         left = [tail for tail in before if tail not in removed]
         if not removed:
             return []
-        return [Question(["SET", key, dump(left, key, spec)[0]], ok) if left else Question(["DEL", key], integer)]
+        return [RawCommand(["SET", key, dump(left, key, spec)[0]], ok) if left else RawCommand(["DEL", key], integer)]
 
-    await connection.transaction([key], Question(["GET", key], text), change)
+    await connection.transaction([key], RawCommand(["GET", key], text), change)
     return removed
 
 
@@ -260,7 +260,7 @@ async def _update(connection: ServerConnection, spec: ModelCacheSpec, parent: Pa
     unreferenced: list[BlockPlace] = []
     entered = False
 
-    def change(stored: bytes | None) -> list[Question]:
+    def change(stored: bytes | None) -> list[RawCommand]:
         nonlocal unreferenced, entered
         before = _known(stored, key, spec)
         valid = [other for other in before if key in parent.records(other.tokens, spec)]
@@ -274,9 +274,9 @@ async def _update(connection: ServerConnection, spec: ModelCacheSpec, parent: Pa
         removed = [other for other in removed if parent.records(other.tokens, spec)[-1] == key]
         places = _places(removed, parent, spec) - _places(after, parent, spec)
         unreferenced = [place for place in places if place.tokens < spec.block_tokens]
-        return [] if after == before else [Question(["SET", key, record], ok)]
+        return [] if after == before else [RawCommand(["SET", key, record], ok)]
 
-    await connection.transaction([key], Question(["GET", key], text), change)
+    await connection.transaction([key], RawCommand(["GET", key], text), change)
     for place in unreferenced:
         await _delete(connection, place)
     return entered
@@ -291,12 +291,12 @@ async def _delete(connection: ServerConnection, place: BlockPlace) -> None:
     count = count_key(place.tagged)
     name, page = place.block
 
-    def change(references: bytes | None) -> list[Question]:
+    def change(references: bytes | None) -> list[RawCommand]:
         if references not in UNREFERENCED:
             return []
         return [
             connection.server.words.delete(name, (page,)),
-            Question(["DEL", place.seal, label_key(place.tagged)], integer),
+            RawCommand(["DEL", place.seal, label_key(place.tagged)], integer),
         ]
 
-    await connection.transaction([count], Question(["GET", count], text), change)
+    await connection.transaction([count], RawCommand(["GET", count], text), change)

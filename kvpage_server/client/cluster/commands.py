@@ -27,7 +27,7 @@ from kvpage_server.client.cluster.topology import (
 )
 from kvpage_server.client.errors import DeadlineExceeded, Disconnected, PageClientError, Refused, WrongReply
 from kvpage_server.client.page import BlockName, Page, pages_of_block
-from kvpage_server.client.questions import Question, encoded, key_of
+from kvpage_server.client.raw_commands import RawCommand, encoded, key_of
 from kvpage_server.client.wire.connection import Deadline
 from kvpage_server.client.wire.exchange import Piece, Request, around_set, command, word
 from kvpage_server.client.wire.reply import OTHER_SIZE, Answer, Lines, Place, Values
@@ -247,14 +247,16 @@ def simple(*words: bytes | int, writes: bool = False, at_primary: bool = False) 
     return Command(key, lambda: iter((text,)), writes=writes, at_primary=at_primary)
 
 
-def of_question(question: Question, *, once: bool) -> Command:
-    """Return the command of a question. It is sent to the primary, because a replica may have older values.
+def of_raw_command(raw_command: RawCommand, *, once: bool) -> Command:
+    """Return the command of a command. It is sent to the primary, because a replica may have older values.
 
-    The question's second word is the key, and its reply must not be an array. With `once`, the command is not retried
+    The command's second word is the key, and its reply must not be an array. With `once`, the command is not retried
     if the server may have executed it.
     """
-    text = command(*map(encoded, question.words))
-    return Command(key_of(question), lambda: iter((text,)), writes=once, at_primary=True, once=once, read=question.read)
+    text = command(*map(encoded, raw_command.words))
+    return Command(
+        key_of(raw_command), lambda: iter((text,)), writes=once, at_primary=True, once=once, read=raw_command.read
+    )
 
 
 def get_block(name: BlockName, place: Place) -> Command:

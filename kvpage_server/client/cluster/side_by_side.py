@@ -25,7 +25,7 @@ from kvpage_server.client.cluster.plan import GONE, Failed, NodeRequest, Plan, R
 from kvpage_server.client.commands import BlobCommands, Kept, ask_dialect
 from kvpage_server.client.errors import Disconnected, PageClientError, Refused
 from kvpage_server.client.page import BlockBody, BlockName, Page, StateName, check_names, check_states, restorable
-from kvpage_server.client.questions import BlockWords, Question, ask, key_of
+from kvpage_server.client.raw_commands import BlockCommands, RawCommand, ask, key_of
 from kvpage_server.client.wire.connection import Deadline
 from kvpage_server.client.wire.exchange import Request
 from kvpage_server.page import BlockShape, PageKey
@@ -95,7 +95,7 @@ class SideBySideCalls:
 
     rendezvous: Rendezvous
     calls: Calls  # for one connection
-    words: ClassVar[type[BlockWords]] = BlockWords
+    words: ClassVar[type[BlockCommands]] = BlockCommands
     _dialects: dict[ServerUrl, BlobCommands] = field(default_factory=dict)
 
     @property
@@ -233,19 +233,19 @@ class SideBySideCalls:
     # -- anything else -----------------------------------------------------------------------------------------------
 
     @timed
-    def ask(self, end: Deadline, questions: Sequence[Question], again: bool) -> Plan[list[Any]]:
-        """Send each question to the server of its key. Return the decoded replies, with Failed for servers that do not
+    def ask(self, end: Deadline, raw_commands: Sequence[RawCommand], again: bool) -> Plan[list[Any]]:
+        """Send each command to the server of its key. Return the decoded replies, with Failed for servers that do not
         answer.
 
-        With `again`, a question is sent a second time after a broken connection. Raises Refused for the first error
+        With `again`, a command is sent a second time after a broken connection. Raises Refused for the first error
         reply.
         """
         left: dict[ServerUrl, list[int]] = defaultdict(list)
-        for i, question in enumerate(questions):
-            left[self.rendezvous.server(segment_of(key_of(question)))].append(i)
-        answers: list[Any] = [None] * len(questions)
+        for i, raw_command in enumerate(raw_commands):
+            left[self.rendezvous.server(segment_of(key_of(raw_command)))].append(i)
+        answers: list[Any] = [None] * len(raw_commands)
         for _ in range(_TRIES if again else 1):
-            asked = [NodeRequest(server, ask(_of(questions, some))) for server, some in left.items()]
+            asked = [NodeRequest(server, ask(_of(raw_commands, some))) for server, some in left.items()]
             for (server, some), outcome in zip(list(left.items()), (yield Round(asked)), strict=True):
                 if isinstance(outcome, Failed) and isinstance(outcome.error, Refused):
                     raise outcome.error.again()

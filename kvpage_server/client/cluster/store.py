@@ -39,7 +39,7 @@ from kvpage_server.client.page import (
     sized,
     sized_blocks,
 )
-from kvpage_server.client.questions import BlockWords, Question, integer, up_to
+from kvpage_server.client.raw_commands import BlockCommands, RawCommand, integer, up_to
 from kvpage_server.client.wire.connection import Deadline, PagePool
 from kvpage_server.client.wire.reply import ARRIVED, OTHER_SIZE, Answer, Place
 from kvpage_server.page import HEADER_SIZE, BlockShape, PageHeader, PageKey, unix_ms
@@ -60,16 +60,16 @@ def _memory(nbytes: int) -> memoryview:
     return np.empty(nbytes, np.uint8).data
 
 
-class StringWords(BlockWords):
-    """Questions about blocks, for a cluster that stores them as strings."""
+class StringCommands(BlockCommands):
+    """Commands about blocks, for a cluster that stores them as strings."""
 
     @staticmethod
-    def exists(name: BlockName) -> Question:
-        return Question(["EXISTS", block_key(name)], up_to(1))
+    def exists(name: BlockName) -> RawCommand:
+        return RawCommand(["EXISTS", block_key(name)], up_to(1))
 
     @staticmethod
-    def delete(req_id: bytes, pages: Sequence[int]) -> Question:
-        return Question(["UNLINK", *(block_key((req_id, page)) for page in pages)], integer)
+    def delete(req_id: bytes, pages: Sequence[int]) -> RawCommand:
+        return RawCommand(["UNLINK", *(block_key((req_id, page)) for page in pages)], integer)
 
 
 @dataclass
@@ -79,7 +79,7 @@ class ClusterCalls:
     router: Router
     verify: bool
     misses: Counter[str]
-    words: ClassVar[type[BlockWords]] = StringWords
+    words: ClassVar[type[BlockCommands]] = StringCommands
 
     # -- pages -------------------------------------------------------------------------------------------------------
 
@@ -276,13 +276,15 @@ class ClusterCalls:
         yield from self._singly(chain.from_iterable(apart), end)
 
     @timed
-    def ask(self, end: Deadline, questions: Sequence[Question], again: bool) -> Plan[list[Any]]:
-        """Send each question to the node that has its key. Return the decoded replies, with Failed for reads that no
+    def ask(self, end: Deadline, raw_commands: Sequence[RawCommand], again: bool) -> Plan[list[Any]]:
+        """Send each command to the node that has its key. Return the decoded replies, with Failed for reads that no
         node answered.
 
-        Without `again`, a question is not repeated if the node may have executed it. Raises Refused for an error reply.
+        Without `again`, a command is not repeated if the node may have executed it. Raises Refused for an error reply.
         """
-        return (yield from self.router.answers([commands.of_question(one, once=not again) for one in questions], end))
+        return (
+            yield from self.router.answers([commands.of_raw_command(one, once=not again) for one in raw_commands], end)
+        )
 
     @timed
     def home(self, end: Deadline, key: bytes) -> Plan[Node]:

@@ -16,7 +16,7 @@ from servers import start_server
 
 from benchmarks import valkey_cluster
 from kvpage_server.client import AsyncPageClient, PageClient, PageClientError, Unsupported
-from kvpage_server.client.questions import Question, integer
+from kvpage_server.client.raw_commands import RawCommand, integer
 
 NAMES = [(b"{segment-%d}%d" % (i // 4, i), i) for i in range(160)]  # 40 segments: servers have random names
 BODIES = [block_body(i) for i in range(len(NAMES))]
@@ -133,6 +133,6 @@ async def test_commands_without_pages_are_refused_on_several_servers(store: Stor
     url, _ = store
     async with AsyncPageClient(url) as pages:
         with pytest.raises(Unsupported, match="several servers"):
-            await pages.ask([Question(["DBSIZE"], integer)])
+            await pages.ask([RawCommand(["DBSIZE"], integer)])
     with PageClient(url) as twin, pytest.raises(Unsupported, match="several servers"):
-        twin.ask([Question(["DBSIZE"], integer)])
+        twin.ask([RawCommand(["DBSIZE"], integer)])

@@ -19,11 +19,11 @@ from waiting import PATIENCE, until
 
 from benchmarks.valkey_cluster import Cluster
 from kvpage_server.client import AsyncPageClient, Closed, PageClient, PageClientError
-from kvpage_server.client.questions import Question, ok, text
+from kvpage_server.client.raw_commands import RawCommand, ok, text
 
 PAGES = batch(40, rows=1024, columns=128)  # 5 MiB
 KEYS = [page.key for page in PAGES]
-GET, SET = Question(["GET", "k"], text), Question(["SET", "k", "v"], ok)
+GET, SET = RawCommand(["GET", "k"], text), RawCommand(["SET", "k", "v"], ok)
 CALLS: dict[str, Callable[[Any], Any]] = {
     "read": lambda pages: pages.mget_into(KEYS, room(PAGES)),
     "write": lambda pages: pages.mset(PAGES),

@@ -15,7 +15,7 @@ import redis
 from servers import RunningServer
 
 from kvpage_server.client import AsyncPageClient, PageClient, Refused, WrongReply
-from kvpage_server.client.questions import Question, array, integer, ok, ok_or_not, scanned, text, texts, up_to
+from kvpage_server.client.raw_commands import RawCommand, array, integer, ok, ok_or_not, scanned, text, texts, up_to
 
 
 class Blocking:
@@ -50,30 +50,30 @@ def make(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Any]]:
         yield make
 
 
-def get(key: str) -> Question:
-    return Question(["GET", key], text)
+def get(key: str) -> RawCommand:
+    return RawCommand(["GET", key], text)
 
 
 def test_several_questions_have_their_answers_in_order(
     make: Callable[[str], Any], either_server: RunningServer
 ) -> None:
     asked = [
-        Question(["SET", "a", b"\x00\xff"], ok),
-        Question(["SET", "b", "b" * 100_000, "NX"], ok_or_not),
-        Question(["SET", "b", "no", "NX"], ok_or_not),
+        RawCommand(["SET", "a", b"\x00\xff"], ok),
+        RawCommand(["SET", "b", "b" * 100_000, "NX"], ok_or_not),
+        RawCommand(["SET", "b", "no", "NX"], ok_or_not),
         get("a"),
         get("b"),
         get("c"),
-        Question(["MGET", "a", "c"], texts(2)),
-        Question(["INCRBY", "n", 5], integer),
-        Question(["EXISTS", "n"], up_to(1)),
-        Question(["SCAN", 0, "MATCH", "n", "COUNT", 1000], scanned),
+        RawCommand(["MGET", "a", "c"], texts(2)),
+        RawCommand(["INCRBY", "n", 5], integer),
+        RawCommand(["EXISTS", "n"], up_to(1)),
+        RawCommand(["SCAN", 0, "MATCH", "n", "COUNT", 1000], scanned),
     ]
     client = make(either_server.url)
     answers = client.ask(asked)
     assert answers == [None, True, False, b"\x00\xff", b"b" * 100_000, None, [b"\x00\xff", None], 5, 1, (b"0", [b"n"])]
     with pytest.raises(Refused, match="not an integer"):
-        client.ask([Question(["INCR", "a"], integer), get("a")])
+        client.ask([RawCommand(["INCR", "a"], integer), get("a")])
     assert client.ask([get("a")]) == [b"\x00\xff"]
 
 
@@ -83,11 +83,11 @@ def test_a_transaction_is_repeated_after_a_concurrent_change(
     with either_server.client() as other:
         seen: list[bytes | None] = []
 
-        def change(before: bytes | None) -> list[Question]:
+        def change(before: bytes | None) -> list[RawCommand]:
             seen.append(before)
             if len(seen) < 3:
                 other.set("mine", f"theirs {len(seen)}")
-            return [Question(["SET", "mine", "ours"], ok), Question(["INCR", "count"], integer)]
+            return [RawCommand(["SET", "mine", "ours"], ok), RawCommand(["INCR", "count"], integer)]
 
         client = make(either_server.url)
         assert client.transaction(["mine"], get("mine"), change) == [None, 1]
@@ -99,16 +99,16 @@ def test_a_transaction_is_repeated_after_a_concurrent_change(
 def test_a_failed_transaction_leaves_nothing_watched(make: Callable[[str], Any], either_server: RunningServer) -> None:
     client = make(either_server.url)
     with pytest.raises(Refused):
-        client.transaction(["a"], get("a"), lambda _: [Question(["NOSUCHCOMMAND"], ok)])
+        client.transaction(["a"], get("a"), lambda _: [RawCommand(["NOSUCHCOMMAND"], ok)])
 
-    def fail(_: bytes | None) -> list[Question]:
+    def fail(_: bytes | None) -> list[RawCommand]:
         raise LookupError("given up")
 
     with pytest.raises(LookupError):
         client.transaction(["a"], get("a"), fail)
     with either_server.client() as other:
         other.set("a", "1")
-        assert client.transaction(["b"], get("a"), lambda found: [Question(["SET", "b", found], ok)]) == [None]
+        assert client.transaction(["b"], get("a"), lambda found: [RawCommand(["SET", "b", found], ok)]) == [None]
         assert other.get("b") == b"1"
 
 
@@ -160,7 +160,7 @@ def test_an_unexpected_reply_replaces_the_connection(
     with answering(reply, b"$2\r\nok\r\n") as (url, connections):
         client = make(url)
         with pytest.raises(WrongReply):
-            client.ask([Question(["GET", "a"], read)])
+            client.ask([RawCommand(["GET", "a"], read)])
         assert client.ask([get("a")]) == [b"ok"]
         assert connections == [0, 1]
 

@@ -1,7 +1,7 @@
-"""Questions: any commands, each with the decoder of its reply.
+"""Raw commands: the words of any command, with the decoder of its reply.
 
-Every reply is checked. If it is not a possible reply to its question, WrongReply is raised and the connection is
-closed, because the next reply may belong to another question as well.
+Every reply is checked. If it is not a possible reply to its command, WrongReply is raised and the connection is
+closed, because the next reply may belong to another command as well.
 """
 
 from __future__ import annotations
@@ -17,49 +17,51 @@ from kvpage_server.client.wire.reply import Values
 Word = str | bytes | int
 
 
-class Question(NamedTuple):
+class RawCommand(NamedTuple):
     """A command, as its words, and the decoder of its reply, which raises WrongReply for a reply that does not fit."""
 
     words: Sequence[Word]
     read: Callable[[Any], Any]
 
 
-def key_of(question: Question) -> bytes:
-    """Return the second word of a question: its key, which selects the server. Raises Unsupported if there is none."""
-    if len(question.words) < 2:
-        raise Unsupported(f"several servers can't be asked for anything without a key, got {question.words[0]!r}")
-    return encoded(question.words[1])
+def key_of(raw_command: RawCommand) -> bytes:
+    """Return the second word of a command: its key, which selects the server. Raises Unsupported if there is none."""
+    if len(raw_command.words) < 2:
+        raise Unsupported(f"several servers can't be asked for anything without a key, got {raw_command.words[0]!r}")
+    return encoded(raw_command.words[1])
 
 
-class BlockWords:
-    """Questions about blocks for kvpage-server."""
-
-    @staticmethod
-    def exists(name: BlockName) -> Question:
-        return Question(["KVBLOCKEXISTS", *name], up_to(1))
+class BlockCommands:
+    """Commands about blocks for kvpage-server."""
 
     @staticmethod
-    def delete(req_id: bytes, pages: Sequence[int]) -> Question:
-        return Question(["KVPAGEDEL", req_id, *pages], integer)
+    def exists(name: BlockName) -> RawCommand:
+        return RawCommand(["KVBLOCKEXISTS", *name], up_to(1))
+
+    @staticmethod
+    def delete(req_id: bytes, pages: Sequence[int]) -> RawCommand:
+        return RawCommand(["KVPAGEDEL", req_id, *pages], integer)
 
 
-def ask(questions: Sequence[Question]) -> Request[list[Any]]:
-    """Return the request that sends several questions in a pipeline. Its result is the list of their decoded replies.
+def ask(raw_commands: Sequence[RawCommand]) -> Request[list[Any]]:
+    """Return the request that sends several commands in a pipeline. Its result is the list of their decoded replies.
 
     The result raises Refused for the first error reply.
     """
-    return _request([question.words for question in questions], lambda values: _read(questions, values))
+    return _request([raw_command.words for raw_command in raw_commands], lambda values: _read(raw_commands, values))
 
 
-def watch(keys: Sequence[Word], question: Question) -> Request[Any]:
-    """Return the request that watches keys, and sends a question about them. Its result is the decoded reply to the
-    question.
+def watch(keys: Sequence[Word], raw_command: RawCommand) -> Request[Any]:
+    """Return the request that watches keys, and sends a command about them. Its result is the decoded reply to the
+    command.
     """
-    return _request([["WATCH", *keys], question.words], lambda values: _read([Question((), ok), question], values)[1])
+    return _request(
+        [["WATCH", *keys], raw_command.words], lambda values: _read([RawCommand((), ok), raw_command], values)[1]
+    )
 
 
-def commit(questions: Sequence[Question]) -> Request[list[Any] | None]:
-    """Return the request that runs all questions in MULTI and EXEC.
+def commit(raw_commands: Sequence[RawCommand]) -> Request[list[Any] | None]:
+    """Return the request that runs all commands in MULTI and EXEC.
 
     Its result is the list of their decoded replies, or None if a watched key was changed.
     """
@@ -69,9 +71,9 @@ def commit(questions: Sequence[Question]) -> Request[list[Any] | None]:
         ok(opened)
         for value in queued:
             _expect(value == b"QUEUED", "QUEUED", value)
-        return None if answers is None else _read(questions, array(len(questions))(answers))
+        return None if answers is None else _read(raw_commands, array(len(raw_commands))(answers))
 
-    return _request([["MULTI"], *(question.words for question in questions), ["EXEC"]], read)
+    return _request([["MULTI"], *(raw_command.words for raw_command in raw_commands), ["EXEC"]], read)
 
 
 def encoded(word: Word) -> bytes:
@@ -84,10 +86,10 @@ def _request(commands: Sequence[Sequence[Word]], read: Callable[[list[Any]], Any
     return Request(lambda: iter((text,)), lambda: Values(len(commands)), read)
 
 
-def _read(questions: Sequence[Question], values: Sequence[Any]) -> list[Any]:
+def _read(raw_commands: Sequence[RawCommand], values: Sequence[Any]) -> list[Any]:
     if refused := next((value for value in values if isinstance(value, Refused)), None):
         raise refused.again()
-    return [question.read(value) for question, value in zip(questions, values, strict=True)]
+    return [raw_command.read(value) for raw_command, value in zip(raw_commands, values, strict=True)]
 
 
 # -- readers -----------------------------------------------------------------------------------------------------------
