@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from kvpage_server import bounded
@@ -21,11 +24,16 @@ from .options import add_engine, agent, count, number, open_engine, utf8
 
 if TYPE_CHECKING:
     from ..agent_engine import Answer
+    from ..generation.sampling import Sampling
     from ..generation.unbatched import Sampler
     from ..scheduling.request import Token, TokenReceiver
     from ..startup import Engine
 
 # -- Prompts to an engine in this process, one at a time ---------------------------------------------------------------
+
+
+class Interrupted(Exception):
+    """The user ended an answer by Ctrl-C."""
 
 
 def ask(
@@ -34,14 +42,17 @@ def ask(
     tokens: Sequence[int],
     *,
     max_tokens: int,
-    sampler: Sampler | None = None,
+    sampler: Sampler | Sampling | None = None,
     continues: bool = False,
     on_token: TokenReceiver | None = None,
+    interrupted: Event | None = None,
 ) -> Answer:
-    """Run the engine until one prompt is answered, and return the answer. Raises Failure with the engine's error."""
+    """Run the engine until one prompt is answered, and return the answer. Raises Failure with the engine's error, and
+    Interrupted when that event is set.
+    """
     answers: list[Answer] = []
     errors: list[Exception] = []
-    engine.agents.submit(
+    uid = engine.agents.submit(
         agent_id,
         tokens,
         max_tokens=max_tokens,
@@ -52,7 +63,9 @@ def ask(
         on_error=errors.append,
     )
     while engine.agents.step(timeout=1.0):
-        pass
+        if interrupted is not None and interrupted.is_set():
+            engine.agents.cancel(uid)
+            raise Interrupted
     if errors:
         raise Failure(str(errors[0]))
     return answers[0]
@@ -138,7 +151,8 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def chat(args: argparse.Namespace) -> int:
-    """Answer each line of stdin until it ends. A line that cannot be decoded is reported and left out.
+    """Answer each line of stdin until it ends. A line that cannot be decoded is reported and left out. Ctrl-C ends an
+    answer; at the prompt, it ends the chat.
 
     Return 1 if a line was left out or the context could not be saved, else 0. Raises Failure.
     """
@@ -159,9 +173,9 @@ def chat(args: argparse.Namespace) -> int:
                 print(f"kvpage-engine: this line is not {sys.stdin.encoding}, and is left out", file=sys.stderr)
                 continue
             messages.append({"role": "user", "content": line})
-            answer = _say(engine, args, _tokens(engine, messages), continues=keeps_space)
-            messages.append({"role": "assistant", "content": answer.text})
-            print(f"  [{account(answer)}]\n", flush=True)
+            text, note = _turn(engine, args, messages, continues=keeps_space)
+            messages.append({"role": "assistant", "content": text})
+            print(f"  [{note}]\n", flush=True)
             if args.transcript:
                 _write(args.transcript, messages)
     finally:
@@ -169,12 +183,47 @@ def chat(args: argparse.Namespace) -> int:
     return int(unsaved > 0 or left_out)
 
 
-def _say(engine: Engine, args: argparse.Namespace, tokens: list[int], *, continues: bool = False) -> Answer:
+def _turn(engine: Engine, args: argparse.Namespace, messages: Messages, *, continues: bool) -> tuple[str, str]:
+    """Print the answer to a conversation. Return its text, which Ctrl-C ends, and a note about it."""
+    said: list[str] = []
+
+    def hear(token: Token) -> None:
+        said.append(token.text)
+        print_text(token)
+
+    tokens = _tokens(engine, messages)
+    with _interruptible() as interrupted:
+        try:
+            answer = _say(engine, args, tokens, continues=continues, on_token=hear, interrupted=interrupted)
+            return answer.text, account(answer)
+        except Interrupted:
+            print(flush=True)
+            return "".join(said), "interrupted"
+
+
+@contextmanager
+def _interruptible() -> Iterator[Event]:
+    """Let Ctrl-C set an event in the caller's ``with`` block. Another Ctrl-C raises KeyboardInterrupt."""
+    interrupted = Event()
+
+    def interrupt(*_: object) -> None:
+        interrupted.set()
+        signal.signal(signal.SIGINT, usual)
+
+    usual = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
+def _say(engine: Engine, args: argparse.Namespace, tokens: list[int], **options: Any) -> Answer:
+    """Print an answer while it is computed, and return it. `options` are those of `ask`."""
     from ..generation.sampling import Sampling
 
     sampling = Sampling(args.temperature, args.top_p, seed=args.seed)
-    options = {"max_tokens": args.max_tokens, "sampler": sampling, "continues": continues}
-    answer = ask(engine, args.agent, tokens, **options, on_token=print_text)
+    options = {"on_token": print_text, **options}
+    answer = ask(engine, args.agent, tokens, max_tokens=args.max_tokens, sampler=sampling, **options)
     print(flush=True)
     return answer
 

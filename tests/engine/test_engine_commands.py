@@ -8,6 +8,7 @@ import io
 import json
 import re
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,27 @@ def test_a_chat_continues(
     assert 630 < turns[1][0] < turns[2][0]
     messages = json.loads(transcript.read_text(encoding="utf-8"))
     assert [message["role"] for message in messages] == ["system", *3 * ["user", "assistant"]]
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_chat(tiny: Path, tmp_path: Path) -> None:
+    transcript = tmp_path / "transcript"
+    command = [sys.executable, "-m", "engine.cli", "chat", "--model", str(tiny), "--max-tokens", "5000"]
+    command += ["--transcript", str(transcript)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8") as process:
+        assert process.stdin
+        assert process.stdout
+        for said in ("Hello", "Again"):
+            process.stdin.write(f"{said}\n")
+            process.stdin.flush()
+            assert process.stdout.read(20)
+            process.send_signal(signal.SIGINT)
+            while "[interrupted]" not in (line := process.stdout.readline()):
+                assert line
+        process.stdin.close()
+        assert process.wait(100) == 0
+    messages = json.loads(transcript.read_text(encoding="utf-8"))
+    assert [message["role"] for message in messages] == ["user", "assistant"] * 2
+    assert all(message["content"] for message in messages)
 
 
 def test_the_version_names_the_computing_libraries(capsys: pytest.CaptureFixture[str]) -> None:
