@@ -166,13 +166,13 @@ def _check_addresses(config: Config) -> None:
         for name in ("port", "tls-port", "metrics-port"):
             port = config.value(name)
             if port:
-                addresses = config.metrics_bind if name == "metrics-port" else config.bind
+                bind = "metrics-bind" if name == "metrics-port" else "bind"
                 try:
-                    socks = open_all(addresses, free.get(port, 0), config.tcp_backlog)
+                    socks = open_all(config.value(bind), free.get(port, 0), config.tcp_backlog)
                 except ListenError as error:
                     if port in free:
                         raise ConfigError(f"{name}: {port} is another port of this server, too") from error
-                    raise
+                    raise ListenError(f"{bind}: {error}") from error
                 for sock in socks:
                     opened.enter_context(sock)
                 free[port] = socks[0].getsockname()[1]

@@ -573,6 +573,7 @@ def run(urls: list[str], *, seconds: float, quick: bool, json: Path | None, plot
     """
     if plot:
         importlib.import_module("matplotlib")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as for Ctrl-C, the data is deleted
     with ExitStack() as stack:
         targets = [stack.enter_context(closing(Target(url))) for url in urls]
         cases = _QUICK if quick else _FULL

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import ssl
 from pathlib import Path
@@ -12,6 +13,9 @@ from kvpage_server.configuration.config import Config
 
 PARAMETERS = ("tls-cert-file", "tls-key-file", "tls-key-file-pass", "tls-ca-cert-file", "tls-auth-clients")
 _MOST_BYTES = 16 << 20  # bytes of a PEM file
+_WRONG_DATES = 9, 10  # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED
+
+logger = logging.getLogger("kvpage")
 
 
 class CertificateError(ValueError):
@@ -31,6 +35,7 @@ def load(config: Config) -> ssl.SSLContext | None:
     made.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
         _load_own(made, config)
+        _warn_of_dates(made, config.tls_cert_file)
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         files = f"tls-cert-file {config.tls_cert_file}, tls-key-file {config.tls_key_file}"
         raise CertificateError(f"{files}: {_error_text(error)}") from error
@@ -58,6 +63,29 @@ def _load_own(made: ssl.SSLContext, config: Config) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(config.tls_cert_file)  # raises if it is the one
         fault = "tls-key-file-pass does not open the key" if b"ENCRYPTED" in key else "the key is damaged"
         raise ValueError(fault) from error
+
+
+def _warn_of_dates(made: ssl.SSLContext, certificate: str) -> None:
+    """Log a warning if the server's certificate is expired or not valid yet: clients that verify it cannot connect.
+
+    `ssl` reads these dates only when it verifies a certificate. So a handshake in memory verifies it, with this
+    certificate as the trusted one.
+    """
+    verifier = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    verifier.check_hostname = False
+    verifier.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
+    verifier.load_verify_locations(certificate)
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client, server = verifier.wrap_bio(to_client, to_server), made.wrap_bio(to_server, to_client, server_side=True)
+    for side in (client, server, client):
+        try:
+            side.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        except ssl.SSLCertVerificationError as error:
+            if error.verify_code in _WRONG_DATES:
+                logger.warning("tls-cert-file %s: %s", certificate, error.verify_message)
+            return
 
 
 def _read(path: str, label: str) -> bytes:

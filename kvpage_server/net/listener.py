@@ -30,8 +30,8 @@ _DESCRIPTORS_PAUSE = 0.1  # seconds without accepting while no file descriptor i
 _FULL = b"-ERR max number of clients reached\r\n"
 _PROTECTED = (
     b"-DENIED kvpage-server is running in protected mode: the default user has no password, so only connections "
-    b"from this machine are accepted. To accept others, set a password (requirepass, or ACL users), or in a private "
-    b"network protected-mode no.\r\n"
+    b"from this machine are accepted. To accept others, give the default user a password (requirepass), turn it off "
+    b"(user default off), or in a private network set protected-mode no.\r\n"
 )
 
 _TCP_KEEPIDLE: int = getattr(socket, "TCP_KEEPIDLE", 0) or getattr(socket, "TCP_KEEPALIVE", 0)  # the latter on macOS

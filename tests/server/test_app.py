@@ -361,9 +361,11 @@ class TestLog:
         assert list(tmp_path.iterdir()) == []
 
     def test_check_config_finds_an_address_of_another_machine(self) -> None:
-        expected = "cannot listen on 192.0.2.1: Cannot assign requested address"
+        expected = "bind: cannot listen on 192.0.2.1: Cannot assign requested address"
         assert refused("--check-config", "--bind", "192.0.2.1") == expected
-        assert refused("--check-config", "--bind", "127.0.0.1 192.0.2.1").startswith("cannot listen on 192.0.2.1:")
+        assert refused("--check-config", "--bind", "127.0.0.1 192.0.2.1").startswith(
+            "bind: cannot listen on 192.0.2.1:"
+        )
         with start_server() as server:
             assert run("--check-config", "--port", str(server.port)).returncode == 0
 

@@ -303,3 +303,18 @@ class TestUnixSocket:
         path.write_text("precious", encoding="utf-8")
         assert f"unixsocket: {path} exists and is not a socket" in start_refused("--unixsocket", str(path))
         assert path.read_text(encoding="utf-8") == "precious"
+
+
+@needs_openssl
+@pytest.mark.parametrize(("days", "warns"), [("-1", True), ("2", False)])
+def test_an_expired_certificate_is_reported(tmp_path: Path, days: str, warns: bool) -> None:
+    asked = ("req", "-newkey", "rsa:2048", "-nodes", "-keyout", "own.key", "-out", "own.csr", "-subj", "/CN=localhost")
+    run_openssl(*asked, at=tmp_path)
+    signed = ("x509", "-req", "-in", "own.csr", "-signkey", "own.key", "-days", days, "-out", "own.crt")
+    run_openssl(*signed, at=tmp_path)
+    options = ["--tls-port", "9443", "--tls-cert-file", "own.crt", "--tls-key-file", "own.key"]
+    options += ["--tls-auth-clients", "no"]
+    command = [sys.executable, "-m", "kvpage_server", "--check-config", *options, "--store", "memory"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=60)
+    assert done.stdout == "the configuration is valid\n"
+    assert ("tls-cert-file own.crt: certificate has expired" in done.stderr) == warns
