@@ -8,6 +8,7 @@ deleted users and quotas are deleted. Parameters without a line are appended if 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
@@ -26,8 +27,11 @@ def rewritten(old: bytes, config: Config, users: Sequence[bytes]) -> bytes:
     default, lines = Config(), old.splitlines()
     new: dict[int, list[bytes]] = {}  # replacements of lines, by their index in `lines`
     added: list[bytes] = []
+    places = defaultdict[str, list[int]](list)
+    for number, line in enumerate(lines):
+        places[_name(line)].append(number)
     for name in config.parameters():
-        at = [number for number, line in enumerate(lines) if _name(line) == name]
+        at = places[name]
         if name == "user":
             found, others = _users(lines, at, users)
         elif isinstance(default.value(name), dict):

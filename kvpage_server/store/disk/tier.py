@@ -272,6 +272,7 @@ class Changes:
 
 _LIFETIME_SIZE = 200  # approximate bytes of memory of a queued change of a lifetime, without the unit's name
 _MOST_OFFERED = 1280  # units that may be evicted in one search; examining all of them would block the event loop
+_MOST_PROTECTED = 10_000  # protected units that are examined in one search
 _SHARE_OF_TEXTS = 0.5  # of maxmemory; above it, short strings are evicted, as they are never on disk only
 
 log = logging.getLogger("kvpage")
@@ -479,7 +480,21 @@ class DiskTier(Tier):
             yield islice(contents.eviction_order.units.victims(), _MOST_OFFERED), self.demote
         if self._keeps_texts:
             yield islice(contents.victims(), _MOST_OFFERED), self.evict
+        self._drop_protected()
         self.behind.hurry()
+
+    def _drop_protected(self) -> None:
+        """Drop protected units that are on disk until memory is within its limit. They may have been leased or pinned
+        while they took no memory, and loaded since.
+        """
+        memory, leases = self._memory, self._contents.leases
+        for unit, lease in [*islice(leases.by_unit.items(), _MOST_PROTECTED)]:
+            if memory.used <= memory.evicts_above(0):
+                return
+            if lease.size and not (self.holds(unit) or self._waits(unit)):
+                names = names_in(unit)
+                if self.stored.usage.has_all(names):
+                    self._drop(unit, names)
 
     def keys_to_evict(self) -> Iterator[Source]:
         """Yield units to evict from memory and disk. If the disk fails, also units that wait to be written."""

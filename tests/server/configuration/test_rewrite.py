@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from servers import start_server
 
+from kvpage_server.configuration import rewrite
 from kvpage_server.configuration.config import Config, from_arguments
 from kvpage_server.configuration.rewrite import rewritten
 
@@ -94,3 +95,13 @@ def test_one_quoted_word_is_taken_as_by_config_set(name: str, value: str, words:
     changed.change(name, value)
     assert quoted.words(name) == separate.words(name) == changed.words(name)
     assert quoted.words(name)[-len(words) :] == words or words[0] in quoted.words(name)
+
+
+def test_each_line_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[bytes] = []
+    split = rewrite.split_words
+    monkeypatch.setattr(rewrite, "split_words", lambda line: parsed.append(line) or split(line))
+    users = [b"user u%d on nopass ~* +@all" % number for number in range(100)]
+    old = b"\n".join([b"port 0", *users])
+    assert rewritten(old, Config(), users).count(b"\nuser ") == 100
+    assert len(parsed) <= 3 * 101

@@ -69,6 +69,20 @@ def test_long_replies_from_disk_to_quick_readers_stay_within_the_limit(
         assert all(threads.map(read, [server.port] * readers))
 
 
+def test_a_block_larger_than_the_limit_is_an_error() -> None:
+    options = ["--store", "memory", "--maxmemory", "64mb", "--maxmemory-clients", "16mb"]
+    with start_server(*options) as server, server.client() as client:
+        for head in range(20):
+            client.execute_command("KVPAGESET", "r", 0, head, 0, 0, 8, 1, 1 << 20, 0, bytes(1 << 20))
+        client.execute_command("KVPAGESET", "r", 0, 0, 1, 0, 8, 1, 1, 0, b"x")
+        with pytest.raises(redis.ResponseError, match="the block has 20971520 bytes, maxmemory-clients allows"):
+            client.execute_command("KVBLOCKGET", "r", 0)
+        large, small = client.execute_command("KVBLOCKMGET", 2, "r", 0, "r", 1)
+        assert str(large).startswith("the block has")
+        assert small == b"x"
+        assert client.execute_command("KVBLOCKEXISTS", "r", 0) == 1
+
+
 def test_read_replies_are_counted_no_longer() -> None:
     with measured("--maxmemory", "64mb") as turns:
         memory = turns.server.keyspace.memory

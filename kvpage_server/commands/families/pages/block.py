@@ -24,6 +24,7 @@ from kvpage_server.commands.registry import command
 from kvpage_server.commands.specs import Parts, blocks, nothing, requests
 from kvpage_server.commands.steps import Steps, each, stepwise
 from kvpage_server.core import Argument, Slot
+from kvpage_server.core.pieces import borrowed_bytes
 from kvpage_server.page import (
     MAX_HEAD,
     MAX_KV_TYPE,
@@ -116,14 +117,18 @@ def _on_disk_of(lookup: Prefetcher, name: tuple[bytes, int]) -> list[OnDisk]:
 
 
 def _read(client: Client, req_id: bytes, page: int, ahead: ReadAhead[tuple[bytes, int]]) -> Steps[Reply]:
-    """Return the reply for one block: its body, or None if it is not complete, which is counted as a miss. The block is
-    the next step of `ahead`.
+    """Return the reply for one block: its body, an error if it is larger than maxmemory-clients, or None if it is not
+    complete, which is counted as a miss. The block is the next step of `ahead`.
     """
     yield from ahead.next()
     block = yield from read_block(client.keyspace, client.keyspace.reader.block(req_id, page), ahead.lent)
     ahead.end_step()
     if block is None:
         block_missed(client, req_id, page)
+        return None
+    size, most = borrowed_bytes(block), client.server.config.client_memory
+    if size > most > 0:
+        return ReplyError(f"OOM the block has {size} bytes, maxmemory-clients allows {most}: read it page by page")
     return block
 
 

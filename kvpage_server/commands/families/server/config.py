@@ -199,14 +199,16 @@ def config_rewrite(client: Client, args: list[Argument]) -> Reply:
         raise ReplyError("ERR The server is running without a config file")
     users = [] if server.config.aclfile else _other_users(server)
 
-    def write(text: bytes) -> None:
+    config = copy(server.config)
+
+    def write() -> None:
+        text = rewritten(path.read_bytes(), config, users)
         with replacing(path, keep_group=True) as file:
             file.write(text)
 
     def steps() -> Steps[Reply]:
         try:
-            text = rewritten((yield from in_thread(path.read_bytes)), server.config, users)
-            yield from in_thread(lambda: write(text))
+            yield from in_thread(write)
         except OSError as error:
             raise ReplyError(f"ERR Rewriting config file: {error.strerror}") from None
         return OK
