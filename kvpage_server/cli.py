@@ -292,8 +292,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_savings(shows)
     connectors_ = add("connectors", connectors, "check that an engine saves a context here, and restores it unchanged")
     connectors_.add_argument("action", choices=["verify"])
-    connectors_.add_argument("engine", choices=["vllm"])
-    connectors_.add_argument("--model", metavar="FOLDER", required=True, help="model that the engine runs")
+    connectors_.add_argument("engine", choices=["vllm", "lmcache"])
+    connectors_.add_argument("--model", metavar="FOLDER", help="model that vLLM runs")
     help = "use the tier below vLLM's offloading to RAM, for GPUs; otherwise the connector, for the CPU"
     connectors_.add_argument("--tier", action="store_true", help=help)
     help = 'options of vllm.LLM in JSON, such as \'{"dtype": "bfloat16"}\''
@@ -493,7 +493,10 @@ def connectors(store: redis.Redis, args: argparse.Namespace) -> bool:
     if not find_spec(args.engine):
         raise LookError(f"{args.engine} is not installed in the environment of {sys.executable}")
     verify = import_module(f"kvpage_connectors.{args.engine}_verify").verify
-    failures = verify(args.url, args.model, tier=args.tier, options=args.options)
+    if args.engine == "vllm" and not args.model:
+        raise LookError("verify vllm needs --model")
+    options = {"model": args.model, "tier": args.tier, "options": args.options} if args.engine == "vllm" else {}
+    failures = verify(args.url, **options)
     for failure in failures:
         print(f"kvpage: {failure}", file=sys.stderr)
     return not failures

@@ -29,7 +29,7 @@ from kvpage_server.client import (
     Unsupported,
     WrongReply,
 )
-from kvpage_server.client.raw_commands import RawCommand, integer
+from kvpage_server.client.raw_commands import RawCommand, integer, up_to
 
 Block = Callable[[], Sequence[Page]]  # returns the pages of a block; their bodies are memory of the engine
 _PIECE = 8 * 1024 * 1024  # bytes of one call; if another call fails, the blocks of this one count
@@ -222,11 +222,35 @@ class Jobs:
         `names` is called by a thread and returns `count` names.
         """
         word = b"KVPAGEPIN" if pin else b"KVPAGEUNPIN"
+        self.ask("pin", lambda: [RawCommand([word, *name], integer) for name in names()], count)
 
-        def ask() -> None:
-            self._client.ask([RawCommand([word, *name], integer) for name in names()], deadline=self._lookup_seconds)
+    def ask(self, job: str, commands: Callable[[], Sequence[RawCommand]], count: int) -> Future[list[Any]]:
+        """Begin to send `count` commands in a pipeline. The result is their decoded replies, or empty."""
+        end = time.monotonic() + self._lookup_seconds
 
-        self._submit(self._lookups, "pin", ask, lambda: None, lambda: count)
+        def ask() -> list[Any]:
+            return self._client.ask(commands(), deadline=_left(end))
+
+        return self._submit(self._lookups, job, ask, list, lambda: count)
+
+    def lock(self, names: Callable[[], Sequence[BlockName]], count: int) -> Future[list[bool]]:
+        """Begin to look up and lease blocks of one page each. The result is whether each one exists and is leased.
+
+        One command looks up all blocks before the first missing one, and others the blocks after it.
+        """
+        end = time.monotonic() + self._lookup_seconds
+
+        def ask() -> list[bool]:
+            every = names()
+            found = self._client.prefix(every, pages_per_block=1, lease_ms=self._lease_ms, deadline=_left(end))
+            rest = [
+                RawCommand([b"KVPAGELEASE", req, self._lease_ms, page], up_to(1)) for req, page in every[found + 1 :]
+            ]
+            after = self._client.ask(rest, deadline=_left(end)) if rest else []
+            self._add({"lookup/ok": found + sum(after)})
+            return [True] * found + [False] * (found < count) + [answer == 1 for answer in after]
+
+        return self._submit(self._lookups, "lookup", ask, lambda: [False] * count, lambda: count)
 
     def load(self, blocks: Sequence[Block], nbytes: int) -> Future[list[bool]]:
         """Begin to receive blocks of `nbytes` bytes each. They have the same number of pages, and threads call them.

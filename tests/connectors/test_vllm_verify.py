@@ -90,6 +90,14 @@ def test_a_missing_engine_is_named(
     assert "vllm is not installed in the environment" in capsys.readouterr().err
 
 
+def test_a_missing_model_is_named(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "find_spec", lambda name: True)
+    assert run("--url", server.url, "--model", "") == 1
+    assert "verify vllm needs --model" in capsys.readouterr().err
+
+
 def test_wrong_options_and_a_missing_store_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--options", "[]") == 2
     assert run("--options", "{") == 2

@@ -1,0 +1,7 @@
+from __future__ import annotations
+
+import logging
+
+
+def init_logger(name: str) -> logging.Logger:
+    return logging.getLogger(name)
