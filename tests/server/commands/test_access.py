@@ -430,7 +430,7 @@ class TestTheFile:
                     new.ping()
 
     @pytest.mark.parametrize("password", ["", "secret"])
-    def test_without_a_default_user_is_the_same_after_load_and_restart(self, tmp_path: Path, password: str) -> None:
+    def test_a_file_without_a_default_user_loads_as_at_a_start(self, tmp_path: Path, password: str) -> None:
         file = tmp_path / "users.acl"
         file.write_text("user default on >own ~* &* +@all\n", encoding="utf-8")
         options = ("--aclfile", str(file), "--requirepass", password)

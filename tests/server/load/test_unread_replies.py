@@ -51,9 +51,7 @@ def test_unread_replies_evict_and_demote_no_other_values(tmp_path: Path, store: 
 
 
 @pytest.mark.parametrize(("size", "count", "readers"), [(2 << 20, 16, 1), (9 << 20, 3, 1), (256 << 10, 64, 16)])
-def test_long_replies_from_disk_to_quick_readers_stay_within_the_limit(
-    tmp_path: Path, size: int, count: int, readers: int
-) -> None:
+def test_long_replies_from_disk_stay_within_the_limit(tmp_path: Path, size: int, count: int, readers: int) -> None:
     options = ["--store", "tiered", "--maxmemory", "64mb", "--maxmemory-clients", "16mb"]
     with start_server(*options, directory=tmp_path) as server, server.client() as client:
         for page in range(count):
