@@ -44,7 +44,7 @@ from kvpage_server.service import log_start, regular_work, renew_when
 from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull
 from kvpage_server.store.keyspace import Keyspace
-from kvpage_server.system.durable import private, tighten
+from kvpage_server.system.durable import open_private, restrict_permissions
 from kvpage_server.system.process import handle_signals, ignore_all_signals, ignore_signals, raise_descriptor_limit
 from kvpage_server.system.program import ends_quietly
 
@@ -338,8 +338,8 @@ def _stop(stopping: asyncio.Event, number: int) -> None:
 def _write_pid(path: Path) -> None:
     """Write the pidfile. Raises ConfigError."""
     try:
-        with open(path, "w", opener=private, encoding="utf-8") as file:
-            tighten(file.fileno())
+        with open(path, "w", opener=open_private, encoding="utf-8") as file:
+            restrict_permissions(file.fileno())
             file.write(f"{os.getpid()}\n")
     except OSError as error:
         raise ConfigError(f"pidfile: {path} cannot be written: {error.strerror}") from None

@@ -34,7 +34,7 @@ from kvpage_server.client import BlockName, Page, PageClient
 from kvpage_server.client.page import pages_of_block
 from kvpage_server.client.wire.connection import plain_client
 from kvpage_server.page import BlockShape, DType, KVType, PageKey, Plane
-from kvpage_server.system.text import how_many
+from kvpage_server.system.text import plural
 
 # -- Work of the benchmark: batches of pages or blocks under generations of keys ---------------------------------------
 
@@ -582,7 +582,7 @@ def run(urls: list[str], *, seconds: float, quick: bool, json: Path | None, plot
         room = min(target.room() for target in targets)
         fitting = [case for case in cases if 2 * case.total <= room]
         if len(fitting) < len(cases):
-            left_out = f"{len(cases) - len(fitting)} of {how_many(len(cases), 'case')}"
+            left_out = f"{len(cases) - len(fitting)} of {plural(len(cases), 'case')}"
             out.print(f"left out, as they need a larger maxmemory: {left_out}")
         rows = [
             row for case in track(fitting, console=out, transient=True) for row in _rows(targets, case, room, seconds)

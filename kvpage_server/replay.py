@@ -24,7 +24,7 @@ from kvpage_server.page import first_of
 from kvpage_server.store.eviction.policies import POLICIES
 from kvpage_server.store.eviction.queues import Queues
 from kvpage_server.system.terminal import table_of
-from kvpage_server.system.text import as_size, how_many
+from kvpage_server.system.text import as_size, plural
 
 # -- Traces in Mooncake's format: the requested blocks of each prompt, and its time ------------------------------------
 #
@@ -509,6 +509,6 @@ def _read(trace: Path, to: Destination) -> list[TracedPrompt]:
         importlib.import_module("matplotlib")
     requests = read_trace(trace)
     asked = [block for request in requests for block in request.blocks]
-    counts = f"{how_many(len(requests), 'request')} for {how_many(len(asked), 'block')}"
+    counts = f"{plural(len(requests), 'request')} for {plural(len(asked), 'block')}"
     to.terminal.print(f"{counts}, {len(set(asked)):,} of them different")
     return requests

@@ -20,7 +20,7 @@ from kvpage_server.net.connection_memory import Watch
 from kvpage_server.page import unix_ms
 from kvpage_server.store.evict import OverLimit
 from kvpage_server.system.process import usable_memory
-from kvpage_server.system.text import how_many
+from kvpage_server.system.text import plural
 
 # -- Start message -----------------------------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ def _access(server: Server) -> str:
         first = "no password, so from this machine only"
     else:
         first = "no password"
-    return f"{first}, {how_many(others, 'more user')}" if others else first
+    return f"{first}, {plural(others, 'more user')}" if others else first
 
 
 def _only_local(addresses: list[str]) -> bool:

@@ -123,7 +123,7 @@ class Sampling:
             found.append(lambda tokens, logits: self._penalise(tokens[prompt:], logits))
         if ends and (self.min_tokens or self.ignore_eos):
             least = None if self.ignore_eos else prompt + self.min_tokens
-            found.append(_mask_until(least, ends))
+            found.append(_forbid_end_tokens(least, ends))
         return found
 
     def _penalise_repetition(self, tokens: mx.array, logits: mx.array) -> mx.array:
@@ -148,7 +148,7 @@ def _bias(bias: Mapping[int, float]) -> Processor:
     return lambda _, logits: logits.at[:, ids].add(values.astype(logits.dtype))
 
 
-def _mask_until(least: int | None, ends: Collection[int]) -> Processor:
+def _forbid_end_tokens(least: int | None, ends: Collection[int]) -> Processor:
     """Return a processor that forbids the tokens `ends` until there are `least` tokens of prompt and answer; with None
     always.
     """

@@ -22,7 +22,7 @@ from typing import Literal, get_args
 
 from kvpage_server.page import unix_ms
 from kvpage_server.system.process import trim_malloc
-from kvpage_server.system.text import how_many
+from kvpage_server.system.text import plural
 
 from ..chains import ContextNames, root_of
 from ..event_loop import EventLoop
@@ -507,7 +507,7 @@ class AgentCacheStore:
         self._loop.close()
         if unsaved:
             reasons = ", ".join(f"{tier}: {reason}" for tier, reason in self.save_failures.items())
-            log.error("%s could not be saved (%s)", how_many(unsaved, "context"), reasons)
+            log.error("%s could not be saved (%s)", plural(unsaved, "context"), reasons)
         return unsaved
 
     def _find_lost(self) -> None:

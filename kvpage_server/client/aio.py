@@ -49,7 +49,7 @@ async def converse(
     try:
         over = began + end.left()
         async with asyncio.timeout_at(min(over, loop.time() + silence)) as limit:
-            moved = partial(_wait_longer, limit, over, silence) if silence < math.inf else None
+            moved = partial(_extend_timeout, limit, over, silence) if silence < math.inf else None
             await _pass_through(conversation, moved)
         return conversation.result()
     except TimeoutError:
@@ -62,7 +62,7 @@ async def converse(
         connection.close_unless(conversation.over)
 
 
-def _wait_longer(limit: asyncio.Timeout, over: float, silence: float) -> None:
+def _extend_timeout(limit: asyncio.Timeout, over: float, silence: float) -> None:
     """Move the timeout `limit` to `silence` seconds from now, or to `over` if that is earlier, by the loop's clock.
 
     Called when bytes were sent or received.
@@ -391,7 +391,7 @@ class AsyncPageClient:
             return await self._carry_out(call(end), end)
         if not call.parts:
             return call.read([])
-        to = await self._spoken(end)
+        to = await self._server_commands(end)
         requests = [call.ask(to, part) for part in call.parts]
         if len(requests) == 1:
             return call.read([await self._converse(requests[0], end)])
@@ -405,7 +405,7 @@ class AsyncPageClient:
             raise failures[0].again() from None
         return call.read([task.result() for task in tasks])
 
-    async def _spoken(self, end: Deadline) -> BlobCommands:
+    async def _server_commands(self, end: Deadline) -> BlobCommands:
         """Return the commands that the server supports. The first call asks the server; later calls return the same."""
         if self._dialect is None:
             self._dialect = await self._converse(ask_dialect(), end)
@@ -469,7 +469,7 @@ class AsyncPageClient:
                 yield connection
         finally:
             if opening := self._openings.pop(connection, None):
-                opening.add_done_callback(partial(self._opened_in_vain, pool, connection))
+                opening.add_done_callback(partial(self._close_late_connection, pool, connection))
             else:
                 pool.release(connection)
 
@@ -503,7 +503,7 @@ class AsyncPageClient:
             self._openers.shutdown(wait=False)
             self._openers = None
 
-    def _opened_in_vain(self, pool: PagePool, connection: PageConnection, opening: asyncio.Future[None]) -> None:
+    def _close_late_connection(self, pool: PagePool, connection: PageConnection, opening: asyncio.Future[None]) -> None:
         if not opening.cancelled():
             opening.exception()  # asyncio would log an exception that was not retrieved
         connection.close_unless(over=False)

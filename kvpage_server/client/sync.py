@@ -328,7 +328,7 @@ class PageClient:
             return Nodes(self._several.peers).do(call(end), end)
         if not call.parts:
             return call.read([])
-        to = self._spoken(end)
+        to = self._server_commands(end)
         first, *rest = [call.ask(to, part) for part in call.parts]
         if not rest:
             return call.read([self._converse(first, end)])
@@ -342,7 +342,7 @@ class PageClient:
             answers.append(others.pop(0).result())  # removed first, as its error will refer to this frame
         return call.read(answers)
 
-    def _spoken(self, end: Deadline) -> BlobCommands:
+    def _server_commands(self, end: Deadline) -> BlobCommands:
         """Return the commands that the server supports. The first call asks the server; later calls return the same."""
         if self._dialect is None:
             self._dialect = self._converse(ask_dialect(), end)

@@ -173,9 +173,9 @@ class Server:
         self.totals = Totals()  # sums of the last count; see `steps.counted`
 
     @property
-    def found_at_once(self) -> int:
-        """Bytes of values that a long reply looks up before it sends them: a 32nd of the bytes that clients may
-        still hold, but at least 64 KiB, and at most 16 MiB. So many clients that read do not exceed maxmemory-clients together.
+    def lookup_bytes(self) -> int:
+        """Bytes of values that a long reply looks up before it sends them: a 32nd of the memory left for clients, but
+        at least 64 KiB, and at most 16 MiB. So many clients that read do not exceed maxmemory-clients together.
         """
         most = self.config.client_memory
         return max(min((most - self.in_flight) // _SHARES, MANY_BYTES), _FEW_BYTES) if most else MANY_BYTES

@@ -102,7 +102,7 @@ def key_of_set(args: Sequence[Argument], access: int) -> Iterator[Use]:
     yield plain(args[0]), access | READ if reads else access
 
 
-def placed(args: Sequence[Argument], first: int, last: int, step: int, access: int) -> Iterator[Use]:
+def keys_at(args: Sequence[Argument], first: int, last: int, step: int, access: int) -> Iterator[Use]:
     """Yield the keys at the indexes from `first` to `last` in `args`, every `step`, with `access`.
 
     A negative `last` counts from the end: -1 is the last argument.
@@ -325,7 +325,7 @@ class Spec:
         if not first:
             return iter(())
         before = self.words  # positions count the words of the name, too
-        return placed(args, first - before, last - before if last >= 0 else last, step, self.access)
+        return keys_at(args, first - before, last - before if last >= 0 else last, step, self.access)
 
     def channels_of(self, args: Sequence[Argument]) -> list[bytes]:
         """Return the pub/sub channels that the arguments name, or the patterns if `channels` is "patterns". Valid only
@@ -354,7 +354,7 @@ def named(word: Argument) -> Spec | None:
     return BY_WORD.get(word) or BY_WORD.get(plain(word).lower())  # mixed case is rare
 
 
-def meant(words: Sequence[Argument]) -> Spec | None:
+def spec_of(words: Sequence[Argument]) -> Spec | None:
     """Return the row for a client's words, whatever their number; None for an unknown command or subcommand.
 
     It is the row of a container if only its name is given.

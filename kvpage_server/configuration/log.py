@@ -13,7 +13,7 @@ from io import TextIOWrapper
 from typing import TextIO
 
 from kvpage_server.configuration.config import Config
-from kvpage_server.system.durable import private, tighten
+from kvpage_server.system.durable import open_private, restrict_permissions
 from kvpage_server.system.text import LogLines
 
 log = logging.getLogger("kvpage")
@@ -90,8 +90,8 @@ class _File(_Lines, logging.FileHandler):
     """A log file that only its owner and its group may access."""
 
     def _open(self) -> TextIOWrapper:
-        file = open(self.baseFilename, "a", encoding="utf-8", errors="backslashreplace", opener=private)  # noqa: SIM115
-        tighten(file.fileno(), leave=0o660)
+        file = open(self.baseFilename, "a", encoding="utf-8", errors="backslashreplace", opener=open_private)  # noqa: SIM115
+        restrict_permissions(file.fileno(), leave=0o660)
         return file
 
 

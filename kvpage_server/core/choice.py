@@ -26,11 +26,11 @@ def choose() -> tuple[str, str]:
         return "python", ""
     if asked:  # no other core can be requested; this is raised in every program that imports the core
         raise SystemExit(f"{VARIABLE} is {asked!r}: set it to python, or leave it unset for the compiled core")
-    fault = _fault()
+    fault = _unusable_reason()
     return ("python", fault) if fault else ("native", "")
 
 
-def _fault() -> str:
+def _unusable_reason() -> str:
     """Return the reason why the compiled core cannot be used; "" if it can.
 
     It may not be compiled for this Python, or it was compiled from other sources than those in its folder.

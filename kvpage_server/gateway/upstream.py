@@ -336,7 +336,7 @@ class Upstream:
                 here.set(sum(map(_size, found)))
                 self._usual_size = max(here.nbytes // len(found), self._usual_size * 7 // 8, 1)
                 pending.end()
-                if at < len(items) and 2 * here.nbytes <= client.server.found_at_once and self._expected <= most:
+                if at < len(items) and 2 * here.nbytes <= client.server.lookup_bytes and self._expected <= most:
                     self._begin(pending, items, at, plan)
                 for i, value in enumerate(found):
                     found[i] = None
@@ -362,7 +362,7 @@ class Upstream:
         plan: Callable[[Sequence[T]], Timed[list[Value | None]]],
     ) -> None:
         """Request the next values from item `at` on, as many as should fit into memory by the size of the last ones."""
-        room = pending.client.server.found_at_once // self._usual_size
+        room = pending.client.server.lookup_bytes // self._usual_size
         some = items[at : at + min(max(room, 1), MOST if at else FIRST)]
         pending.begin(self.start(plan(some)), len(some), self._usual_size * len(some))
 

@@ -29,7 +29,7 @@ from kvpage_server.observe.asking import QueriedStore, text
 from kvpage_server.observe.engines import EngineFigures
 from kvpage_server.observe.memory_by_agent import PREFIX, Holdings, holdings_of_store
 from kvpage_server.system.terminal import readable, table_of
-from kvpage_server.system.text import as_size, how_many
+from kvpage_server.system.text import as_size, plural
 
 
 def is_cluster(url: str) -> bool:
@@ -201,7 +201,7 @@ def _status_table(shares: list[Share]) -> RenderableType:
     for share in shares:
         cells = [share["server"], *_status_cells(share)] if share in _reporting(shares) else [_no_statistics(share)]
         table.add_row(readable(share["url"]), *cells)
-    table.add_row(how_many(len(shares), "node"), "", *_status_cells(_totals(shares)), style="bold")
+    table.add_row(plural(len(shares), "node"), "", *_status_cells(_totals(shares)), style="bold")
     return Group(table, Text("Valkey and Redis report no pages, blocks or reasons of misses"))
 
 
@@ -231,11 +231,11 @@ def top_of_several(several: MultiStore, store: QueriedStore, args: argparse.Name
 
     Return True. Raises SlotsMoved after a change of the cluster, RedisError if no server answers.
     """
-    view = _ViewOfSeveral(several, store, args)
+    view = _ScreenOfServers(several, store, args)
     return watch(args, view.frame, view.as_json, screen=True)
 
 
-class _ViewOfSeveral:
+class _ScreenOfServers:
     """The screen of `kvpage top` for several servers."""
 
     def __init__(self, several: MultiStore, store: QueriedStore, args: argparse.Namespace) -> None:
@@ -248,7 +248,7 @@ class _ViewOfSeveral:
         """Return the current screen."""
         shares, holdings, engines = self._shares(), self._holdings(), self._connected_engines()
         return Group(
-            Text(f"{how_many(len(shares), 'server')} at {shown(self._args.url)}\n", "bold"),
+            Text(f"{plural(len(shares), 'server')} at {shown(self._args.url)}\n", "bold"),
             _top_table(shares),
             *tables(engines, holdings, room_for_rows(len(shares))),
             *map(Text, remarks(holdings)),

@@ -29,7 +29,7 @@ from kvpage_server.observe.memory_by_agent import (
 )
 from kvpage_server.page import KVType, check_req_id
 from kvpage_server.system.terminal import for_people, out, print_json, readable, table_of
-from kvpage_server.system.text import as_size, how_many
+from kvpage_server.system.text import as_size, plural
 
 LIMITS = LookLimits(agents=10_000, blocks=50_000, requests=10_000)
 ROWS = 50  # default of --limit: rows of each table
@@ -66,7 +66,7 @@ def _print_omitted(args: argparse.Namespace, counts: Mapping[str, int]) -> None:
     more = {noun: count - args.limit for noun, count in counts.items() if 0 < args.limit < count}
     if more:
         omitted = " and ".join(
-            how_many(count, f"more {noun}").replace("prefixs", "prefixes") for noun, count in more.items()
+            plural(count, f"more {noun}").replace("prefixs", "prefixes") for noun, count in more.items()
         )
         out.print(f"and {omitted}; --limit 0 shows all")
 
@@ -95,7 +95,7 @@ def tables_of(holdings: Holdings, rows: int | None = None) -> Iterator[Renderabl
 def remarks(holdings: Holdings) -> Iterator[str]:
     """Yield a line about unreadable manifests, and one about entries that were not read because of the limits."""
     if holdings.unreadable:
-        yield f"{how_many(len(holdings.unreadable), 'manifest')} cannot be read"
+        yield f"{plural(len(holdings.unreadable), 'manifest')} cannot be read"
     if holdings.cut:
         yield f"incomplete: the store has more {' and '.join(holdings.cut)} than were read"
 

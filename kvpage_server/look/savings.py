@@ -26,7 +26,7 @@ from kvpage_server.observe.asking import ask
 from kvpage_server.observe.engines import EngineFigures
 from kvpage_server.observe.memory_by_agent import Holdings, holdings_of_store
 from kvpage_server.system.terminal import for_people, out, print_json
-from kvpage_server.system.text import as_size, how_many
+from kvpage_server.system.text import as_size, plural
 
 WATTS = 60.0  # power of a desktop processor that computes
 BLOCK_TOKENS = 512  # tokens of a block in Mooncake's traces
@@ -125,7 +125,7 @@ def _kwh(seconds: float | None, watts: float) -> float | None:
 
 def _lines(found: Savings, watts: float) -> Iterator[tuple[str, Any]]:
     share = f" ({found.reused_tokens / found.prompt_tokens:.1%})" if found.prompt_tokens else ""
-    yield "tokens", f"{found.reused_tokens:,} of {how_many(found.prompt_tokens, 'prompt token')} reused{share}"
+    yield "tokens", f"{found.reused_tokens:,} of {plural(found.prompt_tokens, 'prompt token')} reused{share}"
     if found.seconds is None or found.kwh is None:
         yield "time", "unknown: no rate of prefill"
     else:

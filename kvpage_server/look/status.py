@@ -24,7 +24,7 @@ from kvpage_server.observe.overview import (
     overview_of_store,
 )
 from kvpage_server.system.terminal import for_people, out
-from kvpage_server.system.text import as_size, how_many
+from kvpage_server.system.text import as_size, plural
 
 
 def status(store: redis.Redis, args: argparse.Namespace) -> bool:
@@ -80,8 +80,8 @@ def _tenant_lines(store: redis.Redis, now: Overview) -> Iterator[tuple[str, Any]
     """Yield titles and lines for a user without access to every key: limits, and counts of the user's own keys."""
     limit = now.memory.limit
     yield "memory", f"limit {as_size(limit)}, {now.memory.policy}" if limit else "no limit"
-    requests = how_many(_requests_of(store), "request")
-    yield "store", f"{requests}, {how_many(store.dbsize(), 'key')} that this user may access"
+    requests = plural(_requests_of(store), "request")
+    yield "store", f"{requests}, {plural(store.dbsize(), 'key')} that this user may access"
     yield "", "other statistics need a user with access to every key"
 
 
@@ -95,7 +95,7 @@ def _all_lines(now: Overview) -> Iterator[tuple[str, Any]]:
         yield from _memory_lines(now.memory)
         yield from _store_lines(now)
     clients = f"{now.connections.now:,} connected"
-    yield "clients", f"{clients}, {how_many(traffic.commands, 'command')} processed"
+    yield "clients", f"{clients}, {plural(traffic.commands, 'command')} processed"
     yield "network", f"{as_size(traffic.bytes_in)} received, {as_size(traffic.bytes_out)} sent"
 
 
@@ -112,17 +112,24 @@ def _memory_lines(memory: MemoryFigures) -> Iterator[tuple[str, Any]]:
 
 def _store_lines(now: Overview) -> Iterator[tuple[str, Any]]:
     contents, traffic = now.contents, now.traffic
-    counts = how_many(contents.requests, "request"), how_many(contents.blocks, "block"), how_many(contents.keys, "key")
+    counts = (
+        plural(contents.requests, "request"),
+        plural(contents.blocks, "block"),
+        plural(contents.keys, "key"),
+    )
     yield "store", ", ".join(counts)
     yield (
         "",
-        f"{how_many(contents.expiring, 'key')} with a TTL; expired: {traffic.expired:,}; evicted: {traffic.evicted:,}",
+        f"{plural(contents.expiring, 'key')} with a TTL; expired: {traffic.expired:,}; evicted: {traffic.evicted:,}",
     )
-    yield "protected", f"{how_many(contents.protected, 'value')} leased or pinned, {as_size(contents.protected_bytes)}"
+    yield (
+        "protected",
+        f"{plural(contents.protected, 'value')} leased or pinned, {as_size(contents.protected_bytes)}",
+    )
     ratio, reads = traffic.hit_ratio, traffic.hits + traffic.misses
     yield (
         "hit ratio",
-        "no reads yet" if ratio is None else f"{ratio:.1%} ({traffic.hits:,} of {how_many(reads, 'read')})",
+        "no reads yet" if ratio is None else f"{ratio:.1%} ({traffic.hits:,} of {plural(reads, 'read')})",
     )
     yield "misses", ", ".join(f"{count:,} {reason}" for reason, count in now.misses.items() if count) or "none"
     if now.disk is not None:
@@ -133,18 +140,24 @@ def _disk_lines(disk: DiskFigures) -> Iterator[tuple[str, Any]]:
     limit = f"; maxdisk is {as_size(disk.limit)}" if disk.limit else ""
     yield (
         "disk",
-        f"{how_many(disk.values, 'value')}, {as_size(disk.bytes)}{of_limit(disk.bytes, disk.for_values)}{limit}",
+        f"{plural(disk.values, 'value')}, {as_size(disk.bytes)}{of_limit(disk.bytes, disk.for_values)}{limit}",
     )
     if disk.is_full:
-        yield "", Text(f"maxdisk is reached: {how_many(disk.evicted, 'value')} evicted from disk", "red")
+        yield "", Text(f"maxdisk is reached: {plural(disk.evicted, 'value')} evicted from disk", "red")
     waiting = f"{as_size(disk.waiting_bytes)} in the write queue" if disk.waiting_bytes else "write queue empty"
     commits = f", commit p99 {_milliseconds(disk.commits.percentile(0.99))}" if disk.commits.count else ""
-    yield "", f"{waiting}; {how_many(disk.fetched, 'value')} fetched, {disk.dropped:,} dropped from memory{commits}"
+    yield (
+        "",
+        f"{waiting}; {plural(disk.fetched, 'value')} fetched, {disk.dropped:,} dropped from memory{commits}",
+    )
     if disk.failing:
-        yield "", Text(f"writes fail: {disk.failing}; a crash would lose {how_many(disk.unsaved, 'change')}", "red")
+        yield (
+            "",
+            Text(f"writes fail: {disk.failing}; a crash would lose {plural(disk.unsaved, 'change')}", "red"),
+        )
     # the counts begin at the server's start, and the quarantine may have records of earlier runs
     if damaged := max(disk.corrupt + disk.repaired, disk.quarantined):
-        yield "", Text(f"{how_many(damaged, 'value')} corrupt: the disk may be failing", "red")
+        yield "", Text(f"{plural(damaged, 'value')} corrupt: the disk may be failing", "red")
 
 
 def of_limit(used: int, limit: int) -> str:

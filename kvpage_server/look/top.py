@@ -22,7 +22,7 @@ from kvpage_server.observe.memory_by_agent import Holdings, Known, holdings_of_s
 from kvpage_server.observe.observer import HOLDINGS_SECONDS, HOLDINGS_SHARE, History, Moment
 from kvpage_server.observe.overview import STORES_NOTHING, Overview
 from kvpage_server.system.terminal import out, readable, table_of
-from kvpage_server.system.text import as_size, how_many
+from kvpage_server.system.text import as_size, plural
 
 # -- Engine statistics, which engines publish on channels of the store -------------------------------------------------
 
@@ -210,7 +210,7 @@ def _rows(now: Overview, moments: list[Moment]) -> Iterator[tuple[str, str, list
         reads = f"{ratio}{last.hits + last.misses:,.0f} reads/s"
         yield "hit ratio", reads, [moment.hit_ratio or 0 for moment in moments]
         yield "misses", missed or "none", [sum(moment.page_misses.values()) for moment in moments]
-        yield "evictions", how_many(round(last.evicted), "key") + "/s", [moment.evicted for moment in moments]
+        yield "evictions", plural(round(last.evicted), "key") + "/s", [moment.evicted for moment in moments]
 
 
 def _chart(values: list[float], room: int) -> str:

@@ -28,7 +28,7 @@ from kvpage_server.observe.memory_by_agent import (
 )
 from kvpage_server.page import MAX_PAGE, DType, KVType, PageError, PageKey, check_range, check_req_id
 from kvpage_server.system.terminal import for_people, out, print_json, readable, table_of, when
-from kvpage_server.system.text import as_size, how_many, name_as_text
+from kvpage_server.system.text import as_size, name_as_text, plural
 
 # -- `kvpage stat` and `kvpage verify` ---------------------------------------------------------------------------------
 
@@ -54,7 +54,7 @@ def stat(store: QueriedStore, args: argparse.Namespace) -> bool:
         pinned = bool(page["pinned"]) if of_leases else None
         print_json({"url": args.home(key.req_id), "key": bytes(key)} | page | {"dtype": dtype, "pinned": pinned})
         return True
-    matrix = f"{how_many(page['page_size'], 'token')} x {page['head_dim']} {dtype}"
+    matrix = f"{plural(page['page_size'], 'token')} x {page['head_dim']} {dtype}"
     left, lease = page["ttl_left_ms"], page["lease_left_ms"]
     ttl = "none" if left < 0 else f"{for_people(left / 1000)} left of {page['ttl']} s"
     leases = [
@@ -62,7 +62,7 @@ def stat(store: QueriedStore, args: argparse.Namespace) -> bool:
         ("pinned", "yes" if page["pinned"] else "no"),
     ]
     rows = [
-        ("content", f"{plane}, {matrix}, {how_many(page['bytes'], 'byte')}"),
+        ("content", f"{plane}, {matrix}, {plural(page['bytes'], 'byte')}"),
         ("position", f"layer {page['layer']}, head {page['head']}, page {page['page']}"),
         ("checksum", page["checksum"].decode() if page["checksum"] else "not read from disk"),
         ("created", when(page["created_ms"])),
@@ -116,7 +116,7 @@ def _show_context(agent: Agent, places: list[BlockPlace]) -> None:
     rows = [
         ("agent", readable(agent.agent_id)),
         ("model", readable(agent.model)),
-        ("context", f"{how_many(agent.tokens, 'token')} in {how_many(len(agent.blocks), 'block')}"),
+        ("context", f"{plural(agent.tokens, 'token')} in {plural(len(agent.blocks), 'block')}"),
         ("size", f"{as_size(agent.bytes)}, {as_size(agent.own_bytes)} of it unshared"),
         ("last used", f"{ago(agent.idle)} ago" if agent.idle is not None else "unknown"),
     ]
@@ -128,7 +128,7 @@ def _show_context(agent: Agent, places: list[BlockPlace]) -> None:
         tier = Text(place.tier) if place.block.complete else Text(place.why or "incomplete", "red")
         how = "pinned" if place.pinned else "leased" if place.lease else ""
         size, tokens = as_size(place.block.bytes), f"{place.block.tokens:,}"
-        table.add_row(f"{i:,}", tokens, size, tier, how_many(len(place.agents), "agent"), *[how for _ in protected])
+        table.add_row(f"{i:,}", tokens, size, tier, plural(len(place.agents), "agent"), *[how for _ in protected])
     out.print(table, soft_wrap=False)
 
 
@@ -180,15 +180,15 @@ def verify(store: QueriedStore, args: argparse.Namespace) -> bool:
         print_json((of_agent if agents else {"url": args.home(name), "request": name}) | found)
         return not corrupt and not missing
     if unchecked:
-        out.print(f"{how_many(unchecked, 'page')} written without a checksum")
+        out.print(f"{plural(unchecked, 'page')} written without a checksum")
     if missing:
         why = f": kvpage why {word} says why" if (word := shell_word(args.req)) else ""
-        out.print(f"{how_many(missing, 'block')} missing{why}")
+        out.print(f"{plural(missing, 'block')} missing{why}")
     if not corrupt:
-        of_blocks = f" in {how_many(len(blocks), 'block')}" if agents else ""
-        out.print(f"{how_many(checked, 'page')}{of_blocks} checked, all intact")
+        of_blocks = f" in {plural(len(blocks), 'block')}" if agents else ""
+        out.print(f"{plural(checked, 'page')}{of_blocks} checked, all intact")
         return not missing
-    out.print(f"[red]corrupt, and removed: {len(corrupt):,} of {how_many(checked, 'page')}[/]")
+    out.print(f"[red]corrupt, and removed: {len(corrupt):,} of {plural(checked, 'page')}[/]")
     for key in corrupt:
         out.print(Text("  ") + readable(key))
     return False
@@ -332,7 +332,7 @@ def _request_lines(req: str, answer: Answer) -> Iterator[str]:
         yield _reason_text(answer["reason"], answer)
         return
     pages, block = answer["page_ids"], answer["block"]
-    yield f"{how_many(answer['pages'], 'page')} stored, in {_blocks(pages)}"
+    yield f"{plural(answer['pages'], 'page')} stored, in {_blocks(pages)}"
     if not answer["whole_blocks"]:  # a request that is read page by page
         how = f": kvpage why {word} LAYER HEAD PAGE TYPE explains one page" if (word := shell_word(req)) else ""
         yield f"no block is complete{how}"
@@ -346,7 +346,7 @@ def _blocks(pages: Sequence[int]) -> str:
     starts = [pages[0], *(after for before, after in pairwise(pages) if after != before + 1)]
     ends = [*(before for before, after in pairwise(pages) if after != before + 1), pages[-1]]
     runs = [f"{start:,}" if start == end else f"{start:,} to {end:,}" for start, end in zip(starts, ends, strict=True)]
-    more = f" and {how_many(len(runs) - _MOST_RUNS, 'more run')}" if len(runs) > _MOST_RUNS else ""
+    more = f" and {plural(len(runs) - _MOST_RUNS, 'more run')}" if len(runs) > _MOST_RUNS else ""
     return f"block{'' if len(pages) == 1 else 's'} {', '.join(runs[:_MOST_RUNS])}{more}"
 
 
@@ -400,20 +400,20 @@ def _model_suffix(model: list[str]) -> str:
 
 def _context_lines(agent: Agent, places: list[BlockPlace]) -> Iterator[str]:
     """Yield lines about a context: the prefix that a load would find, its save, and its missing blocks."""
-    whose, tokens, count = _model_suffix([agent.model]), how_many(agent.tokens, "token"), len(agent.blocks)
+    whose, tokens, count = _model_suffix([agent.model]), plural(agent.tokens, "token"), len(agent.blocks)
     missing = [(i, place) for i, place in enumerate(places) if not place.block.complete]
     if not missing:
-        yield f"an agent's context{whose}: {tokens} in {how_many(count, 'block')}, all stored: a load would not miss"
+        yield f"an agent's context{whose}: {tokens} in {plural(count, 'block')}, all stored: a load would not miss"
     else:
         first, place = missing[0]
-        there = f"but of {how_many(count, 'block')} only the first {first:,} are there"
+        there = f"but of {plural(count, 'block')} only the first {first:,} are there"
         yield f"an agent's context{whose}: {tokens}, {there}; then: {_missing_reason(place)}"
-        yield f"  a load would find {how_many(agent.found, 'token')}"
+        yield f"  a load would find {plural(agent.found, 'token')}"
     yield f"  {as_size(agent.bytes)}" + "".join(f", {line}" for line in _dates(agent))
     for i, place in missing[1:_MOST_MISSING]:
         yield f"  block {i:,}: {_missing_reason(place)}"
     if len(missing) > _MOST_MISSING:
-        yield f"  and {how_many(len(missing) - _MOST_MISSING, 'more block')}"
+        yield f"  and {plural(len(missing) - _MOST_MISSING, 'more block')}"
 
 
 def _dates(agent: Agent) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 A client holds memory in three ways: for a command that it has not sent completely, for commands queued by MULTI, and
 for replies that it has not read. While too much output waits for a client, the server runs no more of its commands
-(`Session._crowded`), so only messages to subscribers and single large replies can exceed the output limits.
+(`Session._output_is_full`), so only messages to subscribers and single large replies can exceed the output limits.
 """
 
 from __future__ import annotations

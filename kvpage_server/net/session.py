@@ -314,7 +314,7 @@ class Session:
             while left and self._state is READING and not self._ending:
                 if transport.queued:
                     memory.account()  # before the next command, so that sessions in the same round count this output
-                    stopped = self._crowded
+                    stopped = self._output_is_full
                     if stopped:
                         break
                 if replies.under_way:
@@ -346,7 +346,7 @@ class Session:
             return
         if self._ending:
             self._close()
-        elif transport.queued and self._crowded:
+        elif transport.queued and self._output_is_full:
             self._move(SessionEvent.UNREAD)
         elif stopped or not left:
             self._wait_for_a_turn()
@@ -456,14 +456,14 @@ class Session:
         return done
 
     @property
-    def _crowded(self) -> bool:
+    def _output_is_full(self) -> bool:
         """Whether so much output is unsent that no more commands of the client should run.
 
         A client may send a long pipeline before it reads the first reply. So as many bytes may be unsent as a long
         reply looks up. A value counts whole until the last output is sent, because it is in memory until then.
         """
         transport = self._transport
-        return transport.queued > 0 and max(transport.queued, transport.largest) > self._server.found_at_once
+        return transport.queued > 0 and max(transport.queued, transport.largest) > self._server.lookup_bytes
 
     def _flush(self) -> None:
         if self._events.tracking.is_due:

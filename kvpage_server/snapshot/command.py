@@ -41,7 +41,7 @@ from kvpage_server.snapshot.format import (
 from kvpage_server.snapshot.restore import restore
 from kvpage_server.snapshot.store import Amount, RunningStore
 from kvpage_server.system.terminal import for_people, out, print_json, readable, table_of, when
-from kvpage_server.system.text import as_size, how_many
+from kvpage_server.system.text import as_size, plural
 
 # -- Contents of a dump, without a server ------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ def run_dump(server: redis.Redis, args: argparse.Namespace) -> bool:
         print_json({"url": shown(args.url)} | _counts(dumped.amount) | counts)
         return not dumped.corrupt.count
     kept = f", {dumped.kept:,} of them as they were" if dumped.kept else ""
-    files, took = how_many(dumped.files, "file"), time.monotonic() - started
+    files, took = plural(dumped.files, "file"), time.monotonic() - started
     out.print(f"{_amount_text(dumped.amount)} in {files}{kept}, {took:.1f} s")
     return _print_failures("are not what was stored, and were not dumped", dumped.corrupt)
 
@@ -187,11 +187,11 @@ def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
         return restored.finished and not any((restored.corrupt.count, restored.no_room.count, restored.refused.count))
     out.print(f"{_amount_text(restored.amount)} restored, {time.monotonic() - started:.1f} s")
     if restored.there:
-        out.print(f"{how_many(restored.there, 'key')} there already, left unchanged")
+        out.print(f"{plural(restored.there, 'key')} there already, left unchanged")
     if restored.expired:
-        out.print(f"{how_many(restored.expired, 'key')} had expired by the end of the dump")
+        out.print(f"{plural(restored.expired, 'key')} had expired by the end of the dump")
     if evicted:
-        gone = how_many(evicted, "key")
+        gone = plural(evicted, "key")
         out.print(f"[red]{gone} evicted meanwhile: the dump may be larger than {' and than '.join(limits)}[/]")
     if not restored.finished:
         out.print("[red]the dump was never finished: this is what there was of it[/]")
@@ -269,7 +269,7 @@ def _show_head(path: Path, found: Inspected) -> None:
         )
     else:
         out.print("a dump that was never finished" if path.is_dir() else "a file of a dump", end="")
-    out.print(f": {how_many(len(found.sizes), 'file')}, {as_size(sum(found.sizes))}")
+    out.print(f": {plural(len(found.sizes), 'file')}, {as_size(sum(found.sizes))}")
 
 
 def _show_requests(found: Inspected) -> None:
@@ -290,7 +290,7 @@ def _show_planes(planes: list[PageTensor]) -> None:
     shown = table_of("tensor", "plane", "holds", "lives", "shape", "size", numbers_from=4)
     for pages in sorted(planes, key=lambda pages: _sort_key(pages.first)):
         dtype, page_size, head_dim, _ = pages.geometry
-        matrix = f"{how_many(page_size, 'token')} x {head_dim} {dtype.name.lower()}"
+        matrix = f"{plural(page_size, 'token')} x {head_dim} {dtype.name.lower()}"
         left = min((ms for ms in pages.ttl_left_ms if ms != FOREVER), default=FOREVER)
         shape = " x ".join(map(str, pages.shape))
         size = as_size(pages.body_size * len(pages.checksums))
@@ -308,7 +308,7 @@ def _ttl_text(left_ms: int) -> str:
 
 
 def _amount_text(what: Amount) -> str:
-    return f"{how_many(what.pages, 'page')} and {how_many(what.strings, 'string')}, {as_size(what.nbytes)}"
+    return f"{plural(what.pages, 'page')} and {plural(what.strings, 'string')}, {as_size(what.nbytes)}"
 
 
 def _print_failures(fate: str, failures: Failures) -> bool:

@@ -25,7 +25,7 @@ _PRIVATE_DIRECTORY = 0o700
 log = logging.getLogger("kvpage")
 
 
-def private(path: str | Path, flags: int) -> int:
+def open_private(path: str | Path, flags: int) -> int:
     """Open a file and return its descriptor, as the `opener` of `open`. Only the owner may access a created file."""
     return os.open(path, flags, _PRIVATE_FILE)
 
@@ -41,7 +41,7 @@ def private_directory(path: Path) -> None:
         path.mkdir(_PRIVATE_DIRECTORY, exist_ok=True)
 
 
-def tighten(file: int | Path, leave: int = _PRIVATE_FILE) -> None:
+def restrict_permissions(file: int | Path, leave: int = _PRIVATE_FILE) -> None:
     """Remove all permissions except `leave` from a regular file. Log a warning if that fails.
 
     Raises OSError if `file` does not exist.

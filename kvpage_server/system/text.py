@@ -53,7 +53,7 @@ def within(histogram: Sequence[int]) -> str:
 # -- Counts and sizes in words, for people -----------------------------------------------------------------------------
 
 
-def how_many(count: int, noun: str) -> str:
+def plural(count: int, noun: str) -> str:
     """Return a count with its noun: "1 block", "12,000 blocks". `noun` is singular, and gets an s for other counts."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
@@ -65,7 +65,7 @@ def as_size(nbytes: int) -> str:
         if size < 1024:
             break
         size, unit = size / 1024, bigger
-    return how_many(nbytes, "byte") if not unit else f"{size:.1f} {unit}" if size < 100 else f"{size:.0f} {unit}"
+    return plural(nbytes, "byte") if not unit else f"{size:.1f} {unit}" if size < 100 else f"{size:.0f} {unit}"
 
 
 # -- Text from clients, such as names, made harmless for terminals, logs and line formats ------------------------------
@@ -138,7 +138,7 @@ class LogRateLimit:
             self._kinds[kind] = until, left_out + 1
             return
         self._kinds[kind] = now + _SELDOM_SECONDS, 0
-        more = f" ({how_many(left_out, 'more line')} like this left out)" if left_out else ""
+        more = f" ({plural(left_out, 'more line')} like this left out)" if left_out else ""
         self._logger.log(level, message + more, *args)
 
 

@@ -24,7 +24,7 @@ from waiting import until
 from kvpage_server.page import DType
 from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.disk.lmdb_file import DiskError
-from kvpage_server.system.durable import private_directory, replacing, tighten
+from kvpage_server.system.durable import private_directory, replacing, restrict_permissions
 
 BODY = os.urandom(50_000)
 SHAPE = block([(0, DType.FLOAT16, 64), (1, DType.FLOAT16, 64)], layers=2, heads=2, page_size=16)
@@ -198,5 +198,5 @@ class TestWriting:
     def test_special_files_are_not_touched(self) -> None:
         before = os.stat(os.devnull).st_mode
         with open(os.devnull, encoding="utf-8") as nowhere:
-            tighten(nowhere.fileno())
+            restrict_permissions(nowhere.fileno())
         assert os.stat(os.devnull).st_mode == before

@@ -135,7 +135,7 @@ class Nodes:
             return result
 
     def _done(self, asked: Round, end: Deadline, silence: float) -> list[Any]:
-        talks = [_Talk(node_request) for node_request in asked.requests]
+        talks = [_NodeRequestRun(node_request) for node_request in asked.requests]
         self._peers.round_trips += len(talks)
         try:
             for talk in talks:
@@ -149,7 +149,7 @@ class Nodes:
             self._peers.remember(talk.node_request.node, failure)
         return [talk.outcome for talk in talks]
 
-    def _begin(self, talk: _Talk, end: Deadline, silence: float) -> None:
+    def _begin(self, talk: _NodeRequestRun, end: Deadline, silence: float) -> None:
         """Connect the connection of a request if necessary, and send as much of the request as possible without
         waiting.
         """
@@ -160,7 +160,7 @@ class Nodes:
         except PageClientError as error:
             talk.fail(error)
 
-    def _wait_for(self, talks: list[_Talk], end: Deadline, silence: float) -> None:
+    def _wait_for(self, talks: list[_NodeRequestRun], end: Deadline, silence: float) -> None:
         """Send and receive until all talks are over. A talk fails after `silence` seconds without a byte, and at the
         deadline `end`.
         """
@@ -192,7 +192,7 @@ class Nodes:
                     poller.modify(fd, talk.events)
 
 
-class _Talk:
+class _NodeRequestRun:
     """The execution of one request to a node, on its connection."""
 
     def __init__(self, node_request: NodeRequest) -> None:

@@ -486,7 +486,7 @@ def change_of(rule: bytes) -> Change:
     if word in _WORDS:
         return _WORDS[word]
     try:
-        return _argued(rule, word)
+        return _rule_with_argument(rule, word)
     except (RuleError, PatternTooLong) as error:
         return partial(_refuse, str(error))  # raised later, because an earlier rule may be invalid, too
 
@@ -496,7 +496,7 @@ def _refuse(why: str, user: User) -> None:
     raise RuleError(why)
 
 
-def _argued(rule: bytes, word: bytes) -> Change:
+def _rule_with_argument(rule: bytes, word: bytes) -> Change:
     """Return the function that applies a rule with an argument, such as `~key*` or `>password`. `word` is the rule in
     lower case.
 

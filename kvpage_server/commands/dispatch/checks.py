@@ -22,7 +22,7 @@ from typing import Generic, TypeVar
 
 from kvpage_server.commands.access.user import Denial
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.specs import Spec, meant, named
+from kvpage_server.commands.specs import Spec, named, spec_of
 from kvpage_server.commands.steps import IN_THREAD_FROM, Steps, wait_for_thread
 from kvpage_server.core import Command
 from kvpage_server.core.pieces import Piece
@@ -64,10 +64,10 @@ def prepare(client: Client, tiered: DiskTier, spec: Spec, words: Command) -> Non
         _prepare_queued(client, tiered)
         return
     if spec.stores or spec.writes_keys:
-        _have_disk(tiered, (spec,))
+        _check_write_behind(tiered, (spec,))
     if client.keyspace.contents.any_on_disk and spec.preloads:
         needed = spec.needs(client.keyspace.needs, spec, words[spec.words :])
-        _have_in_memory(client, tiered, needed, touches=client.touches or spec.writes)
+        _require_in_memory(client, tiered, needed, touches=client.touches or spec.writes)
     if spec.writes:
         require_durable_state(client, tiered)
 
@@ -88,16 +88,16 @@ def _prepare_queued(client: Client, tiered: DiskTier) -> None:
     transaction = client.transaction
     if transaction is None or transaction.refused or client.watched_changed:
         return
-    _have_disk(tiered, [spec for spec, _ in transaction.commands])
+    _check_write_behind(tiered, [spec for spec, _ in transaction.commands])
     if client.keyspace.contents.any_on_disk:
         lookup = client.keyspace.needs
         needs = (spec.needs(lookup, spec, words[spec.words :]) for spec, words in transaction.commands)
-        _have_in_memory(client, tiered, chain.from_iterable(needs), touches=True)
+        _require_in_memory(client, tiered, chain.from_iterable(needs), touches=True)
     if any(spec.writes for spec, _ in transaction.commands):
         require_durable_state(client, tiered)
 
 
-def _have_disk(tiered: DiskTier, specs: Iterable[Spec]) -> None:
+def _check_write_behind(tiered: DiskTier, specs: Iterable[Spec]) -> None:
     """Raise Postponed if the write-behind queue is full. Raise ReplyError if the disk fails and `appendfsync` is
     `always`.
 
@@ -111,7 +111,7 @@ def _have_disk(tiered: DiskTier, specs: Iterable[Spec]) -> None:
         raise Postponed(Wait(behind.when_not_full))
 
 
-def _have_in_memory(client: Client, tiered: DiskTier, needed: Iterable[Needed], *, touches: bool) -> None:
+def _require_in_memory(client: Client, tiered: DiskTier, needed: Iterable[Needed], *, touches: bool) -> None:
     """Start to load those of the needed values that are only on disk, and raise Postponed. Return if all are in memory.
 
     With `touches`, a loaded value becomes an entry in memory like others. Without it, the value stays as it is on disk,
@@ -193,7 +193,7 @@ def fetched(
     loaded.
 
     The values stay in memory until the caller drops the hold. Without a hold, they do so until the caller's next step.
-    Raises ReplyError as `_have_in_memory`.
+    Raises ReplyError as `_require_in_memory`.
     """
     tiered, hold = client.server.tiered, None
     while tiered is not None and client.keyspace.contents.any_on_disk:
@@ -252,7 +252,7 @@ class ReadAhead(Generic[T]):
         self._holds = []
         while lacking := [value for value in self._lacking(here) if not _failed(tiered, value)]:
             self._sent += lacking
-            lent, hold = self._lent_for(lacking), tiered.fetching.holds.begin(map(unit_on_disk, lacking))
+            lent, hold = self._borrowed_reads_for(lacking), tiered.fetching.holds.begin(map(unit_on_disk, lacking))
             self._holds.append(hold)
             if lent is None and not self._touches:
                 tiered.fetching.holds.grow(hold, sum(map(_SIZE, lacking)), stays=False)
@@ -284,10 +284,10 @@ class ReadAhead(Generic[T]):
 
     def _look_ahead(self, tiered: DiskTier) -> None:
         """Begin to load the values of the current step and the steps after it, up to `_MOST_STEPS` steps or
-        `_MOST_AHEAD` bytes, or `found_at_once` if that is less. Do nothing while more than half of these bytes are
+        `_MOST_AHEAD` bytes, or `lookup_bytes` if that is less. Do nothing while more than half of these bytes are
         loaded in advance.
         """
-        sizes, most = self._sizes, min(_MOST_AHEAD, self._client.server.found_at_once)
+        sizes, most = self._sizes, min(_MOST_AHEAD, self._client.server.lookup_bytes)
         if sum(sizes) > most // 2:
             return
         if not sizes and (first := self._look_at_one_more()) is not None:
@@ -314,13 +314,13 @@ class ReadAhead(Generic[T]):
         nothing for values that cannot be borrowed if the client has CLIENT NO-TOUCH: these are loaded at their step,
         when a hold keeps them.
         """
-        lent, borrowed = self._lent_for(values), False
+        lent, borrowed = self._borrowed_reads_for(values), False
         if lent is not None or self._touches:  # without both, a value stays only as long as the hold of its step
             borrowed = tiered.fetching.fetch(values, _nothing, lent, touches=self._touches)
         sizes = islice(self._sizes, len(self._borrowed), None)
         self._borrowed.extend(sizes if borrowed else (0 for _ in sizes))
 
-    def _lent_for(self, values: Sequence[OnDisk]) -> BorrowedReads | None:
+    def _borrowed_reads_for(self, values: Sequence[OnDisk]) -> BorrowedReads | None:
         """Return the map to which borrowed reads of these values are added; None if one of them cannot be borrowed."""
         pages = {*map(bool, map(_HEADER, values))}
         return self.lent if pages == {self._of_pages} and None not in map(_UNIT, values) else None
@@ -475,7 +475,7 @@ def rejected(client: Client, spec: Spec | None, words: Command, error: ReplyErro
         message = "%s speaks HTTP: its connection ends, the rest of it may be commands"
         client.server.seldom.log(logging.WARNING, message, client.address)
         client.connection.abort()
-    wanted = meant(words)
+    wanted = spec_of(words)
     if wanted is not None and wanted.runs_queued:
         client.end_transaction()
         error = ReplyError(f"EXECABORT Transaction discarded because of: {str(error).removeprefix('ERR ')}")

@@ -54,15 +54,15 @@ def begin(client: Client, spec: Spec, words: Command) -> Stream:
     return Stream(None, _steps(client, spec, spec.parts, words), whole=spec.writes)
 
 
-def are_many_rights(client: Client, words: Command) -> bool:
+def rights_need_steps(client: Client, words: Command) -> bool:
     """Return whether the check of the rights takes so long that it has to run in steps: very many words, each compared
     with very many patterns. False inside a transaction.
     """
     return client.user is not None and client.user.cost * len(words) > _RIGHTS and client.transaction is None
 
 
-def after_rights(client: Client, spec: Spec, words: Command) -> Stream:
-    """Return the reply to a command for which `are_many_rights` holds: a Stream that checks the rights in steps, and
+def check_rights_in_steps(client: Client, spec: Spec, words: Command) -> Stream:
+    """Return the reply to a command for which `rights_need_steps` holds: a Stream that checks the rights in steps, and
     then runs the command. Raises ReplyError or Paused as `check_state`.
     """
     check_state(client, spec)
@@ -85,7 +85,7 @@ def after_rights(client: Client, spec: Spec, words: Command) -> Stream:
     return Stream(None, steps(), whole=spec.writes)
 
 
-def freed_after(error: ReplyError, words: Command) -> Stream:
+def refuse_in_steps(error: ReplyError, words: Command) -> Stream:
     """Return a Stream that sends an error, and then frees the words of a command of very many words in steps."""
 
     def steps() -> Iterator[Reply]:
@@ -227,8 +227,8 @@ def execute(client: Client, words: Command) -> Reply:
         if not client.fast_path_ok:
             if server.command_override is not None:
                 spec = server.command_override(client, spec, words)
-            if are_many_rights(client, words):
-                return after_rights(client, spec, words)
+            if rights_need_steps(client, words):
+                return check_rights_in_steps(client, spec, words)
             check_rights(client, spec, words)
             check_state(client, spec)
             stores = takes_memory(client, spec)
@@ -241,5 +241,5 @@ def execute(client: Client, words: Command) -> Reply:
             prepare(client, server.tiered, spec, words)
     except ReplyError as error:
         reply = rejected(client, spec, words, error)
-        return reply if len(words) <= WORDS_PER_STEP else freed_after(reply, words)
+        return reply if len(words) <= WORDS_PER_STEP else refuse_in_steps(reply, words)
     return run(client, spec, words) if client.fast_path_ok else run_with_client_flags(client, spec, words)

@@ -190,7 +190,7 @@ def run_queued(client: Client, spec: Spec, words: Command) -> list[Piece]:
     reply, pieces = _run_queued(client, spec, words), list[Piece]()
     try:
         if type(reply) is Stream:
-            reply = replace(reply, items=_without_waiting(reply.items))
+            reply = replace(reply, items=_run_waits_inline(reply.items))
         encode(reply, client.protocol, pieces)
     except Exception:
         log.exception("%s failed between its steps; its transaction goes on", spec.name)
@@ -198,7 +198,7 @@ def run_queued(client: Client, spec: Spec, words: Command) -> list[Piece]:
     return pieces
 
 
-def _without_waiting(steps: Iterator[Reply]) -> Iterator[Reply]:
+def _run_waits_inline(steps: Iterator[Reply]) -> Iterator[Reply]:
     """Yield the steps of a reply. A Wait with `now` is replaced by a call of that function, which does the work at
     once.
     """

@@ -82,8 +82,8 @@ class KeyEvents:
     def _listen(self) -> None:
         """Register for the keyspace's events if any of them is used here, otherwise end the registration."""
         wanted = self._watchers or self.tracking or ("K" in self._notified or "E" in self._notified)
-        self._keyspace.contents.on_event = self._happened if wanted else None
-        self._keyspace.contents.on_block = self._happened_to_block if wanted else None
+        self._keyspace.contents.on_event = self._distribute if wanted else None
+        self._keyspace.contents.on_block = self._distribute_for_block if wanted else None
 
     def watch(self, client: Recipient, key: bytes) -> None:
         """Make the client's next transaction fail if `key` changes."""
@@ -174,7 +174,7 @@ class KeyEvents:
         self.unwatch(client)
         self.untrack(client)
 
-    def _happened(self, event: str, key: bytes) -> None:
+    def _distribute(self, event: str, key: bytes) -> None:
         """Distribute an event of a key, for example "del". The event "flush" is about all keys."""
         if event == "flush":
             self.tracking.flushed()
@@ -189,7 +189,7 @@ class KeyEvents:
             self.tracking.changed(key, None if event in _BY_ITSELF else self.acting)
         self._notify(event, key)
 
-    def _happened_to_block(self, keys: BlockKeys, events: Iterator[tuple[str, bytes]]) -> None:
+    def _distribute_for_block(self, keys: BlockKeys, events: Iterator[tuple[str, bytes]]) -> None:
         """Distribute events of all keys of a block, of which there may be 131,072. `events` yields (event, key) for
         each key, in order.
 

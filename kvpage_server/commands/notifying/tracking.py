@@ -205,7 +205,7 @@ class _Prefix:
 
 
 @dataclass(slots=True)
-class _Due:
+class _Pending:
     """The pending messages to a client: that all keys are invalid (`flushed`), and the changed keys."""
 
     flushed: bool = False
@@ -235,7 +235,7 @@ class Tracking:
         self._losing: tuple[_Reader, int] | None = None  # the client that loses notes, and the number still to lose
         self._prefixes: Prefixes[_Prefix] = Prefixes()
         self._changed_prefixes: dict[_Prefix, None] = {}
-        self._due: dict[Recipient, _Due] = {}
+        self._due: dict[Recipient, _Pending] = {}
 
     def __bool__(self) -> bool:
         return bool(self.clients)
@@ -302,7 +302,7 @@ class Tracking:
             reader = self._ended[0]
             count = min(left, len(reader.keys))
             for _ in range(count):
-                self._lose(reader, next(iter(reader.keys)))
+                self._remove_note(reader, next(iter(reader.keys)))
             left -= count
             if not reader.keys:
                 self._ended.popleft()
@@ -335,14 +335,14 @@ class Tracking:
         while 0 < most < _SHARE * reader.nbytes:
             self._take_oldest(reader)
         while 0 < most < self.nbytes or 0 < self._most_keys() < len(self._notes):
-            self._take_oldest(self._loser())
+            self._take_oldest(self._reader_to_trim())
 
     def _count(self, reader: _Reader, client: Recipient, nbytes: int) -> None:
         reader.nbytes += nbytes
         self.nbytes += nbytes
         client.keep(nbytes)
 
-    def _loser(self) -> _Reader:
+    def _reader_to_trim(self) -> _Reader:
         """Return the client that loses the next note: of the user with the most bytes, the client with the most bytes.
 
         For the next `_IN_A_ROW` notes, it stays the same client.
@@ -364,10 +364,10 @@ class Tracking:
         """Remove the oldest note of a client, and send a message as if the key had changed."""
         assert reader.client is not None
         key = next(iter(reader.keys))
-        self._lose(reader, key)
-        self._due_to(reader.client).keys[key] = None
+        self._remove_note(reader, key)
+        self._pending_for(reader.client).keys[key] = None
 
-    def _lose(self, reader: _Reader, key: bytes) -> None:
+    def _remove_note(self, reader: _Reader, key: bytes) -> None:
         """Remove a client's note of a key."""
         del reader.keys[key]
         if reader.client is not None:
@@ -466,7 +466,7 @@ class Tracking:
                 if one.user not in may:
                     may[one.user] = one.may_see_some(request)
             if all(may[one.user] for one in both):
-                self._due_to(client).flushed = True
+                self._pending_for(client).flushed = True
 
     def _changed(self, name: bytes, by: Recipient | None) -> None:
         """Prepare messages to the readers of a noted key, and delete the notes."""
@@ -477,7 +477,7 @@ class Tracking:
             if reader.client is not None:
                 self._count(reader, reader.client, -len(name) - _NOTE)
         for client in self._recipients_of(readers, by):
-            self._due_to(client).keys[name] = None
+            self._pending_for(client).keys[name] = None
 
     def _recipients_of(self, readers: Iterable[_Reader], by: Recipient | None) -> Iterator[Recipient]:
         for reader in readers:
@@ -490,7 +490,7 @@ class Tracking:
         """Prepare the message that all keys are invalid for all tracking clients, and delete all notes."""
         forgotten = []
         for client, reader in self.clients.items():
-            due = self._due_to(client)
+            due = self._pending_for(client)
             due.flushed = True
             due.keys.clear()
             self._release(reader)
@@ -504,9 +504,9 @@ class Tracking:
 
     # -- sending -------------------------------------------------------------------------------------------------------
 
-    def _due_to(self, client: Recipient) -> _Due:
+    def _pending_for(self, client: Recipient) -> _Pending:
         self._schedule_send()
-        return self._due.setdefault(client, _Due())
+        return self._due.setdefault(client, _Pending())
 
     def _schedule_send(self) -> None:
         if not self.is_due:

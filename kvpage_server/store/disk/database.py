@@ -36,7 +36,7 @@ from kvpage_server.store.disk.lmdb_file import (
     open_map,
 )
 from kvpage_server.store.records import INLINE, PIECE, SHORT_PIECE, Body, Damaged, Record, Spot, database_key, first_of
-from kvpage_server.system.durable import private
+from kvpage_server.system.durable import open_private
 
 # -- Reads of bodies from LMDB's map -----------------------------------------------------------------------------------
 # The GIL is released where a read may wait for the disk.
@@ -448,7 +448,7 @@ class Disk:
         if has < RESERVE and free >= least:
             has = min(RESERVE, free)
             try:
-                with open(self._reserve, "wb", opener=private) as reserve:
+                with open(self._reserve, "wb", opener=open_private) as reserve:
                     reserve.write(bytes(has))
             except OSError:
                 self._reserve.unlink(missing_ok=True)

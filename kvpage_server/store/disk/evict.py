@@ -110,7 +110,7 @@ _TEXT_ON_DISK = 2  # approximate size of a string on disk, divided by its size i
 Sizes = dict[bytes, int]  # footprints on disk, by name
 
 
-class WithReplaced(Account):
+class ReplacingAccount(Account):
     """The space for values together with the values that they replace, which stay until the next commit."""
 
     shrinks_in_steps = True
@@ -150,7 +150,7 @@ class DiskAccount(Account):
         super().__init__(contents)
         self.stored = stored
         self.chains = Chains(contents.index)
-        self._with_replaced = WithReplaced(self)
+        self._with_replaced = ReplacingAccount(self)
         self._freed = 0  # bytes of evicted units since the start
 
     @property

@@ -19,7 +19,7 @@ from typing import IO
 import lmdb
 from lmdb.verify import VerifyError, verify
 
-from kvpage_server.system.durable import flush_directory, private, tighten
+from kvpage_server.system.durable import flush_directory, open_private, restrict_permissions
 
 FORMAT = 2  # format 1 had a record for each page
 RESERVE = 1 << 20  # bytes of the reserve file
@@ -53,7 +53,7 @@ class CleanMarker:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = private(_with_suffix(path, ".clean"), os.O_RDWR | os.O_CREAT)
+        self._file = open_private(_with_suffix(path, ".clean"), os.O_RDWR | os.O_CREAT)
         self._boot = _BOOT_ID.read_text(encoding="utf-8").strip() if _BOOT_ID.exists() else ""
 
     def is_valid(self) -> bool:
@@ -103,13 +103,13 @@ def check_structure(path: Path, marker: CleanMarker) -> None:
 
 def lock(path: Path) -> IO[bytes]:
     """Lock the directory while the file is open. Raises DiskError if another process has the lock."""
-    lock = open(path, "a+b", opener=private)  # noqa: SIM115 - it stays open as long as the store
+    lock = open(path, "a+b", opener=open_private)  # noqa: SIM115 - it stays open as long as the store
     if not _try_lock(lock):
         lock.seek(0)
         owner = lock.read(20).decode("ascii", "replace").strip()
         lock.close()
         raise DiskError(_in_use(path, f", pid {owner}"))
-    tighten(lock.fileno())
+    restrict_permissions(lock.fileno())
     lock.truncate(0)
     lock.write(b"%d\n" % os.getpid())
     lock.flush()
@@ -123,7 +123,7 @@ def claim(path: Path) -> IO[bytes]:
     """
     for part in (path, *(_with_suffix(path, end) for end in _SUFFIXES)):
         if part.exists():
-            tighten(part)
+            restrict_permissions(part)
     file = path.open("r+b")
     if not _try_lock(file):
         file.close()

@@ -481,7 +481,7 @@ class DiskTier(Tier):
         if self._keeps_texts:
             yield islice(contents.victims(), _MOST_OFFERED), self.evict
         self._drop_protected()
-        self.behind.hurry()
+        self.behind.commit_soon()
 
     def _drop_protected(self) -> None:
         """Drop protected units that are on disk until memory is within its limit. They may have been leased or pinned
@@ -500,7 +500,7 @@ class DiskTier(Tier):
         """Yield units to evict from memory and disk. If the disk fails, also units that wait to be written."""
         yield islice(self.account.evictable(), _MOST_OFFERED), partial(self.account.evict, room="memory")
         yield islice(self._contents.victims(), _MOST_OFFERED), self.evict
-        self.behind.hurry()
+        self.behind.commit_soon()
 
     @property
     def _keeps_texts(self) -> bool:
@@ -538,7 +538,7 @@ class DiskTier(Tier):
         contents, units = self._contents, self._contents.eviction_order.units
         used = units.now - units.idle(unit)
         if isinstance(unit, bytes) or unit.extent is None:
-            contents.grow(unit, -self._cool(unit, names, used))
+            contents.grow(unit, -self._drop_from_memory(unit, names, used))
         elif not isinstance(slot := unit.extent.slot, OnDisk):
             contents.move_body(unit.extent, OnDisk(names[0], slot.size, unit=unit, used=used))
             contents.grow(unit, -slot.footprint)
@@ -547,7 +547,7 @@ class DiskTier(Tier):
         self.stored.usage.note_on_disk_only(name_of_unit(unit))
         contents.any_on_disk = True
 
-    def _cool(self, unit: Unit, names: Iterable[bytes], used: int) -> int:
+    def _drop_from_memory(self, unit: Unit, names: Iterable[bytes], used: int) -> int:
         """Replace the values of these names by placeholders. Returns the freed bytes."""
         contents, freed = self._contents, 0
         for name in names:

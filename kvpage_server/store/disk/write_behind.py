@@ -351,7 +351,7 @@ class WriteBehind(Generic[T]):
     def _changed(self) -> None:
         """Plan a commit; without a delay if the queued bytes exceed half of the limit."""
         if self._next.size > self.limit // 2 and not self._hurries:
-            self.hurry()
+            self.commit_soon()
         elif self.state is State.IDLE:
             self._move(Event.CHANGED)
             self._plan(self._delay())
@@ -409,9 +409,9 @@ class WriteBehind(Generic[T]):
     def when_not_full(self, then: Callable[[], None]) -> None:
         """Call `then` after the next commit."""
         self._waiting.append((0, then))
-        self.hurry()
+        self.commit_soon()
 
-    def hurry(self) -> None:
+    def commit_soon(self) -> None:
         """Begin the next commit without a delay, because a client waits for it, or many bytes are queued."""
         if not self.settled:
             self._hurries = True
@@ -457,7 +457,7 @@ class WriteBehind(Generic[T]):
         self._took = time.monotonic() - batch.began
         self.times.note(int(1e9 * self._took))
         # `_now` stays set until the owner has noted all values, so `waits` is true for them until then.
-        self._in_turns(chain(self._owner.note_stored(batch), batch.freed()), self._noted)
+        self._in_turns(chain(self._owner.note_stored(batch), batch.freed()), self._finish_commit)
 
     def _in_turns(self, steps: Iterator[None], then: Callable[[], None]) -> None:
         """Run steps, at most `_TURN` at a time, with other tasks of the loop in between; then call `then`."""
@@ -468,7 +468,7 @@ class WriteBehind(Generic[T]):
                 return
         then()
 
-    def _noted(self) -> None:
+    def _finish_commit(self) -> None:
         """Finish a commit, after the owner has noted its values."""
         batch = self._now
         assert batch is not None
@@ -492,7 +492,7 @@ class WriteBehind(Generic[T]):
             else:
                 self._waiting.append((position, then))
         if self._waiting:
-            self.hurry()
+            self.commit_soon()
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
@@ -582,7 +582,7 @@ class WriteBehind(Generic[T]):
         while self.durable < position and not (self.failing and self._tried >= position):
             done = asyncio.Event()
             self.when_durable(position, done.set)
-            self.hurry()
+            self.commit_soon()
             await done.wait()
 
     async def close(self) -> int:

@@ -237,7 +237,7 @@ MISTAKES = [
     Mistake(
         "cold-page-loses-its-time",
         _STORE + "disk.tier",
-        "DiskTier._cool",
+        "DiskTier._drop_from_memory",
         "on_disk = OnDisk(name, entry.size, expires=entry.expires, header=header, unit=entry.unit, used=used)",
         "on_disk = OnDisk(name, entry.size, expires=0, header=header, unit=entry.unit, used=used)",
         "what left memory lives for ever",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from kvpage_server.commands.specs import meant
+from kvpage_server.commands.specs import spec_of
 from tests.simulation.model.caching import SYNTAX, Mode, Words, asked_for, contradiction, described
 from tests.simulation.model.replies import OK, QUEUED, Err
 from tests.simulation.model.rights import Rights, keys_used
@@ -111,7 +111,7 @@ class Tracked:
         runs_many, unclear = bool(self.done), set[bytes]()
         done = [(words, reply, tracking.mode), *self.done]
         for one, reply, mode in done:
-            spec = meant(one)
+            spec = spec_of(one)
             if mode is None or not mode.notes or spec is None or "readonly" not in spec.flags:
                 continue
             if isinstance(reply, Err) or reply is QUEUED or len(one) == 1:

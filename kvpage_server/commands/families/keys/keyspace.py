@@ -222,10 +222,10 @@ def scan_options(words: list[bytes], *, has_maxlen: bool = False) -> tuple[Match
             longest = _scan_count(value)
         else:
             raise ReplyError(SYNTAX_ERROR)
-    return matches if longest is None else _no_longer(longest, matches), count, wanted_type
+    return matches if longest is None else _limit_key_length(longest, matches), count, wanted_type
 
 
-def _no_longer(longest: int, matches: Matches | None) -> Matches:
+def _limit_key_length(longest: int, matches: Matches | None) -> Matches:
     """Return a filter for keys of at most `longest` bytes that also pass the filter `matches`, if there is one."""
     return lambda key: len(key) <= longest and (matches is None or matches(key))
 

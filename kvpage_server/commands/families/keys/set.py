@@ -8,7 +8,7 @@ from functools import partial
 from kvpage_server.commands.arguments import SYNTAX_ERROR, WRONG_TYPE, plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.families.keys.keyspace import MOST_SCANNED, scan_cursor, scan_options
-from kvpage_server.commands.families.pages.request import are_few, blocks_of, keys_in
+from kvpage_server.commands.families.pages.request import blocks_of, fit_one_step, keys_in
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.specs import nothing, request_of
 from kvpage_server.commands.steps import Steps, stepwise
@@ -62,7 +62,7 @@ def scard(client: Client, args: list[Argument]) -> Reply:
     def steps() -> Steps[int]:
         return sum(block.pages for block in (yield from blocks_of(client, req_id)))
 
-    return stepwise(steps(), small=are_few(client, req_id))
+    return stepwise(steps(), small=fit_one_step(client, req_id))
 
 
 @_index("sismember key member", reply="integer", summary="Says whether a request has a page key.")

@@ -269,14 +269,14 @@ def mget(client: Client, args: list[Argument]) -> Reply:
     keys, contents = plain_all(args), client.keyspace.contents
     found = client.server.keyspace.reader.read_all(keys)
     # not `values_to_load(keys)`: the reads may have evicted one of the values, to make room on disk for another
-    cold = contents.any_on_disk and any(map(_is_cold, found))
+    cold = contents.any_on_disk and any(map(_is_only_on_disk, found))
     much = sum([entry.size for entry in found if entry is not None]) > MANY_BYTES
     if cold or much or wait_for_checksums(found):
         return Stream(None, _in_parts(client, keys, whole=not much))
     return [*map(string_of, found)]
 
 
-def _is_cold(entry: Entry | None) -> bool:
+def _is_only_on_disk(entry: Entry | None) -> bool:
     """Return whether an entry is a value that is only on disk."""
     return not (entry is None or isinstance(entry, Text)) and is_only_on_disk(entry)
 
@@ -289,7 +289,7 @@ def _in_parts(client: Client, keys: list[bytes], *, whole: bool) -> Iterator[Rep
     """
     at, find = 0, client.server.keyspace.contents.find
     while at < len(keys):
-        start, size, most = at, 0, client.server.found_at_once
+        start, size, most = at, 0, client.server.lookup_bytes
         while at < len(keys) and (whole or at == start or size < most):
             entry = find(keys[at])
             size += entry.size if entry is not None else 0

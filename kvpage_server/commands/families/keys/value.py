@@ -117,10 +117,10 @@ def admit(client: Client, values: Iterable[tuple[bytes, Argument, PageParts | No
     """
     keyspace = client.server.keyspace
     if keyspace.is_limited or keyspace.leases.by_unit:
-        keyspace.admit(_coming(key, value, page) for key, value, page in values)
+        keyspace.admit(_pending_write(key, value, page) for key, value, page in values)
 
 
-def _coming(key: bytes, value: Argument, page: PageParts | None) -> PendingWrite:
+def _pending_write(key: bytes, value: Argument, page: PageParts | None) -> PendingWrite:
     """Return the amount of space that a value of `admit` will take."""
     size = len(value) if isinstance(value, bytes) else value.size
     if page is not None:

@@ -15,8 +15,8 @@ from kvpage_server.commands.dispatch.checks import ReadAhead
 from kvpage_server.commands.families.pages.request import (
     block_missed,
     block_names,
-    chained,
     hash_in_steps,
+    note_chain,
     page_id,
     request_name,
 )
@@ -186,7 +186,7 @@ def kvblockmget(client: Client, args: list[Argument]) -> Reply:
     def bodies() -> Iterator[Reply]:
         names = yield from each(args[1:], block_names, 2)
         found = yield from each(names, lambda some: [index.block(*name) for name in some])
-        yield from chained(client.keyspace, [block for block in found if block])
+        yield from note_chain(client.keyspace, [block for block in found if block])
         yield Raw(b"*%d\r\n" % len(names))
         ahead = ReadAhead(client, _on_disk_of, names, of_pages=False)
         for req_id, page in names:

@@ -14,12 +14,12 @@ from kvpage_server.commands.arguments import check_batch, integer_in, plain
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.families.pages.request import (
     HOLE,
-    are_few,
     block_missed,
     block_names,
-    chained,
     count_miss,
+    fit_one_step,
     named_blocks,
+    note_chain,
     page_id,
     request_name,
 )
@@ -101,7 +101,7 @@ def kvpageprefix(client: Client, args: list[Argument]) -> Reply:
             found.append(block)
             if at % STEP == 0:
                 yield ()
-        yield from chained(keyspace, found)
+        yield from note_chain(keyspace, found)
         if not wanted:
             return len(found)
         complete = yield from _complete_states(keyspace, wanted, len(found))
@@ -201,7 +201,7 @@ def kvpagelease(client: Client, args: list[Argument]) -> Reply:
     """
     keyspace = client.keyspace
     milliseconds = integer_in("lease_ms", args[1], 1, LONGEST_LEASE)
-    few = are_few(client, args[0], args[2:])
+    few = fit_one_step(client, args[0], args[2:])
 
     def steps() -> Steps[int]:
         blocks = yield from named_blocks(client, args[0], args[2:])
@@ -228,7 +228,7 @@ def kvpagepin(client: Client, args: list[Argument]) -> Reply:
     added.
     """
     keyspace, leases, protection = client.keyspace, client.keyspace.leases, client.keyspace.protection
-    few = are_few(client, args[0], args[1:])
+    few = fit_one_step(client, args[0], args[1:])
 
     def steps() -> Steps[int]:
         blocks = yield from named_blocks(client, args[0], args[1:])
@@ -263,7 +263,7 @@ def kvpageunpin(client: Client, args: list[Argument]) -> Reply:
         blocks = yield from named_blocks(client, args[0], args[1:])
         return sum((yield from each(blocks, lambda some: list(map(leases.unpin, some)))))
 
-    return stepwise(steps(), small=are_few(client, args[0], args[1:]))
+    return stepwise(steps(), small=fit_one_step(client, args[0], args[1:]))
 
 
 @command(

@@ -64,7 +64,7 @@ def page_key(args: Sequence[Argument]) -> bytes:
         return b":".join((b"kv", *plain_all(name)))
 
 
-def _at_once(client: Client) -> int:
+def _pages_per_step(client: Client) -> int:
     """Return the number of pages that one step parses, stores or finds: less if each page needs a decision of
     its own.
     """
@@ -87,7 +87,7 @@ def _page_names_in_steps(client: Client, args: Sequence[Argument], count: int) -
     ReplyError.
     """
     batches: list[PageNames] = []
-    at_once = _at_once(client)
+    at_once = _pages_per_step(client)
     for first in range(0, count, at_once):
         batches.append(page_names(args, first, at_once))
         yield ()
@@ -188,7 +188,7 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
     If the server is killed before it answers, a part of a batch of more than 128 pages may be stored.
     """
     count, now = check_batch("KVPAGEMSET", args, PAGE_WORDS, "page"), unix_ms()
-    if count > _DECIDED_PAGES_PER_STEP and count > _at_once(client):
+    if count > _DECIDED_PAGES_PER_STEP and count > _pages_per_step(client):
         return Stream(None, _store_in_steps(client, args, count, deque(), now))
     pages = _pages_of_batch(client, args, 0, count, count, now)
     if len(pages) < count or client.keyspace.has_extents(pages):
@@ -214,7 +214,7 @@ def _store_in_steps(
     """Parse the pages of KVPAGEMSET that are not in `batches` yet, in steps. Then store all `count` pages in steps, and
     yield OK. Raises ReplyError or OverLimit before a page is stored, ReplyError if the disk fails later.
     """
-    read, at_once = sum(map(len, batches)), _at_once(client)
+    read, at_once = sum(map(len, batches)), _pages_per_step(client)
     while read < count:
         batches.append(_pages_of_batch(client, args, read, at_once, count, now))
         read += len(batches[-1])
@@ -251,7 +251,7 @@ def _whole(client: Client, some: PageNames) -> Iterator[list[BlockName]]:
     """Yield the names of the extents (blocks that were stored as a whole) that the pages belong to, in groups that may
     be in memory together. A group has at least one block.
     """
-    most, limit = client.server.found_at_once, client.server.config.client_memory
+    most, limit = client.server.lookup_bytes, client.server.config.client_memory
     most = min(most, limit) if limit else most
     blocks, size = list[BlockName](), 0
     for name in dict.fromkeys(some.blocks()):
@@ -296,7 +296,7 @@ def kvpagemget(client: Client, args: list[Argument]) -> Reply:
     reply.
     """
     count = check_batch("KVPAGEMGET", args, NAME_WORDS, "page")
-    if (count > _DECIDED_PAGES_PER_STEP and count > _at_once(client)) or client.keyspace.contents.any_on_disk:
+    if (count > _DECIDED_PAGES_PER_STEP and count > _pages_per_step(client)) or client.keyspace.contents.any_on_disk:
         return Stream(None, _read_in_steps(client, args, count))
     names = page_names(args, 0, count)
     bodies, read = _read_step(client, names, 0)
@@ -329,7 +329,7 @@ def _read_rest(client: Client, batches: Sequence[PageNames], at: int) -> Iterato
 
 def _read_step(client: Client, names: PageNames, at: int) -> tuple[tuple[Piece, ...], int]:
     """Read the pages from `at` on, as many as one step may. Return their encoded bodies and their number."""
-    found = client.keyspace.reader.read_pages(names, at, len(names), client.server.found_at_once)
+    found = client.keyspace.reader.read_pages(names, at, len(names), client.server.lookup_bytes)
     if found.missing:
         pages_missed(client, names, found.missing)
     return _encoded(client, found, None), len(found.entries)
@@ -337,7 +337,7 @@ def _read_step(client: Client, names: PageNames, at: int) -> tuple[tuple[Piece, 
 
 def _from_disk(client: Client, batches: Sequence[_Step]) -> Iterator[Reply]:
     """Yield the bodies of the pages of some steps, some of which are on disk."""
-    ahead = ReadAhead(client, _cold_in, _divided(client, batches), of_pages=True)
+    ahead = ReadAhead(client, _values_to_load, _divided(client, batches), of_pages=True)
     while (step := (yield from ahead.next())) is not None:
         yield _bodies_of(client, step, ahead)
 
@@ -368,7 +368,7 @@ def _bodies_of(client: Client, step: _Step, ahead: ReadAhead[_Step]) -> tuple[Pi
     return bodies
 
 
-def _cold_in(lookup: Prefetcher, step: _Step) -> Sequence[OnDisk]:
+def _values_to_load(lookup: Prefetcher, step: _Step) -> Sequence[OnDisk]:
     """Return the values to load before the pages of a step can be read."""
     return lookup.values_to_load(step.names.keys[step.first : step.stop])
 
@@ -424,7 +424,7 @@ _query = partial(command, flags="readonly", needs=nothing, group="page")
 def kvpagemexists(client: Client, args: list[Argument]) -> Reply:
     """Return an array with 1 for each page that exists, and 0 for the others, in order."""
     count = check_batch("KVPAGEMEXISTS", args, NAME_WORDS, "page")
-    if count <= _DECIDED_PAGES_PER_STEP or count <= _at_once(client):
+    if count <= _DECIDED_PAGES_PER_STEP or count <= _pages_per_step(client):
         return (b"*%d\r\n" % count, _existence(client, page_names(args, 0, count)))
 
     def steps() -> Iterator[Reply]:

@@ -96,7 +96,7 @@ def block_names(args: Sequence[Argument]) -> list[tuple[bytes, int]]:
     return [(request_name(req), page_id(page)) for req, page in zip(args[::2], args[1::2], strict=True)]
 
 
-def chained(keyspace: Keyspace, blocks: list[Block]) -> Steps[None]:
+def note_chain(keyspace: Keyspace, blocks: list[Block]) -> Steps[None]:
     """Note in steps that each of these blocks extends the block before it, so that the eviction policy keeps the first
     ones longer. Each step overlaps the last one by one block.
     """
@@ -105,7 +105,7 @@ def chained(keyspace: Keyspace, blocks: list[Block]) -> Steps[None]:
         yield ()
 
 
-def are_few(client: Client, req: Argument, pages: Sequence[Argument] = ()) -> bool:
+def fit_one_step(client: Client, req: Argument, pages: Sequence[Argument] = ()) -> bool:
     """Return whether `req [page ...]` names so few blocks that one step can handle them. Without `pages`, all blocks of
     the request count.
     """
@@ -160,7 +160,7 @@ def keys_in(block: Block) -> Iterator[list[bytes]]:
         yield some
 
 
-def _still_there(keyspace: Keyspace, blocks: list[Block]) -> Iterator[Block]:
+def _existing_blocks(keyspace: Keyspace, blocks: list[Block]) -> Iterator[Block]:
     """Yield the current block for the name of each of these blocks, at its turn. Skip a name without a block."""
     return (block for named in blocks if (block := keyspace.reader.block(named.req_id, named.page)))
 
@@ -187,7 +187,7 @@ def kvpagedel(client: Client, args: list[Argument]) -> Reply:
 
     def steps() -> Iterator[Reply]:
         blocks, removed = (yield from named_blocks(client, args[0], args[1:])), 0
-        for block in _still_there(keyspace, sorted(blocks, key=lambda block: -block.page)):
+        for block in _existing_blocks(keyspace, sorted(blocks, key=lambda block: -block.page)):
             if block.extent is not None or block.pages <= _DELETED_PAGES_PER_STEP:
                 removed += keyspace.contents.remove_block(block, "del")
                 yield ()
@@ -229,7 +229,7 @@ def kvpageindex(client: Client, args: list[Argument]) -> Reply:
 
     def steps() -> Iterator[Reply]:
         blocks, found = (yield from blocks_of(client, req_id)), []
-        for block in _still_there(keyspace, blocks):
+        for block in _existing_blocks(keyspace, blocks):
             described = yield from _describe(keyspace, block, bool(with_sizes))
             if not keyspace.index.still_has(block):  # it was removed in between
                 pass
@@ -312,7 +312,7 @@ def kvpageverify(client: Client, args: list[Argument]) -> Reply:
     def steps() -> Iterator[Reply]:
         blocks, checked, unchecked = (yield from named_blocks(client, args[0], args[1:])), 0, 0
         corrupt: list[bytes] = []
-        for block in _still_there(keyspace, blocks):
+        for block in _existing_blocks(keyspace, blocks):
             keys = yield from _keys_on_disk(client, block)
             yield from fetched(client, partial(_values_of, block), touches=client.touches)
             extent = block.extent if keyspace.index.still_has(block) else None

@@ -7,7 +7,7 @@ from itertools import count
 from kvpage_server.commands.arguments import WRONG_TYPE
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.families.pages.page import page_name
-from kvpage_server.commands.families.pages.request import HOLE, INCOMPLETE, are_few, blocks_of, request_name
+from kvpage_server.commands.families.pages.request import HOLE, INCOMPLETE, blocks_of, fit_one_step, request_name
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.specs import nothing, requests
 from kvpage_server.commands.steps import STEP, Steps, stepwise
@@ -47,7 +47,7 @@ def kvpagewhy(client: Client, args: list[Argument]) -> Reply:
     """
     keyspace = client.keyspace
     if len(args) == 1:
-        return stepwise(_why_request(client, request_name(args[0])), small=are_few(client, args[0]))
+        return stepwise(_why_request(client, request_name(args[0])), small=fit_one_step(client, args[0]))
     if len(args) != NAME_WORDS:
         raise ReplyError("ERR KVPAGEWHY takes a req, or the five arguments that name a page")
     name = page_name(args)

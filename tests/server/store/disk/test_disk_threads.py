@@ -128,12 +128,12 @@ async def test_no_leaves_it_until_there_is_much_or_the_end(tmp_path: Path) -> No
 async def test_a_clear_precedes_later_writes(tmp_path: Path) -> None:
     async with behind(tmp_path, "everysec") as (writer, disk, _):
         writer.note(b"kold", b"old", 3)
-        writer.hurry()
+        writer.commit_soon()
         await durable(writer)
         writer.note(b"knever", b"never", 5)
         writer.clear()
         writer.note(b"knew", b"new", 3)
-        writer.hurry()
+        writer.commit_soon()
         await durable(writer)
         assert [found(disk, name, 3) for name in (b"kold", b"knew")] == [None, b"new"]
         assert len(disk) == 1
@@ -281,7 +281,7 @@ async def test_it_is_idle_without_changes_and_retries_after_a_delay(tmp_path: Pa
         await writer.settle()
         assert writer.failing
         assert writer.state is State.RETRYING
-        writer.hurry()
+        writer.commit_soon()
         writer.note(b"kb", None, 0)
         assert writer.state is State.RETRYING
         await writer.settle()
