@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvpage_connectors import names
 from kvpage_connectors.names import Identity, weights_digest
 
 from kvpage_server.page import check_req_id
@@ -43,6 +44,12 @@ IDENTITY = Identity(
 )
 def test_another_engine_has_other_names(change: dict[str, Any]) -> None:
     assert replace(IDENTITY, **change).names("vllm") != IDENTITY.names("vllm")
+
+
+def test_another_format_has_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = IDENTITY.names("vllm")
+    monkeypatch.setattr(names, "FORMAT", names.FORMAT + 1)
+    assert IDENTITY.names("vllm") != before
 
 
 def test_equal_engines_have_equal_names() -> None:

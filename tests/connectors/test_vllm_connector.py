@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable, Iterator
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +34,8 @@ from stub_engine import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from waiting import until
+
+from kvpage_server.page import VERSION
 
 
 @pytest.fixture
@@ -100,17 +103,62 @@ def test_a_request_can_refuse_the_cache(engine: Engine) -> None:
     assert engine.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
 
 
-@pytest.mark.parametrize("damage", ["shorter", "other"])
-def test_a_lost_block_is_computed_and_saved_again(engine: Engine, client: redis.Redis, damage: str) -> None:
-    request = prompt("a", 100)
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda blob: b"no page", "size"),
+        (lambda blob: blob[:-1], "size"),
+        (lambda blob: blob[:4] + bytes([VERSION + 1]) + blob[5:], "header"),
+        (lambda blob: b"KVPG\x01" + blob[5:32] + blob[64:], "size"),
+    ],
+    ids=["text", "short", "later version", "prototype's version"],
+)
+@pytest.mark.parametrize("is_found", [True, False], ids=["after the lookup", "before the lookup"])
+def test_a_damaged_block_is_computed_and_saved_again(
+    engine: Engine,
+    client: redis.Redis,
+    monkeypatch: pytest.MonkeyPatch,
+    damage: Callable[[bytes], bytes],
+    reason: str,
+    is_found: bool,
+) -> None:
+    """A damaged page is no page: a lookup does not count its block, and a load of it is a miss with a reason."""
+    request, allocated = prompt("a", 100), engine.scheduler.update_state_after_alloc
     engine.run(request)
-    name = next(key.split(b":")[1] for key in client.scan_iter(f"kv:*{request.block_hashes[3].hex()}:0:0:0:0"))
-    if damage == "shorter":
-        client.execute_command("KVPAGESET", name, 0, 0, 0, 0, 1, 2, 3, 0, b"shorter")
+    name = next(client.scan_iter(f"kv:*{request.block_hashes[3].hex()}:0:0:0:0"))
+    blob = client.get(name)
+
+    def damaged(*args: Any) -> None:
+        client.set(name, damage(blob))
+        allocated(*args)
+
+    if is_found:
+        monkeypatch.setattr(engine.scheduler, "update_state_after_alloc", damaged)
     else:
-        client.set(b"kv:%b:0:0:0:0" % name, "no page")
+        client.set(name, damage(blob))
+    counts(engine)
     assert engine.run(prompt("b", 100)) == 48
+    monkeypatch.undo()
+    found = counts(engine)
+    assert found["save/ok"] == 3
+    assert found.get(f"load/{reason}", 0) == is_found
     assert engine.run(prompt("c", 100)) == 96
+
+
+def test_a_block_with_another_layout_under_its_name_is_not_loaded(engine: Engine, client: redis.Redis) -> None:
+    """With fewer heads it is incomplete, with pages of another size it is lost."""
+    for heads, reason in ((HEADS - 1, None), (HEADS, "load/size")):
+        request = prompt(f"{heads} a", 100, start=1000 * heads)
+        engine.run(request)
+        name = next(client.scan_iter(f"kv:*{request.block_hashes[3].hex()}:0:0:0:0")).split(b":")[1]
+        client.execute_command("KVPAGEDEL", name)
+        for layer, head, plane in product(range(LAYERS), range(heads), (0, 1)):
+            half = bytes(TOKENS * DIM * 2)
+            client.execute_command("KVPAGESET", name, layer, head, 0, plane, 1, TOKENS, DIM, 0, half)
+        counts(engine)
+        assert engine.run(prompt(f"{heads} b", 100, start=1000 * heads)) == 48
+        assert counts(engine).get(reason or "", 0) == (reason is not None)
+        assert engine.run(prompt(f"{heads} c", 100, start=1000 * heads)) == 96
 
 
 def test_a_lost_first_block_is_not_loaded_again_and_again(engine: Engine, client: redis.Redis) -> None:

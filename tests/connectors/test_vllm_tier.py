@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,8 @@ from servers import RunningServer, start_server
 from stub_manager import SIZE, Manager, chunk, manager_on, spec
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from waiting import until
+
+from kvpage_server.page import VERSION
 
 
 @pytest.fixture
@@ -92,11 +94,19 @@ def test_a_changed_byte_is_a_miss(manager: Manager, server: RunningServer) -> No
         assert other.tier.reasons.counts["load", "checksum"] == 1
 
 
-def test_a_chunk_of_another_size_is_a_miss(manager: Manager, client: redis.Redis) -> None:
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [(lambda blob: b"short", "size"), (lambda blob: blob[:4] + bytes([VERSION + 1]) + blob[5:], "header")],
+    ids=["size", "version"],
+)
+def test_a_chunk_of_another_size_or_version_is_a_miss(
+    manager: Manager, client: redis.Redis, damage: Callable[[bytes], bytes], reason: str
+) -> None:
     manager.store("a")
     (key,) = client.scan_iter(f"*{chunk('a')[:-4].hex()}*")
-    client.set(key, "short")
+    client.set(key, damage(client.get(key)))
     assert manager.load("a")[0] == ""
+    assert {*manager.tier.reasons.counts} == {("load", reason)}
 
 
 def test_a_server_that_is_away_is_a_miss() -> None:
