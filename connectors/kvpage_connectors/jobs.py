@@ -29,6 +29,7 @@ from kvpage_server.client import (
     Unsupported,
     WrongReply,
 )
+from kvpage_server.client.page import StateName
 from kvpage_server.client.raw_commands import RawCommand, integer, up_to
 
 Block = Callable[[], Sequence[Page]]  # returns the pages of a block; their bodies are memory of the engine
@@ -215,6 +216,20 @@ class Jobs:
 
         future = self._submit(self._lookups, "lookup", ask, lambda: 0, lambda: count)
         return Lookup(future, end, lease / 1000)
+
+    def lengths(self, names: Sequence[BlockName], states: Sequence[StateName], pages_per_block: int) -> list[int]:
+        """Return the lengths at which a model with states can continue, as `PageClient.lengths`; none after the
+        deadline. The longest is leased. This method waits.
+        """
+        end = time.monotonic() + self._lookup_seconds
+
+        def ask() -> list[int]:
+            options: dict[str, Any] = {"pages_per_block": pages_per_block, "lease_ms": self._lease_ms}
+            return self._client.lengths(names, states, deadline=_left(end), **options)
+
+        future = self._submit(self._lookups, "lookup", ask, list[int], lambda: len(names))
+        wait([future], self._lookup_seconds)
+        return future.result() if future.done() else []
 
     def pin(self, names: Callable[[], Sequence[BlockName]], count: int, *, pin: bool) -> None:
         """Begin to protect blocks from eviction until they are unpinned, or to unpin them.

@@ -145,7 +145,7 @@ def test_a_damaged_block_is_computed_and_saved_again(
     assert engine.run(prompt("c", 100)) == 96
 
 
-def test_a_block_with_another_layout_under_its_name_is_not_loaded(engine: Engine, client: redis.Redis) -> None:
+def test_a_block_with_another_layout_is_not_loaded(engine: Engine, client: redis.Redis) -> None:
     """With fewer heads it is incomplete, with pages of another size it is lost."""
     for heads, reason in ((HEADS - 1, None), (HEADS, "load/size")):
         request = prompt(f"{heads} a", 100, start=1000 * heads)

@@ -1,0 +1,316 @@
+"""A storage backend for SGLang's HiCache: pages of the KV cache on a kvpage-server.
+
+SGLang copies pages between GPU and the memory of its host pools. This backend moves them between these pools and the
+server, without a copy. SGLang calls it in threads of its own, which wait for the server. Tried with SGLang 0.5.23.
+
+A page of SGLang is a block on the server. A pool says which pieces of memory a page has; each piece is a page of the
+server, opaque bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import platform
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+from sglang.version import __version__
+
+from kvpage_connectors.jobs import Block, Jobs, guarded
+from kvpage_connectors.names import Identity, weights_digest
+from kvpage_server.client import BlockName, Page
+from kvpage_server.client.page import StateName
+from kvpage_server.page import MAX_KV_TYPE, DType, PageKey
+
+logger = logging.getLogger("sglang.kvpage")
+
+_TRIED = "0.5."  # versions of SGLang
+_SHUTDOWN = 4.0  # seconds for transfers in progress
+_OPTIONS = (  # of `extra_config`; the others are those of SGLang
+    "url", "username", "password", "threads", "lookup_seconds", "transfer_seconds", "lease_ms",
+)  # fmt: skip
+
+
+def _no_hits() -> int:
+    return 0
+
+
+def _nothing() -> Any:
+    return None
+
+
+class _Indices(list[int]):
+    """Indices of tokens in a host pool, as a pool takes them."""
+
+    def tolist(self) -> list[int]:
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """A host pool: its memory, and the names of its pages."""
+
+    host: Any
+    sizes: tuple[int, ...]  # bytes of the pieces of a page
+    tokens: int  # of a page
+    names: bytes  # beginning of the names
+
+    def blocks(self, keys: Sequence[str], indices: Any) -> list[Block]:
+        """Return the blocks of the pages that begin at every `tokens`-th index. Raises ValueError for another number
+        of indices.
+        """
+        if len(indices) != len(keys) * self.tokens:
+            raise ValueError(f"{len(keys)} pages of {self.tokens} tokens have {len(indices)} indices")
+        pointers, sizes = self.host.get_page_buffer_meta(indices)
+        pieces = [*zip(pointers, sizes, strict=True)]
+        count = len(self.sizes)
+        return [partial(_pages, self.name(key), pieces[i * count : (i + 1) * count]) for i, key in enumerate(keys)]
+
+    def name(self, key: str) -> bytes:
+        return self.names + key.encode()
+
+
+def _pages(name: bytes, pieces: Sequence[tuple[int, int]]) -> list[Page]:
+    """Return the pages of a block, whose pieces are (address, bytes)."""
+    planes = _planes([size for _, size in pieces])
+    found = []
+    for i, (address, size) in enumerate(pieces):
+        memory = memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
+        layer, plane = divmod(i, planes)
+        found.append(Page(PageKey(name, layer, 0, 0, plane), memory, DType.UINT8, 1, size))
+    return found
+
+
+def _planes(sizes: Sequence[int]) -> int:
+    """Return the number of planes of a block: K and V, unless its pieces differ, as those of states do."""
+    if len(sizes) % 2 == 0 and len(set(sizes)) == 1:
+        return 2
+    return len(sizes) if len(sizes) <= MAX_KV_TYPE + 1 else 1
+
+
+class KvpageHiCache(HiCacheStorage):
+    """Backend for ``--hicache-storage-backend dynamic``. Methods have SGLang's documentation; exceptions in them are
+    counted misses.
+    """
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any]) -> None:
+        """Connect. ``extra_config`` has ``url``, options of Jobs, and a name of the ``weights``.
+
+        Raises ValueError for an invalid option, RuntimeError for a version of SGLang that was not tried.
+        """
+        if not __version__.startswith(_TRIED):
+            raise RuntimeError(f"this backend was tried with SGLang {_TRIED}x, not with {__version__}")
+        self._config = storage_config
+        extra = storage_config.extra_config or {}
+        options = {name: extra[name] for name in _OPTIONS if name in extra}
+        self._weights: str | None = extra.get("weights")
+        self._has_pieces = bool(extra.get("interface_v1"))
+        self._jobs = Jobs(options.pop("url", ""), logger, **options)
+        self.reasons = self._jobs.reasons
+        self._pools: dict[str, _Pool] = {}
+
+    # -- pools ---------------------------------------------------------------------------------------------------------
+
+    @guarded(_nothing)
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        super().register_mem_pool_host(mem_pool_host)
+        self._add(str(PoolName.KV), mem_pool_host)
+
+    @guarded(_nothing)
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._add(str(host_pool_name), host_pool)
+
+    def _add(self, name: str, host: Any) -> None:
+        tokens = int(getattr(host, "logical_page_size", 0) or host.page_size)
+        if self._has_pieces or name != str(PoolName.KV):
+            sizes = tuple(map(int, host.get_page_buffer_meta(_Indices(range(tokens)))[1]))
+        else:
+            sizes = (0,)  # a flat page, of a size that SGLang gives with it
+        identity = self._identity(name, host, sizes, tokens)
+        config = self._config
+        rank = config.dcp_rank if config.is_mla_model else config.tp_rank
+        ranks = f"{rank}-{config.pp_rank}-{config.attn_cp_rank}."
+        self._pools[name] = _Pool(host, sizes, tokens, identity.names("sglang") + ranks.encode())
+        logger.info("kvpage: the names of pages of %s begin with %s", name, self._pools[name].names.decode())
+
+    def _identity(self, name: str, host: Any, sizes: Sequence[int], tokens: int) -> Identity:
+        """Return the identity of a pool. Raises OSError or ValueError if the weights can't be read."""
+        config, model = self._config, Path(self._config.model_name or "")
+        if self._weights is None:
+            if not (config.model_name and model.is_dir()):
+                raise ValueError(
+                    f'{config.model_name} is no folder: set "weights" to a name of the model and its revision'
+                )
+            self._weights = weights_digest(model)
+        settings = model / "config.json"
+        return Identity(
+            weights=self._weights,
+            dtype=str(host.dtype),
+            block_size=tokens,
+            layout=f"{name}-{host.layout}" if self._has_pieces else f"{name}-flat",
+            isa=platform.machine(),
+            backend=f"{type(host).__name__} of SGLang {__version__}",
+            tp=1 if config.is_mla_model and config.dcp_size == 1 else config.tp_size,
+            pp=config.pp_size,
+            hash="sha256",
+            model={
+                "pieces": list(sizes),
+                "config": hashlib.sha256(settings.read_bytes()).hexdigest() if settings.is_file() else "",
+                "context parallel": config.attn_cp_size,
+                "decode context parallel": config.dcp_size,
+            },
+        )
+
+    def _pool(self, name: object = PoolName.KV) -> _Pool:
+        """Raises ValueError for a pool without names."""
+        found = self._pools.get(str(name))
+        if found is None:
+            raise ValueError(f"the pool {name} is not registered, or has no identity")
+        return found
+
+    # -- lookups -------------------------------------------------------------------------------------------------------
+
+    @guarded(_no_hits)
+    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        return self._prefix(self._pool(), keys)
+
+    @guarded(lambda: False)
+    def exists(self, key: str) -> bool:
+        return self._prefix(self._pool(), [key]) == 1
+
+    def _prefix(self, pool: _Pool, keys: Sequence[str]) -> int:
+        lookup = self._jobs.lookup(lambda: _named(pool, keys), len(keys), len(pool.sizes))
+        while (count := lookup.answer(1.0)) is None:
+            pass
+        return count
+
+    @guarded(PoolTransferResult.empty)
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        longest = self._prefix(self._pool(), keys)
+        hits, states = {str(PoolName.KV): longest}, []
+        for transfer in pool_transfers or []:
+            pool = self._pool(transfer.name)
+            if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+                hits[str(transfer.name)] = found = self._prefix(pool, keys[:longest])
+                longest = min(longest, found)
+            elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                states += _trailing(pool, keys, max(1, len(transfer.keys or ())))
+            else:
+                raise ValueError(f"the pool {transfer.name} has an unknown policy, {transfer.hit_policy}")
+        lengths = [*range(1, longest + 1)]
+        if states := [state for state in states if state[2] <= longest]:
+            pool = self._pool()
+            lengths = self._jobs.lengths(_named(pool, keys[:longest]), states, len(pool.sizes))
+        found = lengths[-1] if lengths else 0
+        for transfer in pool_transfers or []:
+            if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                hits[str(transfer.name)] = found
+        return PoolTransferResult(found, {name: count for name, count in hits.items() if count}, lengths)
+
+    # -- transfers -----------------------------------------------------------------------------------------------------
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: Any, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        return self._move(keys, host_indices, PoolName.KV, self._jobs.load)
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: Any, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        return self._move(keys, host_indices, PoolName.KV, self._jobs.save)
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        return {one.name: self._move(one.keys or [], one.host_indices, one.name, self._jobs.load) for one in transfers}
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        return {one.name: self._move(one.keys or [], one.host_indices, one.name, self._jobs.save) for one in transfers}
+
+    def _move(self, keys: list[str], indices: Any, pool: object, move: Any) -> list[bool]:
+        """Load or save pages, and wait for the end. Return for each whether it was moved."""
+        return self._moved(keys, indices, pool, move) or [False] * len(keys)
+
+    @guarded(lambda: list[bool]())
+    def _moved(self, keys: list[str], indices: Any, name: object, move: Any) -> list[bool]:
+        pool = self._pool(name)
+        found: list[bool] = move(pool.blocks(keys, indices), sum(pool.sizes)).result()
+        return found
+
+    # -- flat pages, without "interface_v1": SGLang copies them to and from its pool -----------------------------------
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+        return self.batch_get([key], [target_location])[0]
+
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
+        moved = self._moved_flat(keys, target_locations, self._jobs.load) or [False] * len(keys)
+        return [target if is_moved else None for target, is_moved in zip(target_locations or keys, moved, strict=True)]
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        moved = self._moved_flat(keys, values, self._jobs.save)
+        return len(moved) == len(keys) and all(moved)
+
+    @guarded(lambda: list[bool]())
+    def _moved_flat(self, keys: list[str], tensors: Any, move: Any) -> list[bool]:
+        pool = self._pool()
+        pieces = [(tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in tensors]
+        if self._has_pieces or not all(tensor.is_contiguous() for tensor in tensors):
+            raise ValueError("a flat page is one contiguous tensor on the CPU, without interface_v1")
+        blocks = [partial(_pages, pool.name(key), [piece]) for key, piece in zip(keys, pieces, strict=True)]
+        found: list[bool] = move(blocks, pieces[0][1]).result()
+        return found
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    @guarded(_nothing)
+    def clear(self) -> None:
+        """Give all pages new names. Those of other engines stay."""
+        self._weights = uuid.uuid4().hex
+        for name, pool in [*self._pools.items()]:
+            self._add(name, pool.host)
+
+    @guarded(_nothing)
+    def close(self) -> None:
+        """Wait for transfers in progress, and close the connections."""
+        self._jobs.close(_SHUTDOWN)
+
+
+def _named(pool: _Pool, keys: Sequence[str]) -> list[BlockName]:
+    return [(pool.name(key), 0) for key in keys]
+
+
+def _trailing(pool: _Pool, keys: Sequence[str], count: int) -> list[StateName]:
+    """Return the states that each length needs: the last `count` pages before it."""
+    return [
+        (pool.name(keys[i]), 0, length)
+        for length in range(1, len(keys) + 1)
+        for i in range(max(0, length - count), length)
+    ]
