@@ -5,6 +5,7 @@ Measured in processor time of a server in this process, as in `test_stalls`.
 
 from __future__ import annotations
 
+import random
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -65,3 +66,12 @@ def test_a_message_of_a_long_channel_is_counted_and_arrives(turns: Turns) -> Non
         sock = stack.enter_context(socket.create_connection(("127.0.0.1", turns.server.port), timeout=60))
         sock.sendall(encode_command([b"PUBLISH", channel, b"m"]))
         assert sock.recv(100) == b":3\r\n"
+
+
+def test_lengths_are_sorted_in_steps(turns: Turns) -> None:
+    count = 100_000
+    needs = random.Random(1).sample(range(1, count + 1), count)
+    page = b"KVPAGESET s 0 0 0 0 8 1 1 0 x".split()
+    states = [word for need in needs for word in (b"s", b"0", b"%d" % need)]
+    words = [b"KVPAGEPREFIX", b"1", b"0", b"%d" % count, *[b"s", b"0"] * count]
+    assert longest(turns, [page], [*words, b"LENGTHS", b"%d" % count, *states]) < LONGEST

@@ -14,6 +14,7 @@ from kvpage_server.commands.arguments import check_batch, integer_in, plain
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.families.pages.request import (
     HOLE,
+    ascending,
     block_missed,
     block_names,
     count_miss,
@@ -150,7 +151,7 @@ def _lease_longest(
     keyspace: Keyspace, blocks: Sequence[Block], states: dict[int, list[Block]], milliseconds: int
 ) -> Steps[Reply]:
     """Lease the longest length, and return all lengths in ascending order. `states` are by length."""
-    lengths = sorted(states)
+    lengths = yield from ascending([*states])
     if milliseconds and lengths:
         leased = yield from _lease(keyspace, blocks[: lengths[-1]], milliseconds)
         lengths = lengths[: bisect_right(lengths, leased)]

@@ -72,7 +72,7 @@ def reason_of(ghost: Ghost | None, otherwise: str) -> str:
     return ghost.reason if ghost is not None else otherwise
 
 
-_SORTED = 4096  # page ids that are sorted in a step
+_SORTED = 4096  # numbers that are sorted in a step
 _DELETED_PAGES_PER_STEP = 1024  # pages of a block that are deleted in one step
 _KEYS = 256  # keys of pages that are made in a step
 HASHED_BYTES_PER_STEP = 1024 * 1024  # takes about 0.1 ms
@@ -128,15 +128,24 @@ def named_blocks(client: Client, req: Argument, pages: Sequence[Argument]) -> St
     return [*found.values()]
 
 
+def ascending(numbers: Sequence[int]) -> Steps[list[int]]:
+    """Return numbers in ascending order. They are sorted in steps."""
+    parts: list[Iterable[int]] = []
+    for start in range(0, len(numbers), _SORTED):
+        parts.append(sorted(numbers[start : start + _SORTED]))
+        yield ()
+    found, merged = list[int](), merge(*parts)
+    while some := [*islice(merged, STEP)]:
+        found += some
+        yield ()
+    return found
+
+
 def blocks_of(client: Client, req_id: bytes) -> Steps[list[Block]]:
     """Return the existing blocks of a request by ascending page id, in steps. Expired pages are removed before."""
     keyspace, ids = client.keyspace, client.keyspace.index.page_ids(req_id)
-    sorted_ids: list[Iterable[int]] = []
-    for start in range(0, len(ids), _SORTED):
-        sorted_ids.append(sorted(ids[start : start + _SORTED]))
-        yield ()
     found: list[Block] = []
-    for at, page in enumerate(merge(*sorted_ids)):
+    for at, page in enumerate((yield from ascending(ids))):
         block = keyspace.index.block(req_id, page)
         passes = block is not None and is_overdue(block)
         if block is not None and keyspace.contents.unexpired(block):
