@@ -150,11 +150,13 @@ ADAPTERS = documents.blocks("docs/lmcache.md", "json")
 (REMOTE,) = documents.blocks("docs/lmcache.md", "yaml")
 
 
-def test_the_documented_configurations_name_the_three_clients() -> None:
-    assert [json.loads(adapter)["type"] for adapter in ADAPTERS] == ["resp", "valkey"]
+def test_documented_configurations_name_plugin_and_clients() -> None:
+    assert [json.loads(adapter)["type"] for adapter in ADAPTERS] == ["plugin", "resp", "valkey"]
     assert f'remote_url: "redis://127.0.0.1:{PORT}"' in REMOTE
 
 
+ROOT = documents.ROOT
+PLUGIN = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "connectors")])}  # of LMCache's process
 LMCACHE = os.environ.get("LMCACHE") or shutil.which("lmcache")
 needs_lmcache = pytest.mark.skipif(
     not LMCACHE, reason="needs LMCache: several GB with torch; LMCACHE=... says where its command is"
@@ -171,10 +173,38 @@ def test_lmcache_by_its_storage_adapters(adapter: str) -> None:
         words = ["bench", "l2", "--l2-adapter", description, "--num-keys", "32", "--data-size-kb", "256"]
         options = ["--rounds", "3", "--no-skip-verify", "--lookup-max-hit-rate", "1.0"]
         command = [str(LMCACHE), *words, *options]
-        result = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=100)
+        environment = {**os.environ, **PLUGIN}
+        result = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=100, env=environment)
         assert result.returncode == 0, result.stdout + result.stderr
         with server.client() as client:
             assert client.info("stats")["keyspace_hits"] >= 96
+
+
+@needs_lmcache
+@pytest.mark.lmcache
+@pytest.mark.parametrize(("faults", "loaded"), [([], 8), ([2, 5], 6)], ids=["plugin", "plugin with faults"])
+def test_lmcache_checks_the_plugin(faults: list[int], loaded: int) -> None:
+    """Its own check, also through its adapter that makes loads fail."""
+    python = Path(str(LMCACHE)).with_name("python")
+    with start_server() as server:
+        adapter = json.loads(ADAPTERS[0].replace(str(PORT), str(server.port)))
+        if faults:
+            adapter = {"type": "fault_inject", "gap_indices": faults, "inner": adapter}
+        command = [python, "-m", "lmcache.v1.basic_check", "--mode", "test_l2_adapter", "--model", "m"]
+        result = subprocess.run(
+            [*command, "--num-keys", "8", "--l2-adapter", json.dumps(adapter)],
+            capture_output=True,
+            encoding="utf-8",
+            timeout=100,
+            env={**os.environ, **PLUGIN},
+        )
+    found = [line.strip() for line in result.stdout.splitlines() if "Validation" in line]
+    assert found == [
+        "Validation: 8/8 correctly absent",
+        "Validation: 8/8 found",
+        f"Validation (loaded): {loaded}/8",
+        f"Validation (content): {loaded}/8",
+    ]
 
 
 @needs_lmcache
