@@ -129,7 +129,7 @@ class KvpageL2Adapter(L2AdapterInterface):
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         def loaded(moved: Sequence[bool]) -> Any:
-            self._notify_keys_accessed([key for key, is_moved in zip(keys, moved, strict=True) if is_moved])
+            self._report(self._notify_keys_accessed, [key for key, ok in zip(keys, moved, strict=True) if ok])
             return _bitmap(moved)
 
         return self._move(_LOAD, self._jobs.load, keys, objects, loaded)
@@ -197,8 +197,13 @@ class KvpageL2Adapter(L2AdapterInterface):
                 good.append(key)
                 sizes.append(size - self._sizes.get(key, 0))
                 self._sizes[key] = size
-        self._notify_keys_stored(good, sizes)
+        self._report(self._notify_keys_stored, good, sizes)
         return L2StoreResult(all(moved), sum(sizes))
+
+    @guarded(lambda: None)
+    def _report(self, notify: Callable[..., None], *what: Any) -> None:
+        """Call the listeners of LMCache. If one raises, the task ends all the same."""
+        notify(*what)
 
     # -- deletion, listing, state --------------------------------------------------------------------------------------
 
@@ -207,7 +212,7 @@ class KvpageL2Adapter(L2AdapterInterface):
         commands = [RawCommand([b"KVPAGEDEL", name_of(key)], integer) for key in keys]
         answers = self._jobs.ask("delete", lambda: commands, len(commands)).result()
         gone = [key for key, _ in zip(keys, answers, strict=False) if key in self._sizes]
-        self._notify_keys_deleted(gone, [self._sizes.pop(key) for key in gone])
+        self._report(self._notify_keys_deleted, gone, [self._sizes.pop(key) for key in gone])
 
     def list_l2_keys(
         self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None

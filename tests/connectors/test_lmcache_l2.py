@@ -212,6 +212,17 @@ def test_a_full_server_is_a_failed_store() -> None:
         assert host.adapter.used == 0
 
 
+def test_a_task_ends_if_a_listener_raises(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*what: Any) -> None:
+        raise RuntimeError("a listener")
+
+    monkeypatch.setattr(host.adapter, "_notify_keys_stored", fail)
+    monkeypatch.setattr(host.adapter, "_notify_keys_accessed", fail)
+    assert host.store([key(0)], [body(0)])
+    assert host.load([key(0)], [empty()]) == [True]
+    assert host.adapter.reasons.counts == {("_report", "RuntimeError"): 2}
+
+
 def test_memory_that_cannot_be_read_is_a_miss(host: Host) -> None:
     class Broken(MemoryObj):
         @property
