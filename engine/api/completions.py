@@ -27,7 +27,7 @@ from .models import ServedModel
 from .openai.errors import ApiError, invalid
 from .openai.prompts import Prompts
 from .openai.reading import Reader
-from .openai.schema import MAX_ANSWERS, Breakpoint, ChatBody, CompletionBody, CompletionFields
+from .openai.schema import LIFETIMES, MAX_ANSWERS, Breakpoint, ChatBody, CompletionBody, CompletionFields
 from .openai.shapes import CHAT, TEXT, ChatLikelihoods, ChatShape, Envelope, Kind, Reply, TextLikelihoods, TextShape
 from .service import Service, client_disconnects, unless_disconnected
 from .worker import Answers, Prompt
@@ -259,7 +259,9 @@ async def conversation(
     if before := log.last(comparable):
         comparable.find_volatile(before)
     volatile = partial(without_volatile, lines=sorted(comparable.volatile), mode=service.volatile_lines)
-    body = volatile(body)
+    changed = volatile(body)
+    comparable.moved = service.volatile_lines == "move" and changed is not body
+    body = changed
     tokens = await unless_disconnected(request, prompts.of_chat(body))
     comparable.tokens.extend(tokens)
     constraint, written = await unless_disconnected(request, prompts.constraint(body))
@@ -271,9 +273,8 @@ async def conversation(
     marks = body.breakpoints
     if breakpoints is not None:
         marks = [mark._replace(altered=mark.altered and volatile(mark.altered)) for mark in breakpoints]
-    found = [(Boundary(await _boundary(prompts, request, mark, tokens), mark.ttl), mark.seconds) for mark in marks]
-    boundaries = sorted(boundary for boundary, _ in found)
-    wanted = [(boundary.tokens, seconds) for boundary, seconds in found if boundary.tokens and seconds]
+    boundaries = sorted([Boundary(await _boundary(prompts, request, mark, tokens), mark.ttl) for mark in marks])
+    wanted = [(boundary.tokens, LIFETIMES[boundary.ttl]) for boundary in boundaries if boundary.ttl]
     kept = (boundaries[-1].tokens if boundaries else 0) if body.prompt_cache_options.mode == "explicit" else None
     asked = [replace(prompt, boundaries=boundaries, kept_tokens=kept) for prompt in asked]
     log.add(reply_id, comparable)
@@ -290,7 +291,7 @@ def _explanation(
     log: PromptLog, reply_id: str, prompt: AskedPrompt, before: AskedPrompt | None, answer: Answer
 ) -> str | None:
     """Log the answer to a prompt. Return why less was reused than the client's last prompt, `before`, had."""
-    log.answered(reply_id, answer.tokens)
+    log.answered(reply_id, answer)
     return prompt.why(before, answer.reuse.tokens) if before else None
 
 

@@ -8,6 +8,7 @@ and a digest of each part and of each line of the system's text.
 from __future__ import annotations
 
 import hashlib
+import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -42,6 +43,8 @@ class AskedPrompt:
     tokens: array[int] = field(default_factory=lambda: array("I"))
     answer: array[int] = field(default_factory=lambda: array("I"))  # empty until it is complete
     volatile: frozenset[int] = frozenset()  # lines that differ from one prompt of the client to the next
+    moved: bool = False  # whether its last message has these lines
+    kept_until: float = 0.0  # the end of its lifetime in unix seconds; 0 without one
 
     @classmethod
     def of(cls, tenant: str, agent_id: str | None, body: ChatBody) -> AskedPrompt:
@@ -81,8 +84,17 @@ class AskedPrompt:
         same = common_prefix(before.tokens + before.answer, self.tokens)
         known = min(len(before.tokens) + len(before.answer), len(self.tokens))
         if same < known and not _difference(before, self):
+            if before.moved:
+                return f"volatile line {min(before.volatile) + 1} of system was moved"
             return f"history rewritten from token {same}"
+        if same - reused > FEW_TOKENS and before.has_ended:
+            return "expired"
         return None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it had a lifetime that has ended."""
+        return 0 < self.kept_until < time.time()
 
 
 class Diagnosis(NamedTuple):
@@ -93,12 +105,18 @@ class Diagnosis(NamedTuple):
     reusable: int  # tokens of the earlier prompt that both have in common at their beginning
     missed: int  # the other tokens of the earlier prompt
     evicted: int  # reusable tokens that are not in the cache any more
+    why: str | None  # "expired" or "evicted"; None if no tokens are
     seconds: float  # for the computation of missed and evicted tokens
 
     @property
     def own_fields(self) -> dict[str, Any]:
         """Fields that the clouds do not have."""
-        return {"message": self.message, "evicted_tokens": self.evicted, "seconds": round(self.seconds, 3)}
+        return {
+            "message": self.message,
+            "evicted_tokens": self.evicted,
+            "evicted_why": self.why,
+            "seconds": round(self.seconds, 3),
+        }
 
 
 def diagnosis(earlier: AskedPrompt, prompt: AskedPrompt, answer: Answer | None) -> Diagnosis:
@@ -114,7 +132,8 @@ def diagnosis(earlier: AskedPrompt, prompt: AskedPrompt, answer: Answer | None) 
         lost = min(same, answer.prompt_tokens - 1) - reused
         evicted = lost if part is None and lost > FEW_TOKENS else 0
         seconds = answer.reuse.prefill_seconds * min(computed, missed + evicted) / computed
-    return Diagnosis(part, message, same, missed, evicted, seconds)
+    why = ("expired" if earlier.has_ended else "evicted") if evicted else None
+    return Diagnosis(part, message, same, missed, evicted, why, seconds)
 
 
 def _difference(before: AskedPrompt, after: AskedPrompt) -> tuple[str, int | None] | None:
@@ -157,11 +176,12 @@ class PromptLog:
         self._bytes += prompt.size
         self._trim()
 
-    def answered(self, reply_id: str, answer: Sequence[int]) -> None:
-        """Add the tokens of the answer to a prompt."""
+    def answered(self, reply_id: str, answer: Answer) -> None:
+        """Add the tokens of the answer to a prompt, and the end of its lifetime."""
         if prompt := self._prompts.get(reply_id):
-            prompt.answer = array("I", answer)
-            self._bytes += 4 * len(answer)
+            prompt.answer = array("I", answer.tokens)
+            prompt.kept_until = answer.kept.until / 1000 if answer.kept else 0.0
+            self._bytes += 4 * len(answer.tokens)
             self._trim()
 
     def find(self, reply_id: str | None, tenant: str) -> AskedPrompt | None:

@@ -12,7 +12,6 @@ from pydantic_core import PydanticCustomError
 
 from ..openai.errors import shortened
 from ..openai.schema import (
-    LIFETIMES,
     MAX_BREAKPOINTS,
     MAX_STOP,
     MAX_STOPS,
@@ -217,7 +216,7 @@ class CountBody(RequestBody):
 
     def breakpoints(self) -> list[Breakpoint]:
         """Return the places up to which the client wants the prompt to be kept, in the prompt's order."""
-        return [Breakpoint(ttl, altered and self._chat(*altered), LIFETIMES[ttl]) for ttl, altered in self._marked()]
+        return [Breakpoint(ttl, altered and self._chat(*altered)) for ttl, altered in self._marked()]
 
     def _marked(self) -> Iterator[tuple[str, tuple[list[TextBlock], list[AnthropicMessage]] | None]]:
         """Yield the lifetime of each breakpoint, with the system's text and the messages, altered after it; None if

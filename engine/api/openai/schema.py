@@ -191,8 +191,11 @@ def _marks(content: Any) -> Iterator[Mark]:
             continue
         fields = given if isinstance(given, dict) else {}
         ttl = fields.get("ttl")
-        if fields.get("mode") != "explicit" or ttl not in (None, "30m", "12h"):
-            needs = "the prompt_cache_breakpoint of part {i} has the mode explicit, and a ttl of 30m or 12h"
+        if fields.get("mode") != "explicit":
+            needs = "the prompt_cache_breakpoint of part {i} needs the mode explicit"
+            raise PydanticCustomError("invalid_value", needs, {"i": i})
+        if ttl not in (None, "30m", "12h"):
+            needs = "the prompt_cache_breakpoint of part {i} needs a ttl of 30m, or in /v1/responses 12h"
             raise PydanticCustomError("invalid_value", needs, {"i": i})
         yield Mark(end, ttl)
 
@@ -599,16 +602,15 @@ class ChatCacheOptions(RequestBody):
     ttl: Literal["30m", "12h"] = "30m"
 
 
-LIFETIMES = {"5m": 300, "30m": 1800, "1h": 3600, "12h": 43_200, "24h": 86_400}  # seconds
+LIFETIMES = {"": 0, "5m": 300, "30m": 1800, "1h": 3600, "12h": 43_200, "24h": 86_400}  # seconds
 Retention = Literal["in_memory", "24h"]
 
 
 class Breakpoint(NamedTuple):
     """A place in a conversation up to which the client wants the prompt to be kept."""
 
-    ttl: str
+    ttl: str  # the lifetime, a key of LIFETIMES; empty if the request names none
     altered: ChatBody | None  # the conversation with other text after the breakpoint; None if nothing is after it
-    seconds: int  # of the lifetime; 0 if the request names none
 
 
 class ChatBody(CompletionFields):
@@ -652,15 +654,14 @@ class ChatBody(CompletionFields):
         """The latest breakpoints, in the prompt's order: of the mode `explicit` MAX_BREAKPOINTS in texts; of the mode
         `implicit` one less in texts, and the end of the prompt.
         """
-        options = self.prompt_cache_options
-        seconds = LIFETIMES["24h"] if self.prompt_cache_retention == "24h" else 0
-        if "ttl" in options.model_fields_set or (options.model_fields_set and not seconds):
-            seconds = LIFETIMES[options.ttl]
-        implicit = [Breakpoint(options.ttl, None, seconds)] if options.mode == "implicit" else []
+        options, given = self.prompt_cache_options, self.prompt_cache_options.model_fields_set
         found = [(i, mark) for i, message in enumerate(self.messages) for mark in message.marks]
+        retention = self.prompt_cache_retention if self.prompt_cache_retention in LIFETIMES else ""
+        ttl = options.ttl if "ttl" in given or ((given or found) and not retention) else retention
+        implicit = [Breakpoint(ttl, None)] if options.mode == "implicit" else []
         latest = found[len(implicit) - MAX_BREAKPOINTS :]
         marks = [(mark.ttl or options.ttl, i, mark.end) for i, mark in latest]
-        return [*(Breakpoint(ttl, self._altered(i, end), LIFETIMES[ttl]) for ttl, i, end in marks), *implicit]
+        return [*(Breakpoint(ttl, self._altered(i, end)) for ttl, i, end in marks), *implicit]
 
     def _altered(self, i: int, end: int) -> ChatBody | None:
         """Return the conversation with other text after the first `end` characters of message `i`."""
@@ -748,7 +749,8 @@ def _refusal(errors: Sequence[ErrorDetails]) -> ApiError:
     param = _param((*closest["loc"], *([field] if field else [])))
     kind = closest["type"]
     code = _CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
-    return invalid(f"{param}: {closest['msg']}", param, code)
+    message = "Input should be an object" if kind in ("dict_type", "model_type") else closest["msg"]
+    return invalid(f"{param}: {message}", param, code)
 
 
 def _param(loc: Sequence[int | str]) -> str:

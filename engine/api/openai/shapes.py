@@ -16,6 +16,7 @@ from ...memory.lifetimes import KeptContext
 from ...scheduling.request import Token
 from .errors import ApiError
 from .reading import AnswerPart, Reader
+from .schema import LIFETIMES
 
 # -- Log-probabilities of tokens, as chat and text completions show them -----------------------------------------------
 
@@ -311,12 +312,13 @@ def kept_of(kept: KeptContext | None) -> Reply | None:
 
 
 def written(answer: Answer, boundaries: Sequence[Boundary]) -> Counter[str]:
-    """Return how many tokens of a prompt were computed and are kept, by the lifetime of the next of its breakpoints,
-    which are in ascending order.
+    """Return how many tokens of a prompt were computed and are kept, by the longest lifetime of the next breakpoints.
+    `boundaries` are in ascending order.
     """
     at, found = answer.reuse.tokens, Counter[str]()
-    for tokens, ttl in boundaries if answer.not_kept is None else ():
-        found[ttl] += max(0, tokens - at)
+    for i, (tokens, _) in enumerate(boundaries if answer.not_kept is None else ()):
+        longest = max((boundary.ttl for boundary in boundaries[i:]), key=LIFETIMES.__getitem__)
+        found[longest] += max(0, tokens - at)
         at = max(at, tokens)
     return found
 

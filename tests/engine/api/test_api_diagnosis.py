@@ -5,6 +5,7 @@ A token of the tiny models is a letter or the mark of a call, so this test knows
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -17,6 +18,7 @@ import openai
 import pytest
 from api_engines import TOOL_TEMPLATE, RunningEngine, start_engine, write_offered, write_tiny
 
+from engine.agent_engine import Answer, Reuse
 from engine.api.diagnosis import AskedPrompt, common_prefix, diagnosis
 from engine.api.openai.schema import ChatBody
 
@@ -139,8 +141,8 @@ def test_an_edit_is_found(offered: RunningEngine, earlier: tuple[str, str], numb
         "cache_missed_input_tokens": len(before) - same,
         "reusable_input_tokens": same,
         "evicted_tokens": 0,
-        **({} if message is None else {"message": message}),
-        **({"message": None} if message is None else {}),
+        "evicted_why": None,
+        "message": message,
     }
     assert found.pop("seconds") > 0
     assert found == {
@@ -163,6 +165,7 @@ def test_an_evicted_prompt_is_named_with_its_cost(tmp_path: Path) -> None:
         lost = ask_messages(engine, body, ids[0])[1]
         assert lost["type"] == "unavailable"
         assert lost["evicted_tokens"] > 100
+        assert lost["evicted_why"] == "evicted"
         assert lost["seconds"] > 0
         for i in range(40):
             ask_messages(engine, {**conversation(Random(60 + i)), "tools": []})
@@ -212,6 +215,20 @@ def test_another_model_and_other_options_are_named() -> None:
     assert diagnosis(before, prompt(text="Help"), None)[:3] == ("messages", 0, 5)
 
 
+def test_the_end_of_a_lifetime_is_named() -> None:
+    """A prompt is compared with an earlier one of which no token is left."""
+    body = ChatBody.of({"model": "a", "messages": [{"role": "user", "content": "Hello"}]})
+    earlier, prompt = (AskedPrompt.of("", None, body) for _ in range(2))
+    for one in (earlier, prompt):
+        one.tokens.extend(range(100))
+    answer = Answer(0, "", "", (), "stop", None, 100, Reuse(prefill_seconds=1.0))
+    for seconds, why in ((-1, "expired"), (60, "evicted"), (None, "evicted")):
+        earlier.kept_until = time.time() + seconds if seconds else 0.0
+        found = diagnosis(earlier, prompt, answer)
+        assert (found.evicted, found.why) == (99, why)
+        assert prompt.why(earlier, 0) == ("expired" if why == "expired" else None)
+
+
 def chat(client: openai.OpenAI, date: str, *texts: str, **fields: Any) -> tuple[int, str | None, int]:
     """Return the tokens that were read for a chat, the reason why not more, and the number of the prompt's tokens."""
     messages: Any = [{"role": "system", "content": f"You are brief.\nAnswer in English.\nIt is {date}.\n{80 * 'x'}"}]
@@ -234,8 +251,12 @@ def test_a_volatile_line_is_named_and_can_be_moved(tmp_path: Path, mode: str) ->
             assert (read, why) == (before, "volatile line 3 of system")
         else:
             assert read > before + 80
-            assert why is None or mode == "move"
-        assert total == chat(client, "Sunday", *turns)[2]
+            assert why == (None if mode == "drop" else "volatile line 3 of system")
+        turns += ["Yes", "Really?"]
+        why = chat(client, "Friday", *turns)[1]
+        assert why
+        assert why.startswith("volatile line 3 of system was moved" if mode == "move" else "history rewritten")
+        assert total < chat(client, "Sunday", *turns)[2]
 
 
 def test_a_rewritten_history_is_named_with_its_token(api: openai.OpenAI) -> None:

@@ -16,8 +16,10 @@ from openai.types.chat import completion_create_params as chat_params
 from openai.types.shared import ErrorObject
 from typing_extensions import is_typeddict
 
+from engine.api.anthropic.schema import MessagesBody
 from engine.api.openai import schema
 from engine.api.openai.errors import ApiError
+from engine.api.openai.response_schema import ResponseBody
 from engine.api.openai.schema import ChatBody, CompletionBody, RequestBody
 
 API = (Path(__file__).parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
@@ -267,3 +269,18 @@ def test_openais_javascript_client_may_ask_from_a_page(engine: RunningEngine) ->
         f"{engine.url}/v1/chat/completions", headers={"Origin": "https://other.example", **preflight}
     )
     assert "access-control-allow-origin" not in stranger.headers
+
+
+@pytest.mark.parametrize("kind", [ChatBody, CompletionBody, ResponseBody, MessagesBody])
+def test_an_error_names_no_type_of_this_program(kind: type[RequestBody]) -> None:
+    said, whole = [], {"model": "m", "messages": [], "input": "Hi", "max_tokens": 1}
+    if kind is CompletionBody:
+        whole["prompt"] = "Hi"
+    for field in kind.model_fields:
+        for value in (1, "x", [1], {}, [{}], {"type": "x"}, [{"type": "function", "function": 1}], {"format": 1}):
+            try:
+                kind.of(whole | {field: value})
+            except ApiError as error:
+                said.append(str(error))
+    assert [text for text in said if re.search("instance of|dictionary|[a-z][A-Z]", text)] == []
+    assert any("should be an object" in text for text in said)
