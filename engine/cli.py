@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points, version
 
 from kvpage_server import __version__
+from kvpage_server.system.completion import SHELLS, completion_of
 from kvpage_server.system.program import ends_quietly, missing_extra, say
 
 
@@ -33,6 +34,9 @@ def _run(argv: Sequence[str] | None) -> int:
     connectors = [found.load() for found in entry_points(group="kvpage_engine.commands")]
     for group in (serve, talk, agents, measure, models, demo, persistent, *connectors):
         group.add_to(commands)
+    completed = commands.add_parser("completion", help="print the completion of kvpage-engine")
+    completed.add_argument("shell", choices=SHELLS)
+    completed.set_defaults(run=_complete, parser=parser)
     args = parser.parse_args(argv)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # the default action would end the process without a cleanup
@@ -41,6 +45,11 @@ def _run(argv: Sequence[str] | None) -> int:
         return int(args.run(args))
     except Failure as failure:
         return say("kvpage-engine", str(failure), 1)
+
+
+def _complete(args: argparse.Namespace) -> int:
+    print(completion_of(args.shell, args.parser), end="")
+    return 0
 
 
 def _version() -> str:

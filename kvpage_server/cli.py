@@ -26,6 +26,7 @@ from kvpage_server.address import DEFAULT_URL, URL, shown, urls_of, with_credent
 from kvpage_server.client.cluster.side_by_side import servers_of
 from kvpage_server.client.cluster.topology import Address
 from kvpage_server.client.wire.connection import plain_client
+from kvpage_server.configuration.config import Config
 from kvpage_server.configuration.kinds import Kind, integer, memory
 from kvpage_server.look.cluster_stats import cluster_as_one, is_cluster, status_of_several, top_of_several
 from kvpage_server.look.ls import ROWS, ls
@@ -36,6 +37,7 @@ from kvpage_server.look.savings import BLOCK_TOKENS, WATTS, savings
 from kvpage_server.look.status import status
 from kvpage_server.look.top import top
 from kvpage_server.look.why import stat, verify, why
+from kvpage_server.system.completion import SHELLS, completion_of, script
 from kvpage_server.system.program import ends_quietly, missing_extra, reason_of, say
 from kvpage_server.system.terminal import out, print_json
 
@@ -290,6 +292,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_snapshots(shows)
     _add_replay(add)
     _add_savings(shows)
+    completion_ = add("completion", completion, "print the completion of kvpage and kvpage-server", asks=False)
+    completion_.add_argument("shell", choices=SHELLS)
     connectors_ = add("connectors", connectors, "check that an engine saves a context here, and restores it unchanged")
     connectors_.add_argument("action", choices=["verify"])
     connectors_.add_argument("engine", choices=["vllm", "lmcache"])
@@ -426,6 +430,14 @@ def _add_snapshots(shows: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 # -- replay --------------------------------------------------------------------------------------------------------
+
+
+def completion(store: redis.Redis, args: argparse.Namespace) -> bool:
+    """Print a shell's completion of `kvpage` and `kvpage-server`, without the store. Return True."""
+    parameters = {f"--{name}": str(field.metadata["doc"]) for name, field in Config.parameters().items()}
+    server = {**parameters, "--check-config": "check the configuration", "--help": "", "--version": ""}
+    print(completion_of(args.shell, _parser()) + script(args.shell, "kvpage-server", server, {}), end="")
+    return True
 
 
 def replay(store: redis.Redis, args: argparse.Namespace) -> bool:
