@@ -16,7 +16,8 @@ _OPENING = """\
 The syntax is that of redis.conf. A line has a parameter's name and its values. `#` begins a comment line. A value with
 spaces is written `"..."` or `'...'`. Sizes can have the units `kb`, `mb` and `gb` (1024) or `k`, `m` and `g` (1000). If
 a parameter is unknown or its value is not of the kind below, the server does not start, and the error has the line's
-number and says what is allowed. Other errors name the parameter. This checks a file without starting the server:
+number and says what is allowed. Other errors name the parameter, or the address that cannot be used. This checks a file
+without starting the server:
 
 ```console
 $ kvpage-server --check-config conf/kvpage.conf
@@ -49,7 +50,7 @@ $ redis-cli -p 9221 CONFIG GET maxmemory
 ```
 
 `CONFIG REWRITE` keeps the file's comments and order, and the lines that have not changed. It writes users with hashes
-instead of passwords.
+instead of passwords, and, as Redis does, `dir` as an absolute path, and a file in place of a symbolic link.
 
 | parameter | default | meaning | allowed | change |
 |---|---|---|---|---|

@@ -98,7 +98,7 @@ def test_every_pip_command_names_an_extra() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     sources = [path for folder in SOURCES for path in ROOT.glob(f"{folder}/**/*.*") if path.suffix in (".py", ".conf")]
     texts = [path.read_text(encoding="utf-8") for path in (*MARKDOWN, *sources)]
-    found = [match for text in texts for match in re.findall(r"pip install (?:'([^']*)'|(\S*))", text)]
+    found = [match for text in texts for match in re.findall(r"pip install (?:'([^']*)'|([\w.-]*))", text)]
     ours = {quoted or plain for quoted, plain in found if re.match(r"\.|kvpage", quoted or plain)}
     assert {".[engine]", ".[web]"} <= ours
     for name in ours - {"."}:
