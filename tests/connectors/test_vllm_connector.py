@@ -266,6 +266,23 @@ def test_a_store_that_dies_during_a_load_is_a_miss(engine: Engine, server: Runni
         assert other.run(prompt("c", 100)) == 0
 
 
+def test_leases_of_an_engine_that_died_end(engine: Engine, server: RunningServer, client: redis.Redis) -> None:
+    """Close an engine between the lookup and the load of a prompt."""
+    engine.run(prompt("a", 100))
+    with engine_on(server.url, lease_ms=2000) as other:
+        request = prompt("b", 100)
+        other.scheduler.on_new_request(request)
+        assert other.matched(request) == (96, True)
+        assert client.info()["leased_or_pinned"] == 6
+    until(lambda: client.info()["leased_or_pinned"] == 0, "the end of the leases", within=60)
+
+
+def test_a_request_id_may_have_colons(engine: Engine, server: RunningServer) -> None:
+    engine.run(prompt("cmpl:1:0", 100))
+    with engine_on(server.url) as other:
+        assert other.run(prompt("cmpl:2:0", 100)) == 96
+
+
 def test_a_full_store_is_a_miss() -> None:
     options = "--maxmemory", "1mb", "--maxmemory-policy", "noeviction"
     with start_server(*options) as server, engine_on(server.url) as engine:
