@@ -87,6 +87,8 @@ Listeners = dict[Recipient, None]  # in order of subscription
 Group = tuple[Listeners, list[Reply]]  # subscribers, and the items of the message that they get
 Steps = Iterator[None]
 
+_END = object()
+_COMPARISON = 64  # bytes that are compared in the time that a comparison costs in addition
 _FEW = 32  # subscribers that get a message at once
 _TURN = 1_000_000  # nanoseconds
 MOST_WAITING = 8 << 20  # bytes of messages that wait to be sent; above it, commands that write wait
@@ -111,6 +113,7 @@ class Channels:
         self.by_pattern: Patterns[tuple[bytes, Listeners]] = Patterns()  # values: the pattern and its subscribers
         self._under_way: deque[tuple[Steps, int]] = deque()  # with the bytes of memory of each; the oldest first
         self._size = 0  # sum of these bytes
+        self._compared = 0  # bytes of channels that were compared with patterns since the last steps
         # Whether so many messages wait that commands that cause others have to wait; an attribute, because each command
         # reads it.
         self.is_full = False
@@ -205,10 +208,11 @@ class Channels:
 
         If the message is about a key, `about`, only clients that may read this key get it, but all are counted. The
         message is encoded once for each protocol, not for each subscriber. If the comparison of the channel with all
-        patterns takes long, it is done in steps, too.
+        patterns takes long, also of all messages since the last steps together, it is done in steps, too.
         """
         delivery, size = Delivery(), len(channel) + len(message) + _MESSAGE
-        if len(channel) * self.by_pattern.cost > COMPARED:
+        self._compared += (len(channel) + _COMPARISON) * self.by_pattern.cost
+        if self._compared > COMPARED:
             self._do(self._deliver(channel, message, about, delivery), size, at_once=False)
             return delivery
         recipients = [group for group in self._groups(channel, message) if group]
@@ -223,7 +227,7 @@ class Channels:
             if group:
                 delivery.count += len(group[0])
                 yield from _push([group], about)
-            compared += len(channel)
+            compared += len(channel) + _COMPARISON
             if compared > COMPARED:
                 compared = 0
                 yield
@@ -294,11 +298,12 @@ class Channels:
         """Run waiting steps for up to `_TURN` nanoseconds, and plan the next turn if some are left."""
         end = monotonic_ns() + _TURN
         while self._under_way:
-            for _ in self._under_way[0][0]:
-                if monotonic_ns() > end:
-                    asyncio.get_running_loop().call_soon(self._take_turn)
-                    return
-            self._grow(-self._under_way.popleft()[1])
+            if next(self._under_way[0][0], _END) is _END:
+                self._grow(-self._under_way.popleft()[1])
+            if self._under_way and monotonic_ns() > end:
+                asyncio.get_running_loop().call_soon(self._take_turn)
+                return
+        self._compared = 0
 
     def _send_to_all(self) -> None:
         """Run all waiting steps now."""

@@ -68,6 +68,14 @@ def test_a_message_of_a_long_channel_is_counted_and_arrives(turns: Turns) -> Non
         assert sock.recv(100) == b":3\r\n"
 
 
+def test_events_of_many_keys_are_compared_with_patterns_in_steps(turns: Turns) -> None:
+    patterns = [[b"PSUBSCRIBE", b"*" + b"a" * 500 + b"b%d*" % i] for i in range(1000)]
+    values = [word for _, key, value in names(400, 500) for word in (key, value)]
+    before = [[b"CONFIG", b"SET", b"notify-keyspace-events", b"KEA"]]
+    assert longest(turns, before, [b"MSET", *values], patterns) < LONGEST
+    turns.cost(b"", encode_command([b"CONFIG", b"SET", b"notify-keyspace-events", b""]))
+
+
 def test_lengths_are_sorted_in_steps(turns: Turns) -> None:
     count = 100_000
     needs = random.Random(1).sample(range(1, count + 1), count)
