@@ -55,6 +55,7 @@ T = TypeVar("T")
 Work = Coroutine[Any, Any, T]
 DEADLINE = 5.0  # default time limit of a request, in seconds
 RESTORE_SECONDS = 10.0  # default time limit of a load
+NOT_STORED = "the page server has not stored the next block, which may be evicted or too short"
 
 
 class References(Protocol):
@@ -276,12 +277,6 @@ class PageTier:
 
     async def keep_async(self, context: AgentBlocks, lifetimes: Lifetimes) -> KeptContext:
         """Keep a stored context on the server for its lifetimes, and return the part that is kept."""
-        size = self._spec.block_tokens
-        full = len(context) // size * size
-        if is_unnamed(context.agent_id) and len(context) - full < least_tail(self._spec):
-            context = replace(context, tokens=context.tokens[:full], blocks=context.blocks[: full // size])
-        if not context.blocks:
-            return KeptContext(0, 0, "the context is too short")
         manifest, parts = await self.loop.on_block_thread(lambda: self._parts(context, context.stored_states))
         failures: Counter[str] = Counter()
         kept = await self._attempt(self._keep(manifest, list(parts), lifetimes), failures)
@@ -299,8 +294,17 @@ class PageTier:
                 return KeptContext(0, 0, str(error))
             if kept.keys < len(keys):
                 start = keys[kept.keys][1].start
-                why = kept.why if start < lifetimes.tokens else ""
-                return KeptContext(min(start, lifetimes.tokens), until or kept.until, why)
+                if start >= lifetimes.tokens:
+                    return KeptContext(lifetimes.tokens, until or kept.until)
+                until = until or (kept.until if start else 0)
+                covering = await self._covering(manifest, start, lifetimes.tokens)
+                if not covering:
+                    why = NOT_STORED if kept.why == "absent" else kept.why
+                    return KeptContext(start, until, why)
+                again = await keep(covering, seconds)
+                whole = again.keys == len(covering)
+                tokens = lifetimes.tokens if whole else start
+                return KeptContext(tokens, min(until or again.until, again.until), again.why)
             reach = max(place.end for place in run)
             if run[0].start < lifetimes.tokens:
                 until = min(until or kept.until, kept.until)
@@ -308,6 +312,19 @@ class PageTier:
                 await keep([key], seconds)
             self._connection.progressed()
         return KeptContext(min(reach, lifetimes.tokens), until)
+
+    async def _covering(self, manifest: ContextManifest, start: int, end: int) -> list[bytes]:
+        """Return the keys of a longer block that has the tokens of a context between two positions, and the keys of
+        the records that name it; none if there is no such block.
+        """
+        size, tokens = self._spec.block_tokens, manifest.tokens[start:end]
+        if start % size or len(tokens) >= size:
+            return []
+        chain = self._spec.chain(manifest.agent_id, manifest.tokens)
+        parent = Parent(manifest.names[: start // size], chain, self._layout.together)
+        places = await tails.covering(self._connection, self._spec, parent, tokens)
+        keys = [key for place in places for key in self._layout.keys(place)]
+        return [*keys, *self._finding(manifest, end)] if keys else []
 
     def keep_anew(self, context: AgentBlocks, on_renewed: Callable[[KeptContext], object] = lambda _: None) -> None:
         """Start to begin the lifetimes anew that the first blocks of a context have on the server. If they have one,

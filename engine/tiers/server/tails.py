@@ -222,6 +222,19 @@ def names_of(agent_id: str, tokens: Sequence[int], spec: ModelCacheSpec) -> Cont
     return ContextNames(block_names(tokens, spec, agent_id), chain, tuple(first))
 
 
+async def covering(
+    connection: ServerConnection, spec: ModelCacheSpec, parent: Parent, tokens: Sequence[int]
+) -> list[BlockPlace]:
+    """Return the places of a block in a record that begins with `tokens`, and has a state after them, or one token
+    before, if layers have states; none if there is none.
+    """
+    for key in parent.records(tokens, spec):
+        for tail in await _read(connection, spec, key):
+            if tail.usable(tokens, spec) >= len(tokens) - spec.has_state:
+                return list(tail.places(parent, spec))
+    return []
+
+
 async def _read(connection: ServerConnection, spec: ModelCacheSpec, key: str) -> list[Tail]:
     """Return the tails in a record; empty if there is no valid one."""
     (raw,) = await connection.ask_untouched([RawCommand(["GET", key], text)])

@@ -273,11 +273,13 @@ def test_openais_javascript_client_may_ask_from_a_page(engine: RunningEngine) ->
 
 @pytest.mark.parametrize("kind", [ChatBody, CompletionBody, ResponseBody, MessagesBody])
 def test_an_error_names_no_type_of_this_program(kind: type[RequestBody]) -> None:
-    said, whole = [], {"model": "m", "messages": [], "input": "Hi", "max_tokens": 1}
+    said: list[str] = []
+    whole: dict[str, Any] = {"model": "m", "messages": [], "input": "Hi", "max_tokens": 1}
     if kind is CompletionBody:
         whole["prompt"] = "Hi"
     for field in kind.model_fields:
-        for value in (1, "x", [1], {}, [{}], {"type": "x"}, [{"type": "function", "function": 1}], {"format": 1}):
+        values: list[Any] = [1, "x", [1], {}, [{}], {"type": "x"}, [{"type": "function", "function": 1}], {"format": 1}]
+        for value in values:
             try:
                 kind.of(whole | {field: value})
             except ApiError as error:

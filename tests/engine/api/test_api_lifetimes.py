@@ -98,6 +98,24 @@ def test_a_hit_renews_a_lifetime(tmp_path: Path) -> None:
                         assert engine.metric("kept_bytes") > 0
 
 
+@pytest.mark.parametrize("agent", [None, "alice"])
+def test_a_prompt_is_kept_that_a_longer_block_contains(tmp_path: Path, agent: str | None) -> None:
+    """An answered prompt is prewarmed later, and so is the beginning of its last block."""
+    with start_server() as server, start_engine(write_tiny(tmp_path / "tiny"), "--store", server.url) as engine:
+        named: Any = {"extra_headers": {"X-Agent-Id": agent}} if agent else {}
+        create(engine, ttl=None, max_tokens=20, **named)
+        assert kept(create(engine, max_tokens=0))["tokens"] == len(f"user:{TEXT}\nassistant:")
+        text = TEXT[:510]
+        options: Any = {"prompt_cache_options": {"mode": "explicit"}, "model": "tiny", "max_output_tokens": 2}
+        parts: Any = [{"type": "input_text", "text": text, "prompt_cache_breakpoint": {"mode": "explicit"}}]
+        parts.append({"type": "input_text", "text": "Another end"})
+        with engine.client() as client:
+            made: Any = client.responses.create(input=[{"role": "user", "content": parts}], **options)
+        end = len(f"user:{text}")
+        assert made.usage.input_tokens_details.cached_tokens == end
+        assert made.kvpage["kept"] == {"tokens": end, "until": made.kvpage["kept"]["until"], "why": None}
+
+
 def test_an_engine_without_a_store_keeps_contexts_in_its_memory(tmp_path: Path) -> None:
     model = write_tiny(tmp_path / "tiny")
     with start_engine(model, "--memory", "4mb") as engine:
