@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, get_type_hints
 
 import httpx
 import openai
 import pytest
 from api_engines import RunningEngine, start_engine, write_tiny
-from openai.types.conversations import Conversation
+from openai.types.conversations import (
+    Conversation,
+    ConversationCreateParams,
+    ConversationUpdateParams,
+    ItemCreateParams,
+    ItemListParams,
+    ItemRetrieveParams,
+)
 from servers import RunningServer
 
+DOCS = (Path(__file__).parents[3] / "docs" / "responses.md").read_text(encoding="utf-8")
 UNKNOWN = f"conv_{32 * '0'}"
 
 
@@ -112,3 +122,11 @@ def test_a_wrong_field_is_named(tenants: RunningEngine, path: str, body: dict[st
     url = f"{tenants.url}/v1/conversations{path}"
     reply = httpx.post(url, json=body, headers={"Authorization": "Bearer one"}, timeout=60)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+
+
+def test_every_parameter_of_openais_types_is_documented() -> None:
+    section = DOCS.split("## Conversations")[1].partition("\n## ")[0]
+    kinds = (ConversationCreateParams, ConversationUpdateParams, ItemCreateParams, ItemListParams, ItemRetrieveParams)
+    names = {name for kind in kinds for name in get_type_hints(kind)} - {"conversation_id"}
+    rows = re.findall(r"^\| (`.*`).* \| (?:honoured|ignored) \|", section, re.MULTILINE)
+    assert names == {name for row in rows for name in re.findall("`(.*?)`", row)}
