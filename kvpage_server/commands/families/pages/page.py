@@ -158,7 +158,9 @@ def kvpageset(client: Client, args: list[Argument]) -> Reply:
     summary="Returns a page's body, or null if there is no such page.",
 )
 def kvpageget(client: Client, args: list[Argument]) -> Reply:
-    """Return the body of the page; null if there is no such page."""
+    """Return the body of the page; null if there is no such page, and WRONGTYPE if its key has a string that is no page.
+    KVPAGEMGET returns null for that.
+    """
     name: Sequence[Any] = args
     try:
         key = b":".join((b"kv", *name))
