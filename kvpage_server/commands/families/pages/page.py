@@ -158,7 +158,7 @@ def kvpageset(client: Client, args: list[Argument]) -> Reply:
     summary="Returns a page's body, or null if there is no such page.",
 )
 def kvpageget(client: Client, args: list[Argument]) -> Reply:
-    """Return the body of the page; null if there is no such page, and WRONGTYPE if its key has a string that is no page.
+    """Return the body of the page; null if there is no such page, and WRONGTYPE if its key has another string.
     KVPAGEMGET returns null for that.
     """
     name: Sequence[Any] = args
