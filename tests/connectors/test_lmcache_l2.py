@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import os
 import select
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import documents
 import lmcache
 import pytest
 import redis
@@ -180,6 +182,25 @@ def test_listing_returns_keys_and_sizes(host: Host, client: redis.Redis) -> None
     for arguments in ((None, 0, None), (None, 10, "x")):
         with pytest.raises(ValueError, match="page_size must be positive and cursor a number"):
             host.adapter.list_l2_keys(*arguments)
+
+
+def test_documented_rights_are_sufficient() -> None:
+    [line] = [
+        line
+        for line in (documents.ROOT / "docs/lmcache.md").read_text(encoding="utf-8").splitlines()
+        if "'~kv:lmcache" in line
+    ]
+    words = shlex.split(line.partition("redis-cli -p 9221 ")[2])
+    with start_server() as server, server.client() as client:
+        client.execute_command(*words)
+        with host_on(server.url, username="lmcache", password="secret") as host:
+            host.store([key(0), key(2)], [body(0), body(2)])
+            assert host.lookup([key(0), key(1), key(2)]) == [True, False, True]
+            assert host.load([key(0), key(2)], [empty(), empty()]) == [True, True]
+            assert len(host.adapter.list_l2_keys(page_size=100).entries) == 2
+            host.adapter.delete([key(0)])
+            assert host.lookup([key(0)]) == [False]
+            assert host.adapter.reasons.counts == {}
 
 
 def test_without_a_server_everything_is_a_miss() -> None:
