@@ -5,6 +5,7 @@ A token of the tiny models is a letter or the mark of a call, so this test knows
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -273,3 +274,23 @@ def test_a_rewritten_history_is_named_with_its_token(api: openai.OpenAI) -> None
     second = api.chat.completions.create(model="tiny", max_tokens=1, user="alice", messages=messages)
     same = len("user:Think\nassistant:") + common_prefix(answer, answer[5:] + "\nuser:More")
     assert second.kvpage["why"] == f"history rewritten from token {same}"  # type: ignore[attr-defined]
+
+
+def test_thoughts_that_a_template_drops_are_named(tmp_path: Path) -> None:
+    """The template is that of DeepSeek V3.2 in mlx-lm."""
+    model = write_tiny(tmp_path / "tiny")
+    config = model / "tokenizer_config.json"
+    chosen = {"chat_template_type": "deepseek_v32"}
+    config.write_text(json.dumps(json.loads(config.read_text(encoding="utf-8")) | chosen), encoding="utf-8")
+    (model / "chat_template.jinja").unlink()
+    question: Any = {"role": "user", "content": "Hello"}
+    asked: Any = {"model": "tiny", "max_tokens": 20, "temperature": 0, "extra_body": {"enable_thinking": True}}
+    with start_engine(model) as engine, engine.client() as client:
+        first = client.chat.completions.create(messages=[question], **asked)
+        thoughts = first.choices[0].message.content  # the prompt opens them, and the model does not close them
+        answer: Any = {"role": "assistant", "content": "Yes", "reasoning_content": thoughts}
+        second: Any = client.chat.completions.create(messages=[question, answer, question], **asked)
+    assert first.usage
+    begins = first.usage.prompt_tokens - len("think>")  # "</think>" is left of the earlier turn
+    assert second.usage.prompt_tokens_details.cached_tokens == begins
+    assert second.kvpage["why"] == f"history rewritten from token {begins}"
