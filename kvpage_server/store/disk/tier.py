@@ -487,11 +487,11 @@ class DiskTier(Tier):
         """Drop protected units that are on disk until memory is within its limit. They may have been leased or pinned
         while they took no memory, and loaded since.
         """
-        memory, leases = self._memory, self._contents.leases
+        memory, leases, units = self._memory, self._contents.leases, self._contents.eviction_order.units
         for unit, lease in [*islice(leases.by_unit.items(), _MOST_PROTECTED)]:
             if memory.used <= memory.evicts_above(0):
                 return
-            if lease.size and not (self.holds(unit) or self._waits(unit)):
+            if lease.size and unit in units and not (self.holds(unit) or self._waits(unit)):
                 names = names_in(unit)
                 if self.stored.usage.has_all(names):
                     self._drop(unit, names)
