@@ -12,7 +12,9 @@ import json
 import math
 import re
 import secrets
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -31,6 +33,13 @@ if TYPE_CHECKING:
 # Separators as of `json.dumps`. Without further whitespace, a small model cannot add spaces without end.
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 MAX_PROPERTIES = 500  # of a JSON Schema, in all its parts
+MAX_REFERENCES = 1000  # of a JSON Schema, different ones
+MAX_RULES = 500  # of a grammar; the mask of a token takes 0.05 s with ambiguous ones, and 0.3 s with 1,000
+MAX_LETTERS = 32_768  # of a grammar
+MAX_PATTERN = 4096  # characters of a regular expression: time and memory of `a*` N times grow with the square of N
+# llguidance follows chains of rules and of `$ref` by recursion: an overflow of the stack would end the process.
+_STACK_BYTES = 256 << 20  # virtual memory; chains of 10,000 references need less
+_RULE = re.compile(r"^[ \t]*[?!]*\w+(?:\.-?\d+)?(?:\{[^}\n]*\})?(?:\[[^]\n]*\])?[ \t]*:", re.MULTILINE)
 MAX_MULTIPLE = 10_000  # of `multipleOf`, without its decimal point: a state of the parser for each remainder
 MAX_COUNT = 1_000_000  # of characters and items
 MAX_GIVEN = 4096  # first tokens that are the same in all texts
@@ -66,7 +75,11 @@ def of_json(schema: dict[str, Any] | bool) -> str:
 
 
 def of_regex(regex: str) -> str:
-    """Return the grammar of texts that match a regular expression, in the syntax of Rust's regex crate."""
+    """Return the grammar of texts that match a regular expression, in the syntax of Rust's regex crate. Raises
+    ConstraintError.
+    """
+    if len(regex) > MAX_PATTERN:
+        raise ConstraintError(f"a regular expression has {MAX_PATTERN} characters at most, got {len(regex):,}")
     return LLMatcher.grammar_from_regex(regex)
 
 
@@ -77,10 +90,17 @@ def of_choice(choices: Sequence[str]) -> str:
 
 def of_grammar(grammar: str) -> str:
     """Return a grammar in the syntax of Lark, or of llama.cpp (GBNF). Raises ConstraintError."""
+    if len(grammar) > MAX_LETTERS:
+        raise ConstraintError(f"a grammar has {MAX_LETTERS:,} characters at most, got {len(grammar):,}")
+    if (longest := max(map(len, grammar.splitlines()), default=0)) > MAX_PATTERN:  # it may be a regular expression
+        raise ConstraintError(f"a line of a grammar has {MAX_PATTERN} characters at most, got {longest:,}")
     try:
-        return LLMatcher.grammar_from_lark(any_to_lark(grammar))
+        lark = any_to_lark(grammar)
     except Exception as error:
         raise ConstraintError(f"the grammar is invalid: {error!s:.300}") from error
+    if (rules := len(_RULE.findall(lark))) > MAX_RULES:
+        raise ConstraintError(f"a grammar has {MAX_RULES:,} rules at most, got {rules:,}")
+    return LLMatcher.grammar_from_lark(lark)
 
 
 def of_lark(lark: str) -> str:
@@ -94,16 +114,29 @@ def lark_of_json(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
 
 
+def compiling_thread() -> ThreadPoolExecutor:
+    """Return an executor with one thread, whose stack is large enough for every grammar within the limits."""
+    usual = threading.stack_size(_STACK_BYTES)
+    try:
+        executor = ThreadPoolExecutor(1, "constraints")
+        executor.submit(bool)  # starts the thread
+    finally:
+        threading.stack_size(usual)
+    return executor
+
+
 def _check(schema: Any) -> None:
     """Raise ConstraintError for a schema with many properties, whose compilation takes quadratic time, for costly or
     empty values of keywords, and for a recursion that no text can end.
     """
-    found, parts, references, multiple = 0, [schema], set(), 1
+    found, parts, references, multiple, patterns = 0, [schema], set(), 1, 0
     while parts:
         part = parts.pop()
         if isinstance(part, dict):
             _check_values(part)
-            properties = part.get("properties")
+            properties, expressions, pattern = map(part.get, ("properties", "patternProperties", "pattern"))
+            patterns += len(pattern) if isinstance(pattern, str) else 0
+            patterns += sum(map(len, expressions)) if isinstance(expressions, dict) else 0
             found += len(properties) if isinstance(properties, dict) else 0
             multiple *= _digits(part.get("multipleOf"))
             if isinstance(part.get("$ref"), str):
@@ -113,6 +146,10 @@ def _check(schema: Any) -> None:
             parts += part
     if found > MAX_PROPERTIES:
         raise ConstraintError(f"properties: a schema has {MAX_PROPERTIES} at most, got {found}")
+    if patterns > MAX_PATTERN:
+        raise ConstraintError(f"pattern: all together have {MAX_PATTERN} characters at most, got {patterns:,}")
+    if len(references) > MAX_REFERENCES:
+        raise ConstraintError(f"$ref: a schema has {MAX_REFERENCES} different ones at most, got {len(references)}")
     if multiple > MAX_MULTIPLE:  # llguidance multiplies those of `allOf`
         raise ConstraintError(f"multipleOf: the product of all is {MAX_MULTIPLE} at most, without decimal points")
     if not _ends(schema, references):

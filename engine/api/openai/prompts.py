@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
-from ...generation.structure import Constraint, ConstraintError, Constraints
+from ...generation.structure import Constraint, ConstraintError, Constraints, compiling_thread
 from ...generation.text import TokenText, template_writes_space
 from ...generation.tokens import PromptError, encode, infill_of
 from ...spec import ModelCacheSpec
@@ -84,7 +84,7 @@ class Prompts:
         # Ends of lines and of the answer, as in mlx-lm's server.
         self.kept_by_xtc = frozenset([*tokenizer.eos_token_ids, *tokenizer.encode("\n", add_special_tokens=False)])
         self._constraints = Constraints(self._tokenizer, spec.vocab_size, tokenizer.eos_token_ids)
-        self._compiling = ThreadPoolExecutor(1, "constraints")
+        self._compiling = compiling_thread()
         self._keeps_space: bool | None = None  # None before the first conversation
 
     async def prepare(self) -> None:

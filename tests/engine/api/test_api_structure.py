@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,15 @@ from engine_models import letter_tokenizer
 import mlx.core as mx
 from pydantic import create_model
 
-from engine.generation.structure import ConstraintError, Constraints, of_choice, of_grammar, of_json, of_regex
+from engine.generation.structure import (
+    ConstraintError,
+    Constraints,
+    compiling_thread,
+    of_choice,
+    of_grammar,
+    of_json,
+    of_regex,
+)
 
 HELLO = [{"role": "user", "content": "Hello"}]
 PERSON = {
@@ -278,6 +287,47 @@ def test_a_costly_or_empty_keyword_is_named(costly: dict[str, Any], keyword: str
     with pytest.raises(ConstraintError, match=f"^{keyword}: "):
         of_json(costly)
     assert of_json({"type": "number", "multipleOf": 0.25})
+
+
+def references(count: int) -> dict[str, Any]:
+    """Return a schema with a chain of references."""
+    step = {
+        i: {"anyOf": [{"type": "array", "items": {"$ref": f"#/$defs/{i + 1}"}}, {"type": "null"}]} for i in range(count)
+    }
+    return {"$ref": "#/$defs/0", "$defs": {**{str(i): part for i, part in step.items()}, str(count): {}}}
+
+
+def rules(count: int) -> str:
+    """Return a grammar with a chain of rules."""
+    chain = "\n".join(f'r{i}: r{i + 1} | "a"' for i in range(count - 2))
+    return f'start: r0\n{chain}\nr{count - 2}: "b"'
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: of_json(references(1001)), r"^\$ref: a schema has 1000 different ones at most, got 1002$"),
+        (lambda: of_grammar(rules(501)), "^a grammar has 500 rules at most, got 501$"),
+        (lambda: of_grammar(rules(501).replace(":", "::=")), "^a grammar has 500 rules at most, got 501$"),
+        (lambda: of_grammar("start: " + "a" * 32_768), "^a grammar has 32,768 characters at most, got 32,775$"),
+        (
+            lambda: of_grammar("start: /" + "a*" * 2048 + "/"),
+            "^a line of a grammar has 4096 characters at most, got 4,105$",
+        ),
+        (lambda: of_regex("a*" * 2049), "^a regular expression has 4096 characters at most, got 4,098$"),
+        (lambda: of_json({"pattern": "a*" * 2049}), "^pattern: all together have 4096 characters at most, got 4,098$"),
+    ],
+)
+def test_a_grammar_of_many_rules_is_refused(make: Callable[[], str], error: str) -> None:
+    with pytest.raises(ConstraintError, match=error):
+        make()
+
+
+@pytest.mark.parametrize("make", [lambda: of_json(references(998)), lambda: of_grammar(rules(500))])
+def test_long_chains_of_rules_do_not_overflow_the_stack(make: Callable[[], str]) -> None:
+    """llguidance follows them by recursion, and an overflow would end the process."""
+    with compiling_thread() as thread:
+        assert thread.submit(lambda: Constraints(letter_tokenizer(), 97, [96]).compile(make())).result()
 
 
 def test_a_text_that_is_always_the_same_has_a_limit() -> None:
