@@ -173,7 +173,7 @@ async def test_an_answer_with_a_constraint_equals_the_answer_alone(engine: Runni
         ({"guided_regex": "("}, "guided_regex", "unclosed"),
         ({"guided_choice": []}, "guided_choice", ""),
         ({"guided_json": "{"}, "guided_json", "not JSON"),
-        ({"guided_json": [1]}, "guided_json", "dictionary"),
+        ({"guided_json": [1]}, "guided_json", "object"),
         ({"guided_grammar": "start: nothing"}, "guided_grammar", "nothing"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "one constraint"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", ""),
