@@ -371,7 +371,7 @@ def test_one_adapter_at_two_scales_shares_nothing(server: RunningServer, pool: B
         pages.save(done.blocks)
     freed(pool, done)
     assert found(server, pool, adapted(4.0, dora=dora)) == [0, 0]
-    assert found(server, pool, adapted(0.5, dora=dora)) == [64, 48]
+    assert found(server, pool, adapted(0.5, dora=dora)) == [64, 64]
 
 
 def found(server: RunningServer, pool: BlockPool, model: Any) -> list[int]:
