@@ -95,7 +95,7 @@ def test_a_hit_renews_a_lifetime(tmp_path: Path) -> None:
                         reply = create(engine, ttl=None, more=more, **named)
                         assert reply.usage.cache_read_input_tokens >= len(TEXT)
                         assert kept(reply) is None
-                        assert eventually(lambda end=end: sum(one >= end for one in ends(client)) == 3)
+                        assert eventually(lambda end=end: sum(one >= end for one in ends(client)) >= 3)
                         assert engine.metric("kept_bytes") > 0
 
 
