@@ -20,9 +20,10 @@ from kvpage_server.core.pieces import bit_of, row_of
 from kvpage_server.page import HEADER_SIZE, BlockShape, PageKey, unix_ms
 from kvpage_server.store.eviction.ghosts import Ghosts
 from kvpage_server.store.eviction.leases import Leases
-from kvpage_server.store.eviction.order import EvictionOrder, ExpiryOrder
+from kvpage_server.store.eviction.order import EvictionOrder
 from kvpage_server.store.eviction.queues import BURST, Unit
 from kvpage_server.store.eviction.quotas import counted, text_size
+from kvpage_server.store.expire import ExpiryOrder
 from kvpage_server.store.memory.catalogue import Catalogue
 from kvpage_server.store.memory.entry import LONGEST_TEXT, TEXT_OVERHEAD, Entry, Page, Text, is_page
 from kvpage_server.store.memory.index import Block, BlockKeys, Extent, ExtentPage, OnDisk, rows_of

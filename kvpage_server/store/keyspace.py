@@ -39,7 +39,7 @@ from kvpage_server.core.pieces import END, Piece, frame
 from kvpage_server.page import HEADER_SIZE, MAX_BLOCK_PAGES, BlockShape, DType, Plane, header_fields, unix_ms
 from kvpage_server.store.contents import Contents, Source, footprint_of
 from kvpage_server.store.disk.database import Disk
-from kvpage_server.store.disk.evict import DiskAccount
+from kvpage_server.store.disk.disk_full import DiskAccount
 from kvpage_server.store.disk.fetching import BorrowedReads
 from kvpage_server.store.disk.prefetch import Prefetcher
 from kvpage_server.store.disk.tier import DiskTier
@@ -357,12 +357,7 @@ class Keyspace:
         self.leases.settle(elapsed)
         self._catalogue.drop_idle_scans(elapsed)
         self.arena.trim()
-        removed = 0
-        for key in self.contents.expiry_order.due(now) if expires else ():
-            self.contents.expire(key)
-            removed += 1
-            if removed == most:
-                break
+        removed = self.contents.expiry_order.remove_due(now, most, self.contents.expire) if expires else 0
         counts, hands_over = self.quotas.go_on(), self.eviction_order.hand_over()
         return most if counts or hands_over else removed
 

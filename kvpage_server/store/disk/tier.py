@@ -28,6 +28,7 @@ from kvpage_server.page import unix_ms
 from kvpage_server.store import records
 from kvpage_server.store.contents import Contents, Source, Tier
 from kvpage_server.store.disk.database import Disk
+from kvpage_server.store.disk.disk_full import DiskAccount
 from kvpage_server.store.disk.encoding import (
     LIFETIME,
     Change,
@@ -39,7 +40,6 @@ from kvpage_server.store.disk.encoding import (
     change_of,
     extent_of,
 )
-from kvpage_server.store.disk.evict import DiskAccount
 from kvpage_server.store.disk.fetching import Fetching
 from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull
 from kvpage_server.store.disk.naming import (

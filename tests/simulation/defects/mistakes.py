@@ -388,7 +388,7 @@ MISTAKES = [
     ),
     Mistake(
         "nothing-lies-beside",
-        _STORE + "disk.evict",
+        _STORE + "disk.disk_full",
         "",
         "_SHARE_WITH_REPLACED = 0.9 ",
         "_SHARE_WITH_REPLACED = 9.0 ",

@@ -20,7 +20,7 @@ from kvpage_server.configuration import config
 from kvpage_server.configuration.config import from_arguments
 from kvpage_server.page import BlockShape, DType, Plane
 from kvpage_server.store.disk.database import FILE
-from kvpage_server.store.disk.evict import Chains
+from kvpage_server.store.disk.disk_full import Chains
 from kvpage_server.store.memory.index import Block, PageIndex
 
 ROOT = Path(__file__).parents[4]

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpage_server.store.eviction import order
-from kvpage_server.store.eviction.order import ExpiryOrder
+from kvpage_server.store import expire
+from kvpage_server.store.expire import ExpiryOrder
 
 Times = dict[bytes, int]  # when keys expire, in milliseconds
 NEVER = 10**9
@@ -32,7 +32,7 @@ def put(expirer: ExpiryOrder, times: Times, key: bytes, expires: int) -> None:
 
 def tidy(expirer: ExpiryOrder, times: Times) -> None:
     """Note a key again and again, until stale notes are dropped."""
-    for more in range(2 * expirer.keys + order._SLACK + 2):
+    for more in range(2 * expirer.keys + expire._SLACK + 2):
         put(expirer, times, b"restless", NEVER + more)
 
 
@@ -115,7 +115,7 @@ def test_no_key_is_lost(
 ) -> None:
     """For any changes by the consumers of a key, in eviction or in a sweep."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(order, "_SLACK", slack)
+        patch.setattr(expire, "_SLACK", slack)
         times = {b"%d" % key: expires for key, expires in first.items()}
         expirer, left = expirer_of(times), iter(changes)
 
