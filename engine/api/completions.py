@@ -22,7 +22,7 @@ from ..memory.lifetimes import Lifetimes
 from ..pool import PoolExhaustedError
 from ..scheduling.request import EngineClosedError, Token
 from .auth import Tenant
-from .diagnosis import AskedPrompt, PromptLog, common_prefix, without_volatile
+from .diagnosis import NOT_ANSWERED, NOT_READ, AskedPrompt, PromptLog, common_prefix, without_volatile
 from .models import ServedModel
 from .openai.errors import ApiError, invalid
 from .openai.prompts import Prompts
@@ -277,6 +277,9 @@ async def conversation(
     wanted = [(boundary.tokens, LIFETIMES[boundary.ttl]) for boundary in boundaries if boundary.ttl]
     kept = (boundaries[-1].tokens if boundaries else 0) if body.prompt_cache_options.mode == "explicit" else None
     asked = [replace(prompt, boundaries=boundaries, kept_tokens=kept) for prompt in asked]
+    comparable.kept = kept
+    comparable.unread = NOT_READ if kept == 0 else NOT_ANSWERED if before and not before.answered else None
+    comparable.step = spec.block_tokens if (spec := model.engine.spec).has_state else 1
     log.add(reply_id, comparable)
     explain = partial(_explanation, log, reply_id, comparable, before)
     asked[0] = replace(asked[0], explain=explain, lifetimes=Lifetimes(wanted, tenant.name, service.tokens.count))

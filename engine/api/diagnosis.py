@@ -24,6 +24,8 @@ MAX_BYTES = 32 << 20  # of all kept prompts; a prompt of 4,000 tokens has 16 KB
 _PART_BYTES = 200  # of a kept prompt without its tokens, and of each of its digests
 FEW_TOKENS = 16  # fewer are no loss: see `tiers.server.tails.least_tail`
 FEW_LINES = 3  # of a system's text may be volatile
+NOT_KEPT, NOT_READ, NOT_ANSWERED = "not kept", "not read", "not answered yet"
+_GONE = (None, "absent", "gap")  # reasons of a load that found less than was kept once: see docs/engine.md
 
 VolatileLines = Literal["keep", "move", "drop"]
 
@@ -44,6 +46,10 @@ class AskedPrompt:
     answer: array[int] = field(default_factory=lambda: array("I"))  # empty until it is complete
     volatile: frozenset[int] = frozenset()  # lines that differ from one prompt of the client to the next
     moved: bool = False  # whether its last message has these lines
+    step: int = 1  # of the positions where a prompt can continue it, before its end
+    answered: bool = False
+    kept: int | None = None  # its first tokens that may be kept; None for all
+    unread: str | None = None  # the reason why kept tokens of earlier prompts were not read
     kept_until: float = 0.0  # the end of its lifetime in unix seconds; 0 without one
 
     @classmethod
@@ -75,9 +81,12 @@ class AskedPrompt:
             self.volatile = found
 
     def why(self, before: AskedPrompt, reused: int) -> str | None:
-        """Return why the client's last prompt and its answer are not the beginning of this one, of which `reused`
-        tokens were reused; None if they are, or if another part of the request has changed.
+        """Return why less than the client's last prompt and its answer was reused, `reused` tokens; None if no less
+        was, or if another part of the request has changed.
         """
+        lost = self.lost(before, reused)
+        if lost.why:
+            return lost.why
         differ = [i for i in sorted(self.volatile) if self.lines[i] != before.lines[i]]
         if differ and reused < len(before.tokens) - FEW_TOKENS:
             return f"volatile line {differ[0] + 1} of system"
@@ -87,14 +96,35 @@ class AskedPrompt:
             if before.moved:
                 return f"volatile line {min(before.volatile) + 1} of system was moved"
             return f"history rewritten from token {same}"
-        if same - reused > FEW_TOKENS and before.has_ended:
-            return "expired"
         return None
+
+    def lost(self, before: AskedPrompt, reused: int) -> Lost:
+        """Return the tokens at the beginning of both prompts that were not found."""
+        same = common_prefix(before.tokens, self.tokens) if self.model == before.model else 0
+        if same < len(before.tokens):
+            same = same // before.step * before.step
+        count = min(same, len(self.tokens) - 1) - reused
+        if count <= FEW_TOKENS or not before.answered:
+            return Lost(0, None)
+        if self.unread:
+            return Lost(0, self.unread)
+        if before.kept is not None:
+            count = min(count, before.kept - reused)
+        if count <= FEW_TOKENS:
+            return Lost(0, NOT_KEPT)
+        return Lost(count, "expired" if before.has_ended else "evicted")
 
     @property
     def has_ended(self) -> bool:
         """Whether it had a lifetime that has ended."""
         return 0 < self.kept_until < time.time()
+
+
+class Lost(NamedTuple):
+    """Tokens that two prompts have in common at their beginning, and that were not found."""
+
+    evicted: int  # those of them that are not in the cache any more
+    why: str | None  # "expired", "evicted", or the reason why they were not kept or not read; None if all were found
 
 
 class Diagnosis(NamedTuple):
@@ -104,8 +134,7 @@ class Diagnosis(NamedTuple):
     message: int | None  # index of the first message that differs
     reusable: int  # tokens of the earlier prompt that both have in common at their beginning
     missed: int  # the other tokens of the earlier prompt
-    evicted: int  # reusable tokens that are not in the cache any more
-    why: str | None  # "expired" or "evicted"; None if no tokens are
+    lost: Lost  # of the reusable tokens; if a part differs, this is not known
     seconds: float  # for the computation of missed and evicted tokens
 
     @property
@@ -113,8 +142,8 @@ class Diagnosis(NamedTuple):
         """Fields that the clouds do not have."""
         return {
             "message": self.message,
-            "evicted_tokens": self.evicted,
-            "evicted_why": self.why,
+            "evicted_tokens": self.lost.evicted,
+            "evicted_why": self.lost.why,
             "seconds": round(self.seconds, 3),
         }
 
@@ -126,14 +155,13 @@ def diagnosis(earlier: AskedPrompt, prompt: AskedPrompt, answer: Answer | None) 
     same = 0 if part == "model" else common_prefix(earlier.tokens, prompt.tokens)
     if part and part != "model" and same == size:
         part, message = None, None
-    missed, evicted, seconds = size - same if part else 0, 0, 0.0
+    missed, lost, seconds = size - same if part else 0, Lost(0, None), 0.0
     if answer:
-        reused, computed = answer.reuse.tokens, answer.prompt_tokens - answer.reuse.tokens
-        lost = min(same, answer.prompt_tokens - 1) - reused
-        evicted = lost if part is None and lost > FEW_TOKENS else 0
-        seconds = answer.reuse.prefill_seconds * min(computed, missed + evicted) / computed
-    why = ("expired" if earlier.has_ended else "evicted") if evicted else None
-    return Diagnosis(part, message, same, missed, evicted, why, seconds)
+        computed = answer.prompt_tokens - answer.reuse.tokens
+        if part is None:
+            lost = prompt.lost(earlier, answer.reuse.tokens)
+        seconds = answer.reuse.prefill_seconds * min(computed, missed + lost.evicted) / computed
+    return Diagnosis(part, message, same, missed, lost, seconds)
 
 
 def _difference(before: AskedPrompt, after: AskedPrompt) -> tuple[str, int | None] | None:
@@ -177,9 +205,11 @@ class PromptLog:
         self._trim()
 
     def answered(self, reply_id: str, answer: Answer) -> None:
-        """Add the tokens of the answer to a prompt, and the end of its lifetime."""
+        """Add what the answer says to a prompt: its tokens, the reasons, and the end of its lifetime."""
         if prompt := self._prompts.get(reply_id):
-            prompt.answer = array("I", answer.tokens)
+            prompt.answer, prompt.answered = array("I", answer.tokens), True
+            prompt.kept = 0 if answer.not_kept else prompt.kept
+            prompt.unread = prompt.unread or (None if answer.reuse.why in _GONE else answer.reuse.why)
             prompt.kept_until = answer.kept.until / 1000 if answer.kept else 0.0
             self._bytes += 4 * len(answer.tokens)
             self._trim()

@@ -74,6 +74,6 @@ def _diagnostics(
     found = diagnosis(earlier, prompt, answer)
     own = {"reusable_input_tokens": found.reusable, **found.own_fields}
     if found.part in (None, "options"):
-        return {"cache_miss_reason": {"type": "unavailable", **own}} if found.part or found.evicted else None
+        return {"cache_miss_reason": {"type": "unavailable", **own}} if found.part or found.lost.why else None
     reason: dict[str, Any] = {"type": f"{found.part}_changed", "cache_missed_input_tokens": found.missed}
     return {"cache_miss_reason": reason | own}

@@ -209,7 +209,7 @@ def _diagnostics(
         return {"type": "comparison_response_not_found"}
     found = diagnosis(earlier, prompt, answer)
     if not found.part:
-        return {"type": "unavailable", **found.own_fields} if found.evicted else {"type": "cache_hit"}
+        return {"type": "unavailable", **found.own_fields} if found.lost.why else {"type": "cache_hit"}
     return {
         "type": "cache_miss",
         "reason": _PARTS.get(found.part, "input_changed"),

@@ -174,6 +174,48 @@ def test_an_evicted_prompt_is_named_with_its_cost(tmp_path: Path) -> None:
         assert (found["type"], found["evicted_tokens"] > 100) == ("unavailable", True)
 
 
+def test_a_common_head_does_not_hide_an_eviction(tmp_path: Path) -> None:
+    """All prompts begin with the same tokens, which are found. A changed line behind lost tokens is not the reason."""
+    head = "You are brief.\nThe date is: "
+    with start_engine(write_tiny(tmp_path / "tiny"), "--memory", "2mb") as engine, engine.client() as client:
+
+        def ask(text: str, end: str = "Monday") -> tuple[int, str | None]:
+            messages: Any = [
+                {"role": "system", "content": f"{head}\n{text}\n{end}"},
+                {"role": "user", "content": text[:9]},
+            ]
+            made: Any = client.chat.completions.create(model="tiny", max_tokens=1, messages=messages)
+            return made.usage.prompt_tokens_details.cached_tokens, made.kvpage["why"]
+
+        text = words(Random(7), 60)
+        shared = len(f"system:{head}\n")
+        for end in ("Monday", "Friday"):
+            ask(text)
+            for i in range(40):
+                ask(words(Random(10 + i), 30))
+            read, why = ask(text, end)
+            assert (shared <= read < shared + 5, why) == (True, "evicted")
+        read, why = ask(text, "Sunday")
+        assert (read > len(text), why) == (True, "volatile line 4 of system")
+
+
+def test_a_prompt_that_was_not_kept_or_not_read_was_not_evicted(tmp_path: Path) -> None:
+    """The mode explicit without a breakpoint reads and keeps nothing."""
+    with start_engine(write_tiny(tmp_path / "tiny")) as engine, engine.client() as client:
+
+        def ask(text: str, mode: str, earlier: str = "") -> Any:
+            options: Any = {"mode": mode, **({"comparison_response_id": earlier} if earlier else {})}
+            return client.responses.create(model="tiny", max_output_tokens=1, input=text, prompt_cache_options=options)
+
+        for seed, modes, why in ((1, ("implicit", "explicit"), "not read"), (2, ("explicit", "implicit"), "not kept")):
+            text = words(Random(seed))
+            made = ask(text, modes[1], ask(text, modes[0]).id)
+            found = made.prompt_cache_diagnostics.model_dump()
+            assert made.usage.input_tokens_details.cached_tokens < 10
+            assert (found["type"], found["evicted_tokens"], found["evicted_why"]) == ("unavailable", 0, why)
+            assert made.kvpage["why"] == why
+
+
 def test_an_id_of_another_tenant_is_unknown(tenants: RunningEngine) -> None:
     body = {**conversation(Random(4)), "tools": []}
     found = []
@@ -222,12 +264,13 @@ def test_the_end_of_a_lifetime_is_named() -> None:
     earlier, prompt = (AskedPrompt.of("", None, body) for _ in range(2))
     for one in (earlier, prompt):
         one.tokens.extend(range(100))
+        one.answered = True
     answer = Answer(0, "", "", (), "stop", None, 100, Reuse(prefill_seconds=1.0))
     for seconds, why in ((-1, "expired"), (60, "evicted"), (None, "evicted")):
         earlier.kept_until = time.time() + seconds if seconds else 0.0
         found = diagnosis(earlier, prompt, answer)
-        assert (found.evicted, found.why) == (99, why)
-        assert prompt.why(earlier, 0) == ("expired" if why == "expired" else None)
+        assert found.lost == (99, why)
+        assert prompt.why(earlier, 0) == why
 
 
 def chat(client: openai.OpenAI, date: str, *texts: str, **fields: Any) -> tuple[int, str | None, int]:
