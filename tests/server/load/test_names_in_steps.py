@@ -83,3 +83,8 @@ def test_lengths_are_sorted_in_steps(turns: Turns) -> None:
     states = [word for need in needs for word in (b"s", b"0", b"%d" % need)]
     words = [b"KVPAGEPREFIX", b"1", b"0", b"%d" % count, *[b"s", b"0"] * count]
     assert longest(turns, [page], [*words, b"LENGTHS", b"%d" % count, *states]) < LONGEST
+
+
+@pytest.mark.parametrize("name", [b"client", b"acl"])
+def test_many_descriptions_of_a_container_are_a_short_turn(turns: Turns, name: bytes) -> None:
+    assert longest(turns, [], [b"COMMAND", b"INFO", *[name] * 1000]) < LONGEST

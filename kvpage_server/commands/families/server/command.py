@@ -112,7 +112,13 @@ def _all_described(protocol: int) -> Raw:
     """Return the reply to COMMAND, encoded for RESP `protocol`. It is encoded once, because every redis-cli requests
     it.
     """
-    return _encoded([describe(spec) for spec in top_level()], protocol)
+    return _encoded([_described(spec, protocol) for spec in top_level()], protocol)
+
+
+@cache
+def _described(spec: Spec, protocol: int) -> Raw:
+    """Return a command's entry in the reply of COMMAND, encoded once for RESP `protocol`."""
+    return _encoded(describe(spec), protocol)
 
 
 @cache
@@ -145,7 +151,7 @@ def command_info(client: Client, args: list[Argument]) -> Reply:
     """Return the description of each named command, null for unknown ones; without names, of all commands."""
     if not args:
         return command_(client, args)
-    return [describe(spec) if spec else None for spec in _named(args)]
+    return [_described(spec, client.protocol) if spec else None for spec in _named(args)]
 
 
 @_about(
