@@ -232,6 +232,7 @@ FLAGS = frozenset(_FLAGS.split())
 
 WORDS_PER_STEP = 1024  # words of a command that runs at once; longer ones run in parts
 _PART = 128  # items of a part
+_SHOWN = 128  # bytes of an unknown name that an error shows
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,9 +350,19 @@ def top_level() -> list[Spec]:
     return [spec for spec in TABLE.values() if not spec.parent]
 
 
+def _beginning(word: Argument) -> bytes:
+    """Return the first bytes of a client's word, without a copy of all its bytes."""
+    return word[:_SHOWN] if isinstance(word, bytes) else bytes(word.body[:_SHOWN])
+
+
+def lower_name(word: Argument) -> bytes:
+    """Return the first bytes of a client's word in lower case. No name of a command is that long."""
+    return _beginning(word).lower()
+
+
 def named(word: Argument) -> Spec | None:
     """Return the row of the command with a client's first word, in any case; None for an unknown command."""
-    return BY_WORD.get(word) or BY_WORD.get(plain(word).lower())  # mixed case is rare
+    return BY_WORD.get(word) or BY_WORD.get(lower_name(word))  # mixed case is rare
 
 
 def spec_of(words: Sequence[Argument]) -> Spec | None:
@@ -362,7 +373,7 @@ def spec_of(words: Sequence[Argument]) -> Spec | None:
     spec = named(words[0])
     if spec is None or len(words) == 1 or spec.name not in SUBCOMMANDS:
         return spec
-    return SUBCOMMANDS[spec.name].get(plain(words[1]).lower())
+    return SUBCOMMANDS[spec.name].get(lower_name(words[1]))
 
 
 def find(words: Sequence[Argument]) -> Spec:
@@ -374,7 +385,7 @@ def find(words: Sequence[Argument]) -> Spec:
     if spec is None:
         raise ReplyError(_unknown(words))
     if len(words) > 1 and spec.name in SUBCOMMANDS:
-        spec = _find_sub(spec, plain(words[1]))
+        spec = _find_sub(spec, words[1])
     if not spec.fits(len(words)):
         raise ReplyError(f"ERR wrong number of arguments for '{spec.name}' command")
     return spec
@@ -382,15 +393,15 @@ def find(words: Sequence[Argument]) -> Spec:
 
 def too_many(spec: Spec, words: Sequence[Argument]) -> ReplyError:
     """Return Redis's error for a subcommand with more words than `Spec.most`. It is not raised here."""
-    shown, container = shorten(plain(words[1]), 128), spec.parent.upper()
+    shown, container = shorten(_beginning(words[1]), _SHOWN), spec.parent.upper()
     return ReplyError(f"ERR unknown subcommand or wrong number of arguments for '{shown}'. Try {container} HELP.")
 
 
-def _find_sub(spec: Spec, word: bytes) -> Spec:
+def _find_sub(spec: Spec, word: Argument) -> Spec:
     """Return the row of a container's subcommand. Raises ReplyError for an unknown one."""
-    found = SUBCOMMANDS[spec.name].get(word.lower())
+    found = SUBCOMMANDS[spec.name].get(lower_name(word))
     if found is None:
-        shown = shorten(word, 128)
+        shown = shorten(_beginning(word), _SHOWN)
         raise ReplyError(f"ERR unknown subcommand '{shown}'. Try {spec.name.upper()} HELP.")
     return found
 
@@ -399,13 +410,13 @@ def _unknown(words: Sequence[Argument]) -> str:
     """Return the text of Redis's error for an unknown command: up to 128 bytes of its name, and its first arguments, up
     to about 128 bytes of them.
     """
-    shown, room = "", 128
+    shown, room = "", _SHOWN
     for word in words[1:]:
         if room <= 0:
             break
-        shown += f"'{shorten(plain(word), room)}' "
-        room = 128 - len(shown)
-    return f"ERR unknown command '{shorten(plain(words[0]), 128)}', with args beginning with: {shown}"
+        shown += f"'{shorten(_beginning(word), room)}' "
+        room = _SHOWN - len(shown)
+    return f"ERR unknown command '{shorten(_beginning(words[0]), _SHOWN)}', with args beginning with: {shown}"
 
 
 # -- shape -------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from typing import Generic, TypeVar
 
 from kvpage_server.commands.access.user import Denial
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.specs import Spec, named, spec_of
+from kvpage_server.commands.specs import Spec, lower_name, named, spec_of
 from kvpage_server.commands.steps import IN_THREAD_FROM, Steps, wait_for_thread
 from kvpage_server.core import Command
 from kvpage_server.core.pieces import Piece
@@ -471,7 +471,7 @@ def rejected(client: Client, spec: Spec | None, words: Command, error: ReplyErro
     stats.note_error(str(error))
     if spec is not None:
         stats.calls[spec.name].rejected += 1
-    elif isinstance(words[0], bytes) and words[0].lower() in _HTTP:
+    elif isinstance(words[0], bytes) and lower_name(words[0]) in _HTTP:
         message = "%s speaks HTTP: its connection ends, the rest of it may be commands"
         client.server.seldom.log(logging.WARNING, message, client.address)
         client.connection.abort()

@@ -88,3 +88,14 @@ def test_lengths_are_sorted_in_steps(turns: Turns) -> None:
 @pytest.mark.parametrize("name", [b"client", b"acl"])
 def test_many_descriptions_of_a_container_are_a_short_turn(turns: Turns, name: bytes) -> None:
     assert longest(turns, [], [b"COMMAND", b"INFO", *[name] * 1000]) < LONGEST
+
+
+@pytest.mark.parametrize("container", [[], [b"client"]])
+def test_a_long_unknown_name_is_a_short_turn(turns: Turns, container: list[bytes]) -> None:
+    assert longest(turns, [], [*container, b"x" * (4 << 20)]) < LONGEST / 8
+
+
+def test_a_very_long_unknown_name_is_cut_in_the_error(turns: Turns) -> None:
+    with socket.create_connection(("127.0.0.1", turns.server.port), timeout=60) as sock:
+        sock.sendall(encode_command([b"x" * (5 << 20), b"a"]))
+        assert sock.recv(300) == b"-ERR unknown command '%b', with args beginning with: 'a' \r\n" % (b"x" * 128)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from functools import cache, partial
 from typing import Any
 
-from kvpage_server.commands.arguments import SYNTAX_ERROR, plain, plain_all
+from kvpage_server.commands.arguments import SYNTAX_ERROR, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.registry import command, help_of
 from kvpage_server.commands.specs import (
@@ -19,6 +19,7 @@ from kvpage_server.commands.specs import (
     Spec,
     Use,
     arguments,
+    lower_name,
     schema,
     subcommands,
     top_level,
@@ -93,7 +94,7 @@ def _with_status_flags(argument: dict[str, Any]) -> dict[str, Any]:
 
 def _named(args: list[Argument]) -> list[Spec | None]:
     """Return the row of each named command, None for unknown ones."""
-    return [TABLE.get(word.lower().decode("ascii", "replace")) for word in plain_all(args)]
+    return [TABLE.get(lower_name(word).decode("ascii", "replace")) for word in plain_all(args)]
 
 
 _about = partial(command, flags="loading stale connection", group="server", since="2.8.13")
@@ -200,9 +201,9 @@ def _uses(args: list[Argument]) -> list[Use]:
     """Return the keys, each with its access, that a command with these words would use. Raises ReplyError if it has no
     keys, or an invalid number of words.
     """
-    name = plain(args[0]).lower().decode("latin1")
+    name = lower_name(args[0]).decode("latin1")
     if name in SUBCOMMANDS and len(args) > 1:
-        name += "|" + plain(args[1]).lower().decode("latin1")
+        name += "|" + lower_name(args[1]).decode("latin1")
     spec = TABLE.get(name)
     if spec is None:
         raise ReplyError("ERR Invalid command specified")
