@@ -139,7 +139,9 @@ class BlobCommands:
     def set_blocks(
         self, names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[Sequence[memoryview]], ttl: int
     ) -> Request[None]:
-        """Write whole blocks. A body may be in several pieces."""
+        """Return the request that writes blocks of one shape. A body is one memoryview, or several in the order of its
+        bytes. `ttl` is in seconds, 0 for none.
+        """
         whole = [pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces)) for pieces in bodies]
         pages = [
             Page(key, body[span], plane.dtype, shape.page_size, plane.head_dim)

@@ -82,7 +82,9 @@ def passed(words: Sequence[Argument], *, writes: bool) -> cluster.Command:
 
 
 def set_page(key: bytes, slot: Slot) -> cluster.Command:
-    """Return a SET command with the page in `slot`, header and body, and the TTL of its header."""
+    """Return a SET command for the page whose header and body are in `slot`, memory of the arena. Its TTL is that of
+    the header.
+    """
     ttl = int.from_bytes(slot.header[_TTL], "little")
     opening, ending = cluster.around_value(key, HEADER_SIZE + slot.size, ttl)
 

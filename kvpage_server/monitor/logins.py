@@ -260,7 +260,7 @@ def cookie_name(request: Request) -> str:
 def credentials(request: Request) -> tuple[str, str] | None:
     """Return the user and password of HTTP basic authentication, or "" and a bearer token; None without the header.
 
-    Raises Malformed for any other header.
+    Raises Malformed for any other content of `Authorization`.
     """
     received = request.headers.getlist("authorization")
     if not received:

@@ -104,7 +104,7 @@ class _Unfinished:
         self._steps = steps
 
     def take_turn(self) -> None:
-        """Run steps for one turn."""
+        """Run steps until TURN nanoseconds have passed, and join the queue again if there are more."""
         has_more = False
         try:
             has_more = self._run_steps()

@@ -429,8 +429,9 @@ class Router:
     def answers(self, commands: Sequence[Command], end: Deadline) -> Plan[list[Answer | Failed]]:
         """Run commands on the nodes of their keys until `end`, and return the reply to each.
 
-        The reply is Failed for a read that no node answered, and the Refused error TRYAGAIN for a command with `apart`.
-        Raises other error replies as Refused, and the last error of a write that has not succeeded by `end`.
+        MOVED and ASK are followed. The reply to a read that no node answered is Failed. A command of several keys with
+        `apart` gets the error TRYAGAIN, while its slot moves, as its reply: the caller then sends a command for each
+        key. Raises Refused for every other error reply, and the last error of a write that has not succeeded by `end`.
         """
         late = Failed(end.exceeded())
         ways = [

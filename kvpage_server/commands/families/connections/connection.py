@@ -121,7 +121,7 @@ def reset(client: Client, args: list[Argument]) -> Reply:
 )
 def auth(client: Client, args: list[Argument]) -> Reply:
     """Log the client in as a user, `default` without a name, and return OK. Raises ReplyError for a wrong password,
-    Postponed after many of them.
+    and Postponed, which delays the reply, after many wrong passwords from the client's address.
     """
     if len(args) > 2:
         raise ReplyError(SYNTAX_ERROR)
