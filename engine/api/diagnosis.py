@@ -205,7 +205,7 @@ class PromptLog:
         self._trim()
 
     def answered(self, reply_id: str, answer: Answer) -> None:
-        """Add what the answer says to a prompt: its tokens, the reasons, and the end of its lifetime."""
+        """Add the tokens of the answer to a prompt, why it was not read or kept, and the end of its lifetime."""
         if prompt := self._prompts.get(reply_id):
             prompt.answer, prompt.answered = array("I", answer.tokens), True
             prompt.kept = 0 if answer.not_kept else prompt.kept

@@ -296,15 +296,12 @@ class PageTier:
                 start = keys[kept.keys][1].start
                 if start >= lifetimes.tokens:
                     return KeptContext(lifetimes.tokens, until or kept.until)
-                until = until or (kept.until if start else 0)
-                covering = await self._covering(manifest, start, lifetimes.tokens)
-                if not covering:
-                    why = NOT_STORED if kept.why == "absent" else kept.why
-                    return KeptContext(start, until, why)
-                again = await keep(covering, seconds)
-                whole = again.keys == len(covering)
-                tokens = lifetimes.tokens if whole else start
-                return KeptContext(tokens, min(until or again.until, again.until), again.why)
+                until = (until or kept.until) if start else 0
+                for covering in await self._covering(manifest, start, lifetimes.tokens):
+                    again = await keep(covering, seconds)
+                    if again.keys == len(covering):
+                        return KeptContext(lifetimes.tokens, min(until or again.until, again.until))
+                return KeptContext(start, until, NOT_STORED if kept.why == "absent" else kept.why)
             reach = max(place.end for place in run)
             if run[0].start < lifetimes.tokens:
                 until = min(until or kept.until, kept.until)
@@ -313,18 +310,18 @@ class PageTier:
             self._connection.progressed()
         return KeptContext(min(reach, lifetimes.tokens), until)
 
-    async def _covering(self, manifest: ContextManifest, start: int, end: int) -> list[bytes]:
-        """Return the keys of a longer block that has the tokens of a context between two positions, and the keys of
-        the records that name it; none if there is no such block.
+    async def _covering(self, manifest: ContextManifest, start: int, end: int) -> list[list[bytes]]:
+        """Return the keys of each longer block that has the tokens of a context between two positions, and the keys of
+        the records that name it.
         """
         size, tokens = self._spec.block_tokens, manifest.tokens[start:end]
         if start % size or len(tokens) >= size:
             return []
         chain = self._spec.chain(manifest.agent_id, manifest.tokens)
         parent = Parent(manifest.names[: start // size], chain, self._layout.together)
-        places = await tails.covering(self._connection, self._spec, parent, tokens)
-        keys = [key for place in places for key in self._layout.keys(place)]
-        return [*keys, *self._finding(manifest, end)] if keys else []
+        found = await tails.covering(self._connection, self._spec, parent, tokens)
+        blocks = [[key for place in places for key in self._layout.keys(place)] for places in found]
+        return [[*keys, *self._finding(manifest, end)] for keys in blocks]
 
     def keep_anew(self, context: AgentBlocks, on_renewed: Callable[[KeptContext], object] = lambda _: None) -> None:
         """Start to begin the lifetimes anew that the first blocks of a context have on the server. If they have one,

@@ -224,15 +224,13 @@ def names_of(agent_id: str, tokens: Sequence[int], spec: ModelCacheSpec) -> Cont
 
 async def covering(
     connection: ServerConnection, spec: ModelCacheSpec, parent: Parent, tokens: Sequence[int]
-) -> list[BlockPlace]:
-    """Return the places of a block in a record that begins with `tokens`, and has a state after them, or one token
-    before, if layers have states; none if there is none.
+) -> list[list[BlockPlace]]:
+    """Return the places of each block in a record that begins with `tokens`, and has a state after them, or one token
+    before, if layers have states.
     """
-    for key in parent.records(tokens, spec):
-        for tail in await _read(connection, spec, key):
-            if tail.usable(tokens, spec) >= len(tokens) - spec.has_state:
-                return list(tail.places(parent, spec))
-    return []
+    found = [tail for key in parent.records(tokens, spec) for tail in await _read(connection, spec, key)]
+    least = len(tokens) - spec.has_state
+    return [list(tail.places(parent, spec)) for tail in found if tail.usable(tokens, spec) >= least]
 
 
 async def _read(connection: ServerConnection, spec: ModelCacheSpec, key: str) -> list[Tail]:

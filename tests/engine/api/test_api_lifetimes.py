@@ -117,6 +117,15 @@ def test_a_prompt_is_kept_that_a_longer_block_contains(tmp_path: Path, agent: st
         assert made.kvpage["kept"] == {"tokens": end, "until": made.kvpage["kept"]["until"], "why": None}
 
 
+def test_a_shorter_lifetime_does_not_bring_the_end_nearer(tmp_path: Path) -> None:
+    with start_server() as server, start_engine(write_tiny(tmp_path / "tiny"), "--store", server.url) as engine:
+        for ttl in ("1h", "5m"):
+            assert (
+                abs(kept(create(engine, ttl=ttl, extra_body={"temperature": 0}))["until"] - unix_ms() / 1000 - 3600)
+                < 10
+            )
+
+
 def test_an_engine_without_a_store_keeps_contexts_in_its_memory(tmp_path: Path) -> None:
     model = write_tiny(tmp_path / "tiny")
     with start_engine(model, "--memory", "4mb") as engine:
@@ -208,6 +217,10 @@ def test_a_tenant_keeps_its_share_and_learns_when_it_is_used_up(tmp_path: Path) 
             "until": kept(other)["until"],
             "why": None,
         }
+        for _ in range(3):  # the share is full, and their tokens differ: none of them needs a copy
+            assert kept(create(engine, "".join(Random(0).choices(ascii_lowercase, k=700)), token="one"))["why"] is None
+        empty = kept(create(engine, "b" * 200, token="one"))
+        assert (empty["tokens"], empty["until"]) == (0, None)
         tenants = {row["tenant"]: row for name, row in client.info("kvpage").items() if name in ("kept0", "kept1")}
         assert tenants["b"]["bytes"] < tenants["a"]["bytes"] <= 4 * MB
 

@@ -28,7 +28,7 @@ from kvpage_server.commands.registry import command
 from kvpage_server.commands.specs import WORDS_PER_STEP, Parts, PrefixParts, nothing, prefix_words, prefixes, requests
 from kvpage_server.commands.steps import STEP, Steps, each, stepwise
 from kvpage_server.core import Argument
-from kvpage_server.page import MAX_U32, unix_ms
+from kvpage_server.page import MAX_U32
 from kvpage_server.resp import Reply, ReplyError
 from kvpage_server.store.contents import unit_of
 from kvpage_server.store.eviction.leases import LONGEST_LEASE, LONGEST_LIFETIME, Bytes
@@ -279,15 +279,14 @@ def kvpageunpin(client: Client, args: list[Argument]) -> Reply:
     summary="Protects values from eviction for up to a day, also after a restart.",
 )
 def kvpagekeep(client: Client, args: list[Argument]) -> Reply:
-    """Return the number of keys, from the first one, whose values have a lifetime of at least `seconds` now; its end in
-    unix milliseconds; and why the next key has none: `absent`, or the limit that is reached.
+    """Return the number of keys, from the first one, whose values have a lifetime of at least `seconds` now; the first
+    end in unix milliseconds, 0 without a key; and why the next key has none: `absent`, or the limit that is reached.
 
     The key of a page stands for its block. A lifetime is never shortened. If the tenant has given a value a longer one,
-    this begins anew. With 0 `seconds`, all lifetimes begin anew, the end is the first one's, and a value without a
-    lifetime gets none: `not kept`. `tenant` is a name of up to 128 bytes,
-    for which the bytes count; if there are several `tenants`, each may keep that part of the limit. A value that is
-    kept for another tenant counts for that one, unless the end is later. After the end, a block that was not used since
-    is evicted first. A new value of a string has the lifetime of the old one.
+    this begins anew. With 0 `seconds`, all lifetimes begin anew, and a value without one gets none: `not kept`.
+    `tenant` is a name of up to 128 bytes, for which the bytes count; if there are several `tenants`, each may keep that
+    part of the limit. A value that is kept for another tenant counts for that one, unless the end is later. After the
+    end, a block that was not used since is evicted first. A new value of a string has the lifetime of the old one.
     """
     keyspace = client.keyspace
     tenant = plain(args[0])
@@ -295,11 +294,10 @@ def kvpagekeep(client: Client, args: list[Argument]) -> Reply:
         raise ReplyError(f"ERR tenant must have at most {LONGEST_TENANT} bytes, got {len(tenant)}")
     tenants = integer_in("tenants", args[1], 1, MOST_TENANTS)
     seconds = integer_in("seconds", args[2], 0, LONGEST_LIFETIME)
-    until = unix_ms() + 1000 * seconds
 
     def steps() -> Steps[list[Reply]]:
         keyspace.leases.settle(monotonic_ms())
-        kept, end, why = 0, until if seconds else 0, ""
+        kept, end, why = 0, 0, ""
         for key in map(plain, args[3:]):
             ends, why = _keep(keyspace, key, seconds, tenant, tenants)
             if why:
