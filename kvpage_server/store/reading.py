@@ -270,7 +270,7 @@ class Listing:
         if not request:
             return False
         first = index.block(req_id, next(iter(request)))
-        if first is not None and self._contents.unexpired(first) is not None:  # usually, and there may be very many
+        if first is not None and self._contents.has_unexpired(first):  # usually, and there may be very many
             return True
         blocks = (index.block(req_id, page) for page in index.page_ids(req_id))
-        return any(block is not None and self._contents.unexpired(block) for block in blocks)
+        return any(block is not None and self._contents.has_unexpired(block) for block in blocks)

@@ -107,9 +107,12 @@ def note_chain(keyspace: Keyspace, blocks: list[Block]) -> Steps[None]:
 
 def fit_one_step(client: Client, req: Argument, pages: Sequence[Argument] = ()) -> bool:
     """Return whether `req [page ...]` names so few blocks that one step can handle them. Without `pages`, all blocks of
-    the request count.
+    the request count, and none may be overdue.
     """
-    return len(pages) < WORDS_PER_STEP and (len(pages) > 0 or client.keyspace.index.count(plain(req)) <= WORDS_PER_STEP)
+    if pages:
+        return len(pages) < WORDS_PER_STEP
+    index, req_id = client.keyspace.index, plain(req)
+    return index.count(req_id) <= WORDS_PER_STEP and not any(map(is_overdue, index.of(req_id)))
 
 
 def named_blocks(client: Client, req: Argument, pages: Sequence[Argument]) -> Steps[list[Block]]:
