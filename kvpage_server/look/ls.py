@@ -115,7 +115,7 @@ def _agents(agents: tuple[Agent, ...]) -> Table:
             as_size(agent.own_bytes),
             ago(max(time.time() - agent.manifest.saved_ms / 1000, 0) if agent.manifest.saved_ms else None),
             ago(agent.idle),
-            *(_protection_text(agent.protection) for _ in _protected(agents)),
+            *(protection_text(agent.protection) for _ in _protected(agents)),
         )
     return table
 
@@ -125,7 +125,7 @@ def _protected(rows: Sequence[Agent | OtherRequest]) -> list[str]:
     return ["protected"] if any(row.protection != UNPROTECTED for row in rows) else []
 
 
-def _protection_text(protection: BlockProtection) -> Text:
+def protection_text(protection: BlockProtection) -> Text:
     """Return whether a context is pinned, and until when it is kept for which tenant."""
     parts = ["pinned"] if protection.pinned else []
     if protection.until:
@@ -161,7 +161,7 @@ def _requests(requests: tuple[OtherRequest, ...]) -> Table:
     for request in requests:
         sizes = as_size(request.bytes), as_size(request.memory)
         name = readable(request.label, _MAX_NAME_CHARACTERS) if request.label else readable(request.req_id)
-        protected = [_protection_text(request.protection) for _ in _protected(requests)]
+        protected = [protection_text(request.protection) for _ in _protected(requests)]
         table.add_row(name, f"{request.blocks:,}", f"{request.pages:,}", *sizes, *protected)
     return table
 
@@ -249,7 +249,7 @@ def _ls_request(store: QueriedStore, args: argparse.Namespace) -> bool:
         counts = [f"{block[name]:,}" for name in ("layers", "heads", "pages")]
         sizes = [as_size(block[name]) for name in ("bytes", "memory")]
         cells = str(block["page"]), "yes" if block["complete"] else "no", planes, *counts, *sizes
-        table.add_row(*cells, *(_protection_text(protection_of(block)) for _ in protected))
+        table.add_row(*cells, *(protection_text(protection_of(block)) for _ in protected))
     out.print(table, soft_wrap=False)
     _print_omitted(args, {"block": len(blocks)})
     return True

@@ -23,8 +23,10 @@ from kvpage_server.observe.overview import (
     Overview,
     overview_of_store,
 )
-from kvpage_server.system.terminal import for_people, out
+from kvpage_server.system.terminal import for_people, out, readable
 from kvpage_server.system.text import as_size, plural
+
+_MAX_TENANTS = 5  # with the largest contexts that have a lifetime
 
 
 def status(store: redis.Redis, args: argparse.Namespace) -> bool:
@@ -126,6 +128,11 @@ def _store_lines(now: Overview) -> Iterator[tuple[str, Any]]:
         "protected",
         f"{plural(contents.protected, 'value')} leased or pinned, {as_size(contents.protected_bytes)}",
     )
+    if contents.kept:
+        tenants = sorted(contents.kept_by_tenant.items(), key=lambda one: -one[1])[:_MAX_TENANTS]
+        of_tenants = "; ".join(f"{as_size(size)} for {readable(name)}" for name, size in tenants if name)
+        lifetimes = f"{plural(contents.kept, 'value')} with a lifetime, {as_size(contents.kept_bytes)}"
+        yield "", f"{lifetimes}: {of_tenants}" if of_tenants else lifetimes
     ratio, reads = traffic.hit_ratio, traffic.hits + traffic.misses
     yield (
         "hit ratio",

@@ -12,7 +12,7 @@ import redis
 from rich.text import Text
 
 from kvpage_server.address import shown
-from kvpage_server.look.ls import agent_as_json, ago, raise_if_scan_refused
+from kvpage_server.look.ls import agent_as_json, ago, protection_text, raise_if_scan_refused
 from kvpage_server.look.multi_store import MultiStore
 from kvpage_server.look.output import LookError, UsageError, titled
 from kvpage_server.look.pages_on_strings import ABSENT, PagesOnStrings, shell_word, why_hint
@@ -25,6 +25,7 @@ from kvpage_server.observe.memory_by_agent import (
     exact_pattern,
     holdings_of_agent,
     holdings_of_store,
+    protection_of,
 )
 from kvpage_server.page import MAX_PAGE, DType, KVType, PageError, PageKey, check_range, check_req_id
 from kvpage_server.system.terminal import for_people, out, print_json, readable, table_of, when
@@ -59,7 +60,7 @@ def stat(store: QueriedStore, args: argparse.Namespace) -> bool:
     ttl = "none" if left < 0 else f"{for_people(left / 1000)} left of {page['ttl']} s"
     leases = [
         ("leased", f"{for_people(lease / 1000)} left" if lease else "no"),
-        ("pinned", "yes" if page["pinned"] else "no"),
+        ("protected", protection_text(protection_of(page)) or "no"),
     ]
     rows = [
         ("content", f"{plane}, {matrix}, {plural(page['bytes'], 'byte')}"),
@@ -126,7 +127,7 @@ def _show_context(agent: Agent, places: list[BlockPlace]) -> None:
     table = table_of(*columns, numbers_from=0, drop=("shared by", "tokens"))
     for i, place in enumerate(places):
         tier = Text(place.tier) if place.block.complete else Text(place.why or "incomplete", "red")
-        how = "pinned" if place.pinned else "leased" if place.lease else ""
+        how = protection_text(place.block.protection) or Text("leased" if place.lease else "")
         size, tokens = as_size(place.block.bytes), f"{place.block.tokens:,}"
         table.add_row(f"{i:,}", tokens, size, tier, plural(len(place.agents), "agent"), *[how for _ in protected])
     out.print(table, soft_wrap=False)
@@ -145,6 +146,8 @@ def context_as_json(agent: Agent, places: list[BlockPlace], args: argparse.Names
             "agents": len(place.agents),
             "pinned": place.pinned,
             "lease_left_ms": place.lease,
+            "kept_until_ms": place.block.protection.until,
+            "kept_by": place.block.protection.tenant,
             "why": place.why,
             "why_at_ms": place.why_at,
             "by": place.by,

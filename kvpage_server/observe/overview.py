@@ -124,6 +124,7 @@ class ContentFigures:
     protected_bytes: int = _of("leased_or_pinned_bytes")
     kept: int = _of("kept")  # values with a lifetime
     kept_bytes: int = _of("kept_bytes")
+    kept_by_tenant: Mapping[str, int] = field(default_factory=dict)  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +268,19 @@ def parse(info: str) -> Overview:
             received,
             fragmentation=number("arena_held") - number("arena_used") - number("arena_spare"),
         ),
-        contents=_read(ContentFigures, received, keys=int(keys.get("keys", 0)), expiring=int(keys.get("expires", 0))),
+        contents=_read(
+            ContentFigures,
+            received,
+            keys=int(keys.get("keys", 0)),
+            expiring=int(keys.get("expires", 0)),
+            kept_by_tenant={
+                tenant: int(_fields(counts)["bytes"])
+                for counts, is_tenant, tenant in (
+                    value.partition(",tenant=") for name, value in received.items() if name.startswith("kept")
+                )
+                if is_tenant
+            },
+        ),
         traffic=_read(TrafficFigures, received),
         connections=_read(
             ConnectionFigures,

@@ -92,7 +92,9 @@ def test_ls_shows_pins_and_lifetimes_with_their_tenants(server: RunningServer, c
     assert rows["kept"]["kept_by"] == "alice"
     assert rows["kept"]["kept_until_ms"] > 0
     assert (rows["pinned"]["pinned"], rows["other"]["pinned"]) == (True, False)
-    assert re.search(r"until \d\d:\d\d for alice", kvpage("ls", "kept", url=server.url)[1])
+    for words in (("ls", "kept"), ("stat", "kv:kept:0:0:0:0")):
+        assert re.search(r"until \d\d:\d\d for alice", kvpage(*words, url=server.url)[1])
+    assert re.search(r"1 value with a lifetime, \S+ \S+: \S+ \S+ for alice", kvpage("status", url=server.url)[1])
 
 
 def test_ls_lists_requests_and_the_blocks_of_one(server: RunningServer, client: redis.Redis) -> None:
@@ -139,7 +141,7 @@ def test_stat_shows_a_page(server: RunningServer, client: redis.Redis) -> None:
     assert lines["position"] == "layer 1, head 2, page 0"
     assert lines["TTL"].startswith("59 min 5")
     assert lines["leased"].startswith("5")
-    assert (lines["pinned"], lines["tier"]) == ("no", "memory")
+    assert (lines["protected"], lines["tier"]) == ("no", "memory")
 
 
 def test_stat_of_a_missing_page(server: RunningServer, client: redis.Redis) -> None:

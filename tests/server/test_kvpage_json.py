@@ -92,6 +92,14 @@ def remember(client: redis.Redis, agent: str, of: str = "") -> None:
     client.set(f"manifest:{agent}:00000000000000aa", "0" * 16 + json.dumps(manifest))
 
 
+def test_stat_shows_the_lifetimes_of_an_agents_blocks(server: RunningServer, client: redis.Redis) -> None:
+    remember(client, "alice")
+    client.execute_command("KVPAGEKEEP", "bob", 1, 3600, "kv:of-alice:0:0:0:0")
+    [place] = json_of("stat", "alice", url=server.url)["contexts"][0]["places"]
+    assert (place["kept_by"], place["kept_until_ms"] > 0) == ("bob", True)
+    assert "for bob" in kvpage("stat", "alice", url=server.url)[1]
+
+
 @pytest.mark.parametrize("gone", [False, True])
 def test_each_part_of_several_servers_names_its_server(
     server: RunningServer, second_server: RunningServer, gone: bool, tmp_path: Path
