@@ -280,9 +280,9 @@ class Pages:
         count = len(self._blocks(req, *map(int, pages)))
         return one_of([count, Err("ERR leases, pins and lifetimes may take")]) if self.limited else count
 
-    def do_kvpagekeep(self, _tenant: bytes, _tenants: bytes, seconds: bytes, *keys: bytes) -> Any:
+    def do_kvpagekeep(self, _tenant: bytes, _tenants: bytes, _seconds: bytes, *keys: bytes) -> Any:
         count = sum(1 for _ in takewhile(lambda key: self.store.get(key) is not None, keys))
-        until = self.time(self.store.now + 1000 * int(seconds))
+        until = ANYTHING if count else 0  # the end of the first value, which may have had a longer lifetime before
         return [between(0, count), until, ANYTHING] if self.limited else [count, until, b"absent" * (count < len(keys))]
 
     def do_kvpageunpin(self, req: bytes, *pages: bytes) -> Any:
