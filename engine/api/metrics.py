@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,6 +20,7 @@ from .models import Models
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 PREFIX = "kvpage_engine_"
+_NUMBERS = re.compile(r"( from token)? \d+.*")  # of lines and tokens, in reasons: each would be a time series
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
@@ -49,14 +51,16 @@ class _Answers:
         help = "Prompts with a lifetime, by the part of the requested tokens that is kept: whole, part or none"
         self._kept = Counter(PREFIX + "lifetimes", help, ["model", "kept"], **shared)
         self._prewarmed = Counter(PREFIX + "prewarmed", "Prompts computed for later ones", ["model"], **shared)
+        self._breakpoints = Counter(PREFIX + "breakpoints", "Breakpoints of prompts", ["model"], **shared)
         help = "Prompts that reused less than possible, by reason"
         self._misses = Counter(PREFIX + "misses", help, ["model", "reason"], **shared)
 
-    def count(self, answer: Answer, model: str, *, prewarmed: bool) -> None:
+    def count(self, answer: Answer, model: str, breakpoints: int, *, prewarmed: bool) -> None:
         reuse, kept = answer.reuse, answer.kept
         if kept:
             self._kept.labels(model, "whole" if not kept.why else "part" if kept.tokens else "none").inc()
         self._prewarmed.labels(model).inc(prewarmed)
+        self._breakpoints.labels(model).inc(breakpoints)
         self._answers.labels(model, reuse.tier, answer.finish_reason).inc()
         self._prompt.labels(model).inc(answer.prompt_tokens)
         self._reused.labels(model, reuse.tier).inc(reuse.tokens)
@@ -64,7 +68,7 @@ class _Answers:
         self._first.labels(model, reuse.tier).observe(reuse.time_to_first_token)
         self._restore.labels(model, reuse.tier).observe(reuse.restore_seconds)
         if reuse.why:
-            self._misses.labels(model, reuse.why).inc()
+            self._misses.labels(model, _NUMBERS.sub("", reuse.why)).inc()
 
 
 class Metrics:
@@ -84,11 +88,11 @@ class Metrics:
         waiting.set_function(pending)
         self._registry.register(_EngineCollector(models))
 
-    def answered(self, answer: Answer, agent_id: str, model: str, *, prewarmed: bool) -> None:
+    def answered(self, answer: Answer, agent_id: str, model: str, breakpoints: int, *, prewarmed: bool) -> None:
         """Count a complete answer of a model, in the metrics of all answers and of the agent's tenant."""
-        self._answers.count(answer, model, prewarmed=prewarmed)
+        self._answers.count(answer, model, breakpoints, prewarmed=prewarmed)
         if tenant := tenant_of(agent_id):
-            self._of_tenants[tenant].count(answer, model, prewarmed=prewarmed)
+            self._of_tenants[tenant].count(answer, model, breakpoints, prewarmed=prewarmed)
 
     def exposition(self, who: Tenant) -> bytes:
         """Return the metrics in Prometheus's text format: all of them for WATCHER and without tenants, otherwise the

@@ -232,8 +232,11 @@ class Service:
             assert generation.answer
             prompt = generation.prompt
             answer, warm = generation.answer, prompt.prewarms
-            self.metrics.answered(answer, prompt.agent_id, answers.model, prewarmed=warm)
-            self.watching.answered(answer, answers.model, kept=prompt.keep, label=prompt.label, prewarmed=warm)
+            breakpoints = len(prompt.boundaries)
+            self.metrics.answered(answer, prompt.agent_id, answers.model, breakpoints, prewarmed=warm)
+            self.watching.answered(
+                answer, answers.model, breakpoints, kept=prompt.keep, label=prompt.label, prewarmed=warm
+            )
 
     def ask(self, model: ServedModel, prompts: Sequence[Prompt]) -> Answers:
         """Queue the prompts of a request, and return their answers. Raises ApiError (429) if the queue has no room for

@@ -50,6 +50,7 @@ class Answered:
     kept: int | None  # tokens with a lifetime; None if the request has none
     kept_until: float  # unix seconds
     prewarmed: bool
+    breakpoints: int
 
 
 @dataclass(slots=True)
@@ -90,7 +91,9 @@ class Watching:
         self._again = 0.0  # time of the next query of the agents, in monotonic seconds
         self._queries: dict[str, asyncio.Task[None]] = {}
 
-    def answered(self, answer: Answer, model: str, *, kept: bool, label: str, prewarmed: bool) -> None:
+    def answered(
+        self, answer: Answer, model: str, breakpoints: int, *, kept: bool, label: str, prewarmed: bool
+    ) -> None:
         """Add an answer of a model to its tenant's history. It has the agent's name if the context is `kept`, otherwise
         `label`. A `prewarmed` prompt was computed for later requests.
         """
@@ -119,6 +122,7 @@ class Watching:
                 answer.kept.tokens if answer.kept else None,
                 answer.kept.until / 1000 if answer.kept else 0.0,
                 prewarmed,
+                breakpoints,
             )
         )
 

@@ -144,9 +144,10 @@ function showBatch() {
       el("td", { class: "num" }, seconds(each.seconds))));
 }
 
-/** Return whether an answer's prompt was pre-warmed, and how many of its tokens are kept until when; "" for neither. */
-function lifetime({ prewarmed, kept, kept_until: until }) {
+/** Return whether an answer's prompt was pre-warmed, its breakpoints, and its tokens that are kept until when. */
+function lifetime({ prewarmed, breakpoints, kept, kept_until: until }) {
   const parts = prewarmed ? ["pre-warmed"] : [];
+  if (breakpoints) parts.push(plural(breakpoints, "breakpoint"));
   if (kept !== null) parts.push(kept ? `${plural(kept, "token")} until ${clock(until)}` : "nothing kept");
   return parts.join(", ");
 }

@@ -14,6 +14,7 @@ from string import ascii_lowercase
 from typing import Any
 
 import anthropic
+import httpx
 import jinja2
 import openai
 import pytest
@@ -197,6 +198,8 @@ def test_a_common_head_does_not_hide_an_eviction(tmp_path: Path) -> None:
             assert (shared <= read < shared + 5, why) == (True, "evicted")
         read, why = ask(text, "Sunday")
         assert (read > len(text), why) == (True, "volatile line 4 of system")
+        shown = httpx.get(f"{engine.url}/metrics").text
+        assert 'kvpage_engine_misses_total{model="tiny",reason="volatile line"}' in shown
 
 
 def test_a_prompt_that_was_not_kept_or_not_read_was_not_evicted(tmp_path: Path) -> None:

@@ -146,6 +146,7 @@ def test_a_prewarmed_prompt_is_computed_as_little_as_a_hot_one(engine: RunningEn
     create(engine, "b", None, system=system)  # hot
     hot = create(engine, "c", None, system=system)
     assert engine.metric("prewarmed_total") >= 1
+    assert engine.metric("breakpoints_total") >= 1
     assert engine.metric("lifetimes_total") >= 1
     cold = create(engine, "d", None, system=system[::-1])
     create(engine, "a", "5m", system=system[1:], max_tokens=0)
