@@ -20,7 +20,7 @@ from kvpage_server.system.process import ARENA_MAX, MMAP_THRESHOLD, TRIM_THRESHO
 # New memory from the system costs a page fault for every 4 KiB: on a virtual machine up to a second for a gigabyte,
 # which is longer than to receive or copy a context. MLX's CPU backend keeps 32 MiB of freed memory. glibc returns the
 # rest to the system, and requests it again for the next context. So glibc is configured to keep it. A process then
-# keeps no more than it once used, which the block pool limits.
+# keeps no more than its peak, and the block pool limits that.
 
 _KEPT_BYTES = 512 << 20  # of free memory at the end of the heap: a few contexts of a few thousand tokens
 _LARGEST_BYTES = 32 << 20  # glibc's maximum; larger blocks are mapped, and unmapped when freed
@@ -30,7 +30,8 @@ def keep_freed() -> bool:
     """Make glibc keep freed memory for later requests. Return False with another C library. Must be called before
     threads start.
 
-    All threads then share one heap, because blocks are received on one thread and used on another.
+    All threads then share one heap, so that memory that one thread has received a block into, and another has freed, is
+    used again by both.
     """
     return tune_malloc({ARENA_MAX: 1, MMAP_THRESHOLD: _LARGEST_BYTES, TRIM_THRESHOLD: _KEPT_BYTES})
 
@@ -39,7 +40,7 @@ def keep_freed() -> bool:
 # An import of mlx_lm sets the limit of open files to 2048, and the hard limit to 4096, which only root could raise
 # again. A server with many clients needs more, so the limits are kept.
 
-OTHERS = 256  # files and sockets in addition to those of clients
+OTHERS = 256  # file descriptors that a server needs in addition to one for each client
 
 
 def import_mlx_lm() -> None:

@@ -1,8 +1,8 @@
 """The page contract: names of KV pages, and their 64-byte header.
 
 All packages may import this module; it imports no other module of the project. A *page* is a matrix
-``[page_size, head_dim]`` of one request, layer, head and plane. It is stored as a *blob*:
-a 64-byte little-endian header, followed by the *body*, the tensor's bytes.
+``[page_size, head_dim]`` of one request, page id, layer, head and plane: the values of `page_size` consecutive tokens.
+It is stored as a *blob*: a 64-byte little-endian header, followed by the *body*, the tensor's bytes.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ ALLOWED_DTYPES = ", ".join(f"{d.value} {d.name.lower()}" for d in DType)
 
 
 class KVType(IntEnum):
-    """Planes: the tensors of a layer that pages belong to."""
+    """The kinds of tensors that a layer has: keys, values, and the scales and biases of quantised ones."""
 
     K = 0
     V = 1
@@ -194,9 +194,7 @@ class PageKey:
 
     @classmethod
     def parse(cls, key: bytes) -> PageKey:
-        """Parse a page key. Raises PageError if `key` is not in canonical form, that is with numbers without leading
-        zeros.
-        """
+        """Parse a page key. Raises PageError for anything else: its numbers are in range and have no leading zeros."""
         found = _KEY.match(key)
         if not found:
             raise PageError("a page key is kv:{req_id}:{layer}:{head}:{page}:{kv_type}, numbers without leading zeros")
@@ -375,7 +373,7 @@ def decode_page(blob: Buffer, *, verify: bool = True) -> tuple[PageHeader, memor
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """The tensor of one kv_type of a block: ``[layers, heads, page_size, head_dim]`` of one dtype."""
+    """The tensor of one kv_type of a block: ``[layers, heads, page_size, head_dim]``, all layers together."""
 
     kv_type: int
     dtype: DType
@@ -465,11 +463,10 @@ class BlockShape:
 
 # -- Segments of a prompt: consecutive blocks on the same server -------------------------------------------------------
 #
-# The segments of a long context are distributed over all servers. The first block of a prompt is a segment of its own,
-# because very many prompts begin with the same block: otherwise the blocks after it would be on one server for all of
-# them.
+# The segments of a long context are distributed over all servers. Very many prompts begin with the same block. So the
+# first block of a prompt is a segment of its own: otherwise the next blocks of all of them would be on its server.
 
-SEGMENT = 4  # blocks of a segment after the first one
+SEGMENT = 4  # blocks of each segment but the first one, which has one block
 
 
 def first_of(index: int, together: int) -> int:

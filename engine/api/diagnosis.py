@@ -1,8 +1,9 @@
-"""Comparison of a prompt with an earlier one of the same client: the first difference, and its cost.
+"""Comparison of a prompt with an earlier one of the same client: the first difference, and its cost; and the lines of
+the system's text that change in every prompt (volatile lines), which are moved or dropped by option.
 
-The clouds' APIs name an earlier reply (`diagnostics.previous_message_id`), and say why less of its prompt was found in
-the cache than expected. The prompts of the latest replies are kept in memory for this, without their text: token ids,
-and a digest of each part and of each line of the system's text.
+A request can name an earlier reply (Anthropic's `diagnostics.previous_message_id`). The answer then says why less of
+its prompt was found in the cache than expected. The prompts of the latest replies are kept in memory for this, without
+their text: token ids, and a digest of each part and of each line of the system's text.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from ..agent_engine import Answer
 from .openai.schema import ChatBody, Message
 
 MAX_BYTES = 32 << 20  # of all kept prompts; a prompt of 4,000 tokens has 16 KB
-_PART_BYTES = 200  # of a kept prompt without its tokens, and of each of its digests
-FEW_TOKENS = 16  # fewer are no loss: see `tiers.server.tails.least_tail`
-FEW_LINES = 3  # of a system's text may be volatile
+_PART_BYTES = 200  # estimated bytes of a kept prompt without its tokens, and of each of its digests
+FEW_TOKENS = 16  # a loss of so many tokens is not reported: see `tiers.server.tails.least_tail`
+FEW_LINES = 3  # the most lines of a system's text that may be volatile
 NOT_KEPT, NOT_READ, NOT_ANSWERED = "not kept", "not read", "not answered yet"
 _GONE = (None, "absent", "gap")  # reasons of a load that found less than was kept once: see docs/engine.md
 
@@ -38,17 +39,17 @@ class AskedPrompt:
     client: str  # the agent's id; without a name, a digest of the first text of a user
     model: str
     tools: bytes
-    options: bytes  # of the variables of the chat template
+    options: bytes  # digest of the variables of the chat template
     messages: tuple[bytes, ...]
     system: int  # the number of messages of the system at the beginning
     lines: tuple[bytes, ...]  # of the first message, if it is the system's
     tokens: array[int] = field(default_factory=lambda: array("I"))
     answer: array[int] = field(default_factory=lambda: array("I"))  # empty until it is complete
-    volatile: frozenset[int] = frozenset()  # lines that differ from one prompt of the client to the next
+    volatile: frozenset[int] = frozenset()  # indexes of `lines` that differ from one prompt of the client to the next
     moved: bool = False  # whether its last message has these lines
-    step: int = 1  # of the positions where a prompt can continue it, before its end
+    step: int = 1  # a prompt that differs before its end reuses a multiple of so many tokens
     answered: bool = False
-    kept: int | None = None  # its first tokens that may be kept; None for all
+    kept: int | None = None  # the number of its first tokens that may be kept; None for all
     unread: str | None = None  # the reason why kept tokens of earlier prompts were not read
     kept_until: float = 0.0  # the end of its lifetime in unix seconds; 0 without one
 
@@ -81,8 +82,8 @@ class AskedPrompt:
             self.volatile = found
 
     def why(self, before: AskedPrompt, reused: int) -> str | None:
-        """Return why less than the client's last prompt and its answer was reused, `reused` tokens; None if no less
-        was, or if another part of the request has changed.
+        """Return why only `reused` tokens were reused, and not all of `before`, the client's last prompt, and its
+        answer. None if all were reused, or if another part of the request has changed.
         """
         lost = self.lost(before, reused)
         if lost.why:
@@ -124,7 +125,8 @@ class Lost(NamedTuple):
     """Tokens that two prompts have in common at their beginning, and that were not found."""
 
     evicted: int  # those of them that are not in the cache any more
-    why: str | None  # "expired", "evicted", or the reason why they were not kept or not read; None if all were found
+    # "expired", "evicted", or the reason why they were not kept or not read; None if all were found, or if unknown
+    why: str | None
 
 
 class Diagnosis(NamedTuple):
@@ -133,7 +135,7 @@ class Diagnosis(NamedTuple):
     part: str | None  # "model", "tools", "system", "messages", "options": the first that differs; None if none does
     message: int | None  # index of the first message that differs
     reusable: int  # tokens of the earlier prompt that both have in common at their beginning
-    missed: int  # the other tokens of the earlier prompt
+    missed: int  # the other tokens of the earlier prompt if a part differs, otherwise 0
     lost: Lost  # of the reusable tokens; if a part differs, this is not known
     seconds: float  # for the computation of missed and evicted tokens
 
@@ -234,7 +236,7 @@ class PromptLog:
 
 def without_volatile(body: ChatBody, lines: Sequence[int], mode: VolatileLines) -> ChatBody:
     """Return a conversation without these lines of the system's text. With `mode` "move", the last message has them at
-    its end; a conversation whose last message is the assistant's is not changed.
+    its end, and a conversation whose last message is the assistant's is not changed. "keep" changes nothing.
     """
     last, texts = body.messages[-1], _lines(body)
     lines = [i for i in lines if i < len(texts)]

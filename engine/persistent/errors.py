@@ -1,4 +1,6 @@
-"""Errors of a graph, of one of its steps, and of a stored instance."""
+"""Errors of persistent memory (docs/persistent.md): of a graph, which is a program with variables that outlive its
+steps, of a step, and of a stored instance of a graph.
+"""
 
 from __future__ import annotations
 
@@ -95,11 +97,11 @@ class GrowthError(GraphError):
 
 
 class SliceWriteError(GraphError):
-    """Error: a write to more than one entry."""
+    """Error: the target of a write is a slice. A write has one entry as its target."""
 
 
 class SliceResetError(GraphError):
-    """Error: a reset of a slice."""
+    """Error: the target of a reset is a slice. A reset has a variable, an entry, or all entries below first indices."""
 
 
 class AccessError(GraphError):
@@ -107,7 +109,7 @@ class AccessError(GraphError):
 
 
 class BlockCycleError(GraphError):
-    """Error: blocks branch to each other in a cycle."""
+    """Error: blocks of the program branch to each other in a cycle."""
 
 
 class OperationError(GraphError):

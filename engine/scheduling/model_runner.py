@@ -1,4 +1,6 @@
-"""The model runner: it runs a model in mlx-lm's batches, or one prompt at a time where batches give other results."""
+"""The model runner: it runs a model in mlx-lm's batches, or one prompt at a time where batches give other results. And
+the detector of a model that has changed.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ log = logging.getLogger(__name__)
 
 
 class ModelWatch:
-    """Detector of changes of a model. It compares the model's objects, and hashes the model only if one of them has
-    changed.
+    """Detector of changes of a model. It compares the identity of the model's Python objects, its modules and arrays,
+    and hashes the weights only if one of them was replaced.
     """
 
     def __init__(self, model: nn.Module, spec: ModelCacheSpec) -> None:
@@ -62,7 +64,9 @@ class ModelWatch:
 
 
 class ModelRunner:
-    """Executor of requests, step by step, under uids of its own. After a step that raised, `restart` must be called."""
+    """Executor of requests, step by step. `insert` returns the uid by which the other methods name a request. After a
+    step that raised, `restart` must be called.
+    """
 
     def __init__(self, model: nn.Module, spec: ModelCacheSpec, stop_tokens: Any, prefill_chunk: int) -> None:
         self._model = model
@@ -73,7 +77,7 @@ class ModelRunner:
 
     def insert(self, request: Request) -> int:
         """Add a request, and return its uid. Its prompt is divided into segments that end at its checkpoints."""
-        last = [len(request.prompt) - 1] if request.forked else []  # a segment of its own ends at a common cache
+        last = [len(request.prompt) - 1] if request.forked else []  # before it, forks share the cache
         ends = sorted({request.tokens_reused, *request.checkpoints, *last, len(request.prompt)})
         ends = ends[ends.index(request.tokens_reused) :]
         (uid,) = self._generator.insert_segments(
@@ -107,8 +111,8 @@ class ModelRunner:
         return cache, tokens
 
     def held(self, uid: int) -> tuple[Cache, list[int]] | None:
-        """Return the cache of a request and the tokens that it has; None if the request was complete after its first
-        token.
+        """Return the cache of a request and the tokens that it has; None if the generator does not have it, because
+        it was complete after its first token.
         """
         found: tuple[Cache, list[int]] | None = self._generator.extract_cache([uid]).get(uid)
         return found

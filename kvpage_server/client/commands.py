@@ -185,7 +185,7 @@ class BlobCommands:
         raise self._unsupported("lease blocks")
 
     def keep(self, keys: Sequence[bytes], seconds: int, tenant: str, tenants: int) -> Request[Kept]:
-        """Raise Unsupported: a plain Redis has no lifetimes."""
+        """Raise Unsupported: a plain Redis cannot protect a value from eviction for a time."""
         raise self._unsupported("keep values")
 
     def _unsupported(self, what: str) -> Unsupported:
@@ -206,7 +206,7 @@ def _decode(item: int, key: PageKey, blob: Any, verify: bool, missed: Missed) ->
 
 
 class PageCommands(BlobCommands):
-    """Requests to kvpage-server. It supports the string commands as well: reads that verify checksums use them."""
+    """Requests to kvpage-server. Reads that verify checksums, and deletions, use the string commands as for Redis."""
 
     def set_pages(self, pages: SentPages, ttl: int) -> Request[None]:
         """Write pages, all or none."""
@@ -285,7 +285,9 @@ class PageCommands(BlobCommands):
     def lengths(
         self, names: Sequence[BlockName], states: Sequence[StateName], pages_per_block: int, lease_ms: int
     ) -> Request[list[int]]:
-        """Find the lengths of which all blocks and states are complete, and lease the longest for `lease_ms`."""
+        """Find the lengths in blocks at which a prefix can be restored: all its blocks and the states that need as many
+        are complete. Lease the longest for `lease_ms` milliseconds.
+        """
         words = pages_per_block, lease_ms, len(names), *_flat(names), b"LENGTHS", len(states), *_flat(states)
         return Request(_one_piece(command(b"KVPAGEPREFIX", *words)), Values, lambda values: integers(values[0]))
 

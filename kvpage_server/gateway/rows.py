@@ -1,4 +1,6 @@
-"""The commands of a gateway: the rows of the command table, with functions that call the cluster."""
+"""The commands of a gateway, a kvpage-server without a store that forwards commands to a Redis cluster: the rows of the
+command table, with functions that call the cluster.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ from kvpage_server.store.eviction.leases import LONGEST_LEASE
 
 # -- Conversion of clients' commands and of the cluster's replies, without copies of values ----------------------------
 
-_TTL = slice(FIELD_AT["ttl"], FIELD_AT["ttl"] + 8)  # the bytes of a page's header
+_TTL = slice(FIELD_AT["ttl"], FIELD_AT["ttl"] + 8)  # of the TTL in a page's header
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ def set_page(key: bytes, slot: Slot) -> cluster.Command:
 
 OVERLAP = frozenset({"kvblockset"})
 _BLOCKS, _BYTES = 16, 64 * 1024**2  # limits of unfinished writes: blocks of one client, and bytes of all clients
-_CONCURRENT_BATCHES = 2  # of one client
+_CONCURRENT_BATCHES = 2  # of one client; single blocks of a failed batch are sent again in addition
 
 
 _Block = tuple[list[cluster.Write], asyncio.Future[None]]  # the writes of a block, and a future of their completion
@@ -118,7 +120,7 @@ class _ClientWrites:
     names: set[BlockName] = field(default_factory=set)  # all blocks that are not written yet
     next: list[_Block] = field(default_factory=list)  # the next batch
     batches_running: int = 0
-    waiting: list[Callable[[], None]] = field(default_factory=list)  # callbacks of commands that wait for a block
+    waiting: list[Callable[[], None]] = field(default_factory=list)  # callbacks of commands that wait for these writes
 
     def take(self) -> list[_Block]:
         """Remove and return the blocks of the next batch."""
@@ -216,7 +218,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PagesBehind:
-    """The functions of page commands on a gateway, with the names of the commands.
+    """The functions of page commands on a gateway. Each method has the name of its command.
 
     Each takes a client and the arguments, and returns the steps of the reply. They raise ReplyError.
     """
@@ -266,7 +268,9 @@ class PagesBehind:
         yield [*map(int, there)]
 
     def kvpagestat(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        """Yield the header fields and the TTL of a page. Lease, pin and lifetime are 0: a cluster has none of them."""
+        """Yield the header fields and the TTL of a page. Lease, pin and lifetime are 0: a cluster has none of
+        them, and KVPAGELEASE extends the TTL instead.
+        """
         found = yield from self.upstream.do(self.upstream.plans.metadata(_key(args)))
         if not isinstance(found, PageMetadata):
             yield bulk_reply(found)
@@ -390,8 +394,8 @@ def _some(items: list[T]) -> Iterator[list[T]]:
 
 # -- strings -----------------------------------------------------------------------------------------------------------
 #
-# The commands of strings and keys on a gateway. The client sends a command again if its reply is lost, so only commands
-# that can run twice without harm are supported.
+# The commands of strings and keys on a gateway. The gateway's own client of the cluster sends a command again if its
+# reply is lost, so only commands that can run twice without harm are supported.
 #
 # A page is a string of its own, or a part of a block's string. So commands on a page's key look for both, or are
 # refused.

@@ -169,7 +169,9 @@ def _keys(server: redis.Redis, selection: Selection) -> int | None:
 
 
 def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
-    """Run `kvpage restore`. Return whether the dump is finished and no key was refused or damaged. Raises DumpError."""
+    """Run `kvpage restore`. Return whether the dump is finished, and no key was damaged, refused or without room.
+    Raises DumpError.
+    """
     before = _evictions(server)
     nbytes = size_of(args.directory)
     started = time.monotonic()
@@ -209,7 +211,7 @@ _LIMITS = {"memory": "maxmemory", "disk": "maxdisk", "quota": "a quota"}  # limi
 
 
 def _evictions(server: redis.Redis) -> dict[str, int]:
-    """Return the numbers of evicted keys by their fields in INFO: all of them, and by policy and limit."""
+    """Return the counters of evictions in INFO by their fields: `evicted_keys`, and one for each policy and limit."""
     fields = server.info("stats") | server.info("kvpage")
     return {name: number for name, number in fields.items() if name == "evicted_keys" or name.startswith("evictions_")}
 

@@ -139,8 +139,8 @@ def dump(
 
     With `update`, a finished dump in the directory is updated; an unfinished one is continued in any case. A file has
     about `file_bytes` bytes of tensors. `server` is the URL to record. `done` is called with numbers of processed keys.
-    Raises DumpError for a directory with another dump, or that of another URL, or with a finished one without `update`;
-    OSError; and the errors of `kvpage_server.client.errors`.
+    Raises DumpError if the directory has a dump of another selection or server, or a finished one and `update` is not
+    set; OSError; and the errors of `kvpage_server.client.errors`.
     """
     private_directory(path)
     with format.locked(path, to_write=True):
@@ -190,7 +190,7 @@ class _Dump:
             self._check_selection(summary.selection)
             if not update:
                 raise DumpError(f"{self._path} holds a finished dump; --update brings it up to date")
-            same_process = bool(self._run_id) and summary.run_id == self._run_id  # under another name
+            same_process = bool(self._run_id) and summary.run_id == self._run_id  # at another URL
             if summary.server and self._server and summary.server != self._server and not same_process:
                 raise DumpError(
                     f"{self._path} holds a dump of {summary.server:.200}, not of {self._server}: "

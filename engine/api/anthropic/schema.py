@@ -31,7 +31,7 @@ _BLOCKS_OF = {
     "system": ("text",),
 }
 
-_UNSUPPORTED: dict[str, Values] = {
+_UNSUPPORTED: dict[str, Values] = {  # refused fields, with the values that change nothing and are accepted
     "container": (),
     "context_management": ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     "fallbacks": ([],),
@@ -39,7 +39,7 @@ _UNSUPPORTED: dict[str, Values] = {
     "speed": ("standard",),
 }
 
-# The names of fields in errors of the chat to which a request is converted.
+# Fields of the chat to which a request is converted, and the names of this API that errors have in their place.
 NAMES = {
     "enable_thinking": "thinking",
     "reasoning_effort": "output_config.effort",
@@ -219,11 +219,11 @@ class CountBody(RequestBody):
         return [Breakpoint(ttl, altered and self._chat(*altered)) for ttl, altered in self._marked()]
 
     def _marked(self) -> Iterator[tuple[str, tuple[list[TextBlock], list[AnthropicMessage]] | None]]:
-        """Yield the lifetime of each breakpoint, with the system's text and the messages, altered after it; None if
-        nothing is after it.
+        """Yield the lifetime of each breakpoint, and a variant of the request, its system's text and messages, that
+        differs directly after the breakpoint; None if nothing is after it.
 
-        The altered text differs in its first character from the text of the request. The part of the prompt that both
-        have in common ends at the breakpoint, whatever the template writes between two texts.
+        The prompts of both have their first different token after the breakpoint. So its place in tokens is found
+        whatever the template writes between two texts.
         """
         first = self.messages[0].content[0] if self.messages[0].content else None
         other = _message("user", [_other(first)])

@@ -191,8 +191,8 @@ _REQUEST, _PAGE, _NEXT = b"\0", b"\1", b"\2"  # placeholders; no request id cont
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command for a single key. It can be sent several times. `place` is the memory for its reply, if that is
-    long.
+    """A command whose keys are all in the slot of `key`. It can be sent several times. `place` is the memory for its
+    reply, if that is long.
     """
 
     key: bytes
@@ -248,7 +248,7 @@ def simple(*words: bytes | int, writes: bool = False, at_primary: bool = False) 
 
 
 def of_raw_command(raw_command: RawCommand, *, once: bool) -> Command:
-    """Return the command of a command. It is sent to the primary, because a replica may have older values.
+    """Return the `Command` that sends a raw command to the primary, because a replica may have older values.
 
     The command's second word is the key, and its reply must not be an array. With `once`, the command is not retried
     if the server may have executed it.
