@@ -18,7 +18,7 @@ import httpx
 import jinja2
 import openai
 import pytest
-from api_engines import TOOL_TEMPLATE, RunningEngine, start_engine, write_offered, write_tiny
+from api_engines import TOOL_TEMPLATE, RunningEngine, start_engine, write_family, write_offered, write_tiny
 
 from engine.agent_engine import Answer, Reuse
 from engine.api.diagnosis import AskedPrompt, common_prefix, diagnosis
@@ -200,6 +200,18 @@ def test_a_common_head_does_not_hide_an_eviction(tmp_path: Path) -> None:
         assert (read > len(text), why) == (True, "volatile line 4 of system")
         shown = httpx.get(f"{engine.url}/metrics").text
         assert 'kvpage_engine_misses_total{model="tiny",reason="volatile line"}' in shown
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "mamba2"])
+def test_a_window_or_a_recurrence_is_no_eviction(tmp_path: Path, kind: str) -> None:
+    """These layers continue at few positions, so less is found of a prompt that was changed within a block."""
+    with start_engine(write_family(tmp_path / "tiny", kind)) as engine, engine.client() as client:
+        text = words(Random(8), 60)
+        more: Any = [{"role": "assistant", "content": "ok"}, {"role": "user", "content": "And?"}]
+        for said, later in ((text, []), (text, []), (text, more), (text[:300] + text[310:], [])):
+            messages: Any = [{"role": "user", "content": said}, *later]
+            made: Any = client.chat.completions.create(model="tiny", max_tokens=1, user="alice", messages=messages)
+            assert made.kvpage["why"] not in ("evicted", "expired")
 
 
 def test_a_prompt_that_was_not_kept_or_not_read_was_not_evicted(tmp_path: Path) -> None:
