@@ -72,7 +72,7 @@ def test_engines_that_start_together_compute_a_prefix_once(running: RunningServe
         answers = [engine.answer(number) for engine, number in zip(engines, numbers, strict=True)]
     for answer, prompt in zip(answers, prompts, strict=True):
         assert answer["tokens"] == greedy(prompt)
-    assert sorted(answer["reused"] for answer in answers) == [0, 768, 768]
+    assert sorted(answer["reused"] for answer in answers) == [0, 1000, 1000]
     # on a slow machine one may be submitted when everything is stored
     assert any(answer["waited"] > 0 for answer in answers)
 

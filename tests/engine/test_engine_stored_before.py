@@ -131,7 +131,9 @@ def test_a_context_of_an_older_version_is_loaded_bit_by_bit(
 def test_a_save_equals_the_save_of_the_older_version(
     spec: ModelCacheSpec, pool: BlockPool, stored: RunningServer
 ) -> None:
-    """Every key and every value, except the times in the pages' headers, and newer fields of manifests."""
+    """Every key and every value, except the times in the pages' headers, newer fields of manifests, and records of
+    tails, which that version did not have for named agents.
+    """
     pages = PageTier(stored.url, spec, pool)
     context = pages.load(spec.model_id)
     assert context
@@ -142,6 +144,8 @@ def test_a_save_equals_the_save_of_the_older_version(
         pages.close()
         with other.client() as client, stored.client() as of_that_day:
             for key in client.scan_iter(count=1000):
+                if key.startswith(b"tails:"):
+                    continue
                 assert as_of_that_day(client.get(key)) == as_of_that_day(of_that_day.get(key)), key
             assert client.exists(f"manifest:{spec.model_id}:{spec.fingerprint:016x}")
     pool.free(context.block_ids)

@@ -40,7 +40,8 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("installed") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory], check=True)
     pip = [sys.executable, "-m", "pip", "--python", directory, "install", "--quiet", "--no-index", "--no-deps"]
-    subprocess.run([*pip, wheel], check=True)
+    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # which has a kvpage, too
+    subprocess.run([*pip, wheel], check=True, env=outside)
     (packages,) = directory.glob("lib/python3.*/site-packages")
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
     return directory

@@ -112,7 +112,8 @@ def test_a_pipe_or_a_directory_is_no_configuration(tmp_path: Path, parameter: st
         words = [f"--{parameter}", str(path)] if parameter else [str(path)]
         command = [sys.executable, "-m", "kvpage_server.app", "--check-config", *words]
         ended = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60, check=False)
-        assert (ended.returncode, ended.stderr) == (1, f"kvpage-server: {path}: {why}\n")
+        named = f"{parameter}: " if parameter else ""
+        assert (ended.returncode, ended.stderr) == (1, f"kvpage-server: {named}{path}: {why}\n")
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from archives import unpack
 from documents import ROOT, blocks, check_program
 from servers import free_port
 from waiting import until
@@ -32,8 +32,7 @@ def build_sdist(into: Path) -> Path:
 
 def build_wheel(sdist: Path, into: Path) -> Path:
     """Return the path of a wheel of an sdist, in the folder `into`."""
-    with tarfile.open(sdist) as archive:
-        archive.extractall(into, filter="data")
+    unpack(sdist, into)
     return into / _build("build_wheel", next(into.iterdir()), into)
 
 

@@ -491,7 +491,7 @@ class DiskTier(Tier):
         for unit, lease in [*islice(leases.by_unit.items(), _MOST_PROTECTED)]:
             if memory.used <= memory.evicts_above(0):
                 return
-            if lease.size and unit in units and not (self.holds(unit) or self._waits(unit)):
+            if lease.size and unit in units and not (self._is_text(unit) or self.holds(unit) or self._waits(unit)):
                 names = names_in(unit)
                 if self.stored.usage.has_all(names):
                     self._drop(unit, names)
@@ -509,9 +509,9 @@ class DiskTier(Tier):
     def demote(self, unit: Unit) -> bool:
         """Drop a unit, or evict it if it is not on disk. Returns False if it has to stay.
 
-        A short string is not dropped, because that frees nothing. It is evicted if short strings use too much memory.
+        A short string is not dropped. It is evicted if short strings use too much memory.
         """
-        is_text = isinstance(unit, bytes) and isinstance(self._contents.catalogue.entries[unit], Text)
+        is_text = self._is_text(unit)
         if not self._waits(unit) and self.stored.usage.has_all(names := names_in(unit)):
             if not is_text:
                 self._drop(unit, names)
@@ -528,6 +528,10 @@ class DiskTier(Tier):
             return False
         self._contents.evict(unit)
         return True
+
+    def _is_text(self, unit: Unit) -> bool:
+        """Return whether a unit is a short string, which is not dropped, because that frees nothing."""
+        return isinstance(unit, bytes) and isinstance(self._contents.catalogue.entries[unit], Text)
 
     def _waits(self, unit: Unit) -> bool:
         """Return whether a part of a unit waits to be written. Usually all of it does, or nothing."""

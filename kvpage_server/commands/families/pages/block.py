@@ -117,17 +117,18 @@ def _on_disk_of(lookup: Prefetcher, name: tuple[bytes, int]) -> list[OnDisk]:
 
 
 def _read(client: Client, req_id: bytes, page: int, ahead: ReadAhead[tuple[bytes, int]]) -> Steps[Reply]:
-    """Return the reply for one block: its body, an error if it is larger than maxmemory-clients, or None if it is not
-    complete, which is counted as a miss. The block is the next step of `ahead`.
+    """Return the reply for one block: its body, an error if it consists of single pages and is larger than
+    maxmemory-clients, or None if it is not complete, which is counted as a miss. The block is the next step of `ahead`.
     """
     yield from ahead.next()
-    block = yield from read_block(client.keyspace, client.keyspace.reader.block(req_id, page), ahead.lent)
+    found = client.keyspace.reader.block(req_id, page)
+    block = yield from read_block(client.keyspace, found, ahead.lent)
     ahead.end_step()
     if block is None:
         block_missed(client, req_id, page)
         return None
     size, most = borrowed_bytes(block), client.server.config.client_memory
-    if size > most > 0:
+    if size > most > 0 and found is not None and found.extent is None:  # one value may exceed the limit
         return ReplyError(f"OOM the block has {size} bytes, maxmemory-clients allows {most}: read it page by page")
     return block
 
