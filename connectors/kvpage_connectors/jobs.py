@@ -357,6 +357,8 @@ class Jobs:
 
         for part in parts:
             part.add_done_callback(end)
+        if not parts:
+            whole.set_result([])
         return whole
 
     def _submit(

@@ -211,7 +211,7 @@ class KvpageL2Adapter(L2AdapterInterface):
     def delete(self, keys: list[ObjectKey]) -> None:
         commands = [RawCommand([b"KVPAGEDEL", name_of(key)], integer) for key in keys]
         answers = self._jobs.ask("delete", lambda: commands, len(commands)).result()
-        gone = [key for key, _ in zip(keys, answers, strict=False) if key in self._sizes]
+        gone = [key for key in dict.fromkeys(keys[: len(answers)]) if key in self._sizes]
         self._report(self._notify_keys_deleted, gone, [self._sizes.pop(key) for key in gone])
 
     def list_l2_keys(

@@ -144,10 +144,16 @@ class KvpageHiCache(HiCacheStorage):
             sizes = (0,)  # a flat page, of a size that SGLang gives with it
         identity = self._identity(name, host, sizes, tokens)
         config = self._config
-        rank = config.dcp_rank if config.is_mla_model else config.tp_rank
+        rank = config.dcp_rank if self._is_replicated(name) else config.tp_rank
         ranks = f"{rank}-{config.pp_rank}-{config.attn_cp_rank}."
         self._pools[name] = _Pool(host, sizes, tokens, identity.names("sglang") + ranks.encode())
         logger.info("kvpage: the names of pages of %s begin with %s", name, self._pools[name].names.decode())
+
+    def _is_replicated(self, name: str) -> bool:
+        """Return whether all tensor-parallel ranks have the same pages: those of MLA. States and other pools are
+        divided among the ranks also in models with MLA.
+        """
+        return bool(self._config.is_mla_model) and name == str(PoolName.KV)
 
     def _identity(self, name: str, host: Any, sizes: Sequence[int], tokens: int) -> Identity:
         """Return the identity of a pool. Raises OSError or ValueError if the weights can't be read."""
@@ -163,10 +169,10 @@ class KvpageHiCache(HiCacheStorage):
             weights=self._weights,
             dtype=str(host.dtype),
             block_size=tokens,
-            layout=f"{name}-{host.layout}" if self._has_pieces else f"{name}-flat",
+            layout=f"{name}-{host.layout}{'' if self._has_pieces else '-flat'}",
             isa=platform.machine(),
             backend=f"{type(host).__name__} of SGLang {__version__}",
-            tp=1 if config.is_mla_model and config.dcp_size == 1 else config.tp_size,
+            tp=1 if self._is_replicated(name) and config.dcp_size == 1 else config.tp_size,
             pp=config.pp_size,
             hash="sha256",
             model={

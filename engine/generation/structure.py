@@ -39,7 +39,13 @@ MAX_LETTERS = 32_768  # of a grammar
 MAX_PATTERN = 4096  # characters of a regular expression: time and memory of `a*` N times grow with the square of N
 # llguidance follows chains of rules and of `$ref` by recursion: an overflow of the stack would end the process.
 _STACK_BYTES = 256 << 20  # virtual memory; chains of 10,000 references need less
-_RULE = re.compile(r"^[ \t]*[?!]*\w+(?:\.-?\d+)?(?:\{[^}\n]*\})?(?:\[[^]\n]*\])?[ \t]*:", re.MULTILINE)
+# The parts of Lark that are limited: regular expressions, the names of rules and tokens, and grammars of other kinds
+# within it, whose parts are not. Strings and comments are passed over.
+_LARK = re.compile(
+    r""""(?:\\.|[^"\\])*" | //[^\n]* | (?P<regex>/(?:\\.|[^/\\])+/) | (?P<rule>^[ \t]*[?!]*[\w-]+[^:\n"/]*:)"""
+    r"| (?P<other>%(?:json|regex|lark)\b)",
+    re.MULTILINE | re.VERBOSE,
+)
 MAX_MULTIPLE = 10_000  # of `multipleOf`, without its decimal point: a state of the parser for each remainder
 MAX_COUNT = 1_000_000  # of characters and items
 MAX_GIVEN = 4096  # first tokens that are the same in all texts
@@ -92,14 +98,17 @@ def of_grammar(grammar: str) -> str:
     """Return a grammar in the syntax of Lark, or of llama.cpp (GBNF). Raises ConstraintError."""
     if len(grammar) > MAX_LETTERS:
         raise ConstraintError(f"a grammar has {MAX_LETTERS:,} characters at most, got {len(grammar):,}")
-    if (longest := max(map(len, grammar.splitlines()), default=0)) > MAX_PATTERN:  # it may be a regular expression
-        raise ConstraintError(f"a line of a grammar has {MAX_PATTERN} characters at most, got {longest:,}")
     try:
         lark = any_to_lark(grammar)
     except Exception as error:
         raise ConstraintError(f"the grammar is invalid: {error!s:.300}") from error
-    if (rules := len(_RULE.findall(lark))) > MAX_RULES:
+    parts = [*_LARK.finditer(lark)]
+    if (rules := sum(part["rule"] is not None for part in parts)) > MAX_RULES:
         raise ConstraintError(f"a grammar has {MAX_RULES:,} rules at most, got {rules:,}")
+    if (letters := sum(len(part["regex"] or "") for part in parts)) > MAX_PATTERN:
+        raise ConstraintError(f"the regular expressions of a grammar have {MAX_PATTERN} characters, got {letters:,}")
+    if other := next((part["other"] for part in parts if part["other"]), None):
+        raise ConstraintError(f"{other} is not supported within a grammar")
     return LLMatcher.grammar_from_lark(lark)
 
 

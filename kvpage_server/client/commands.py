@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from kvpage_server.client.errors import Unsupported
 from kvpage_server.client.page import BlockName, Page, StateName, header_of, mismatch, pages_of_block
-from kvpage_server.client.raw_commands import array, integer, integers, ok, text, up_to
+from kvpage_server.client.raw_commands import array, ascending, integer, ok, text, up_to
 from kvpage_server.client.wire.exchange import Piece, Request, around_set, command, word
 from kvpage_server.client.wire.reply import Values
 from kvpage_server.core import Bodies, Chunk, Memory, PageKeys, SentPages
@@ -289,7 +289,9 @@ class PageCommands(BlobCommands):
         are complete. Lease the longest for `lease_ms` milliseconds.
         """
         words = pages_per_block, lease_ms, len(names), *_flat(names), b"LENGTHS", len(states), *_flat(states)
-        return Request(_one_piece(command(b"KVPAGEPREFIX", *words)), Values, lambda values: integers(values[0]))
+        return Request(
+            _one_piece(command(b"KVPAGEPREFIX", *words)), Values, lambda values: ascending(len(names))(values[0])
+        )
 
     def lease(self, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Request[int]:
         """Lease all blocks of a request, or those with these page ids, for `lease_ms` milliseconds. The result is their

@@ -7,6 +7,7 @@ closed, because the next reply may belong to another command as well.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from kvpage_server.client.errors import Refused, Unsupported, WrongReply
@@ -116,17 +117,25 @@ def integer(value: Any) -> int:
     return int(value)
 
 
-def integers(value: Any) -> list[int]:
-    _expect(isinstance(value, list), "numbers", value)
-    return [integer(one) for one in value]
-
-
 def up_to(most: int) -> Callable[[Any], int]:
     """Return a decoder of numbers from 0 to `most`."""
 
     def read(value: Any) -> int:
         _expect(isinstance(value, int) and 0 <= value <= most, f"a number from 0 to {most}", value)
         return int(value)
+
+    return read
+
+
+def ascending(most: int) -> Callable[[Any], list[int]]:
+    """Return a decoder of numbers from 1 to `most` in ascending order."""
+
+    def read(value: Any) -> list[int]:
+        _expect(isinstance(value, list), f"numbers from 1 to {most}", value)
+        found = [integer(one) for one in value]
+        in_order = all(one < other for one, other in pairwise([0, *found, most + 1]))
+        _expect(in_order, f"numbers from 1 to {most} in ascending order", value)
+        return found
 
     return read
 

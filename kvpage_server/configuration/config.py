@@ -315,9 +315,10 @@ class Config:
         kind = declared.metadata["kind"]
         try:
             value = kind.read(list(values))
+            value = kind.add(getattr(self, declared.name), value) if kind.add else value
         except ValueError as error:
             raise ConfigError(f"{name} {error}") from None
-        setattr(self, declared.name, kind.add(getattr(self, declared.name), value) if kind.add else value)
+        setattr(self, declared.name, value)
 
     def split(self, name: str, value: str) -> list[str]:
         """Return the words of a value that is given as one string, as in CONFIG SET."""

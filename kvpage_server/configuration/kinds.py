@@ -194,8 +194,6 @@ def _read_quotas(words: list[str]) -> dict[str, int]:
     words = _parts(words)
     if not words or len(words) % 2:
         raise ValueError(f"takes 2 values a quota: a pattern of keys, bytes (0 for no limit); got {len(words)}")
-    if len(words) > 2 * _MOST_QUOTAS:
-        raise ValueError(f"has at most {_MOST_QUOTAS} quotas, got {len(words) // 2}")
     quotas: dict[str, int] = {}
     for pattern, limit in zip(words[::2], words[1::2], strict=True):
         if not pattern or re.search(r"\s", pattern):
@@ -204,6 +202,14 @@ def _read_quotas(words: list[str]) -> dict[str, int]:
             raise ValueError(f"pattern '{pattern}' is given twice")
         glob(pattern.encode("utf-8", "surrogateescape"))
         quotas[pattern] = _bytes(limit)
+    return _add_quotas({}, quotas)
+
+
+def _add_quotas(old: dict[str, int], new: dict[str, int]) -> dict[str, int]:
+    """Return all quotas: each line of a file adds some. Raises ValueError for too many."""
+    quotas = {**old, **new}
+    if len(quotas) > _MOST_QUOTAS:
+        raise ValueError(f"has at most {_MOST_QUOTAS} quotas, got {len(quotas)}")
     return quotas
 
 
@@ -221,5 +227,5 @@ octal = Kind(_read_octal, lambda value: [f"{value:o}"])
 memory_or_share = Kind(_read_memory_or_share)
 memory_or_auto = Kind(_read_memory_or_auto)
 output_limits = Kind(_read_output_limits, _write_output_limits, lambda old, new: {**old, **new})
-quotas = Kind(_read_quotas, _write_quotas, lambda old, new: {**old, **new}, whole=True)
+quotas = Kind(_read_quotas, _write_quotas, _add_quotas, whole=True)
 lines = Kind(lambda found: [found], lambda value: [word for line in value for word in line], lambda old, new: old + new)

@@ -116,6 +116,31 @@ def test_ranks_share_pages_of_a_replicated_cache(server: RunningServer, client: 
         assert other.batch_exists(hashes(2)) == 2
 
 
+def test_ranks_have_states_of_their_own_beside_mla(server: RunningServer, client: redis.Redis, pool: Pool) -> None:
+    kept = [PoolTransfer(PoolName.MAMBA, indices(4, tokens=1), keys=hashes(1))]
+    with (
+        backend(server.url, pool, States(), is_mla_model=True, tp_size=2) as one,
+        backend(server.url, Pool(), States(), is_mla_model=True, tp_size=2, tp_rank=1) as other,
+    ):
+        assert one.batch_set_v2(kept) == {MAMBA: [True]}
+        assert other.batch_get_v2(kept) == {MAMBA: [False]}
+
+
+def test_flat_pages_of_another_layout_are_not_found(server: RunningServer, client: redis.Redis) -> None:
+    flat = {"interface_v1": 0}
+    with (
+        backend(server.url, Pool("page_first"), extra=flat) as one,
+        backend(server.url, Pool("layer_first"), extra=flat) as other,
+    ):
+        assert one.set("page", Tensor(np.zeros(100, np.float16)))
+        assert (one.exists("page"), other.exists("page")) == (True, False)
+
+
+def test_nothing_is_moved_at_once(writer: KvpageHiCache) -> None:
+    assert writer.batch_get_v1([], indices()) == []
+    assert writer.batch_set_v2([PoolTransfer(PoolName.KV, indices(), keys=[])]) == {"kv": []}
+
+
 def test_a_model_is_known_by_its_weights(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
     """Two folders with the same weights share pages, a model without a folder needs a name."""
     for name, weights in (("a", b"1"), ("b", b"1"), ("c", b"2")):

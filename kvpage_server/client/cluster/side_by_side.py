@@ -227,7 +227,8 @@ class SideBySideCalls:
             kept = Kept(0, 0, GONE) if isinstance(answer, Failed) else answer
             if kept.keys < len(part.items) and part.items[kept.keys] < first:
                 first, why = part.items[kept.keys], kept.why
-            ends.append(kept.until)
+            if kept.keys:
+                ends.append(kept.until)
         return Kept(first, min(ends, default=0), why)
 
     # -- anything else -----------------------------------------------------------------------------------------------

@@ -309,10 +309,15 @@ def rules(count: int) -> str:
         (lambda: of_json(references(1001)), r"^\$ref: a schema has 1000 different ones at most, got 1002$"),
         (lambda: of_grammar(rules(501)), "^a grammar has 500 rules at most, got 501$"),
         (lambda: of_grammar(rules(501).replace(":", "::=")), "^a grammar has 500 rules at most, got 501$"),
+        (
+            lambda: of_grammar(rules(501).replace(": r", ": r-").replace("\nr", "\nr-")),
+            "^a grammar has 500 rules at most",
+        ),
+        (lambda: of_grammar('start: %json {"type": "string"}'), "^%json is not supported within a grammar$"),
         (lambda: of_grammar("start: " + "a" * 32_768), "^a grammar has 32,768 characters at most, got 32,775$"),
         (
             lambda: of_grammar("start: /" + "a*" * 2048 + "/"),
-            "^a line of a grammar has 4096 characters at most, got 4,105$",
+            "^the regular expressions of a grammar have 4096 characters, got 4,098$",
         ),
         (lambda: of_regex("a*" * 2049), "^a regular expression has 4096 characters at most, got 4,098$"),
         (lambda: of_json({"pattern": "a*" * 2049}), "^pattern: all together have 4096 characters at most, got 4,098$"),

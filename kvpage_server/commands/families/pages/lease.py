@@ -108,7 +108,8 @@ def kvpageprefix(client: Client, args: list[Argument]) -> Reply:
         complete = yield from _complete_states(keyspace, wanted, len(found))
         return (yield from _lease_longest(keyspace, found, complete, milliseconds))
 
-    return stepwise(steps(), small=len(args) <= WORDS_PER_STEP)
+    # a state may have very many pages
+    return stepwise(steps(), small=len(args) <= WORDS_PER_STEP and not states)
 
 
 State = tuple[bytes, int, int]  # req_id, page_id, and the number of blocks that it needs
