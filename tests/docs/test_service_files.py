@@ -107,6 +107,8 @@ def test_the_services_of_compose_are_valid(tmp_path: Path) -> None:
     for name in ("engine-a", "engine-b"):
         check_engine_command(services[name]["command"])
         assert services[name]["environment"]["KVPAGE_URL"] == "redis://store:9221"
+    for name in services["engine-a"]["depends_on"]:
+        assert HEALTH in services[name]["healthcheck"]["test"][-1]
     for service in services.values():
         assert {*service.get("secrets", ())} <= found["secrets"].keys()
         assert all(port.startswith("127.0.0.1:") for port in service["ports"]), "no port is open to other machines"
