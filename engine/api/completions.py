@@ -21,7 +21,7 @@ from ..generation.tokens import PromptError
 from ..memory.lifetimes import Lifetimes
 from ..pool import PoolExhaustedError
 from ..scheduling.request import EngineClosedError, Token
-from .auth import Tenant
+from .auth import Tenant, credential
 from .diagnosis import NOT_ANSWERED, NOT_READ, AskedPrompt, PromptLog, common_prefix, without_volatile
 from .models import ServedModel
 from .openai.errors import ApiError, invalid
@@ -255,7 +255,8 @@ async def conversation(
     """
     prompts = model.prompts
     logprobs = body.top_logprobs if body.logprobs else None
-    log, comparable = service.prompt_log, AskedPrompt.of(tenant.name, service.agent(request, tenant, body)[1], body)
+    agent_id = service.agent(request, tenant, body)[1]
+    log, comparable = service.prompt_log, AskedPrompt.of(tenant.name, agent_id, credential(request), body)
     if before := log.last(comparable):
         comparable.find_volatile(before)
     volatile = partial(without_volatile, lines=sorted(comparable.volatile), mode=service.volatile_lines)

@@ -36,7 +36,7 @@ class AskedPrompt:
     """The prompt of a reply: the tenant, the client, the tokens, and digests of its parts."""
 
     tenant: str
-    client: str  # the agent's id; without a name, a digest of the first text of a user
+    client: str  # the agent's id; without a name, a digest of the bearer token and the first text of a user
     model: str
     tools: bytes
     options: bytes  # digest of the variables of the chat template
@@ -54,12 +54,14 @@ class AskedPrompt:
     kept_until: float = 0.0  # the end of its lifetime in unix seconds; 0 without one
 
     @classmethod
-    def of(cls, tenant: str, agent_id: str | None, body: ChatBody) -> AskedPrompt:
-        """Return the prompt of a conversation, without its tokens. `agent_id` is the client's name for the agent."""
+    def of(cls, tenant: str, agent_id: str | None, credential: str, body: ChatBody) -> AskedPrompt:
+        """Return the prompt of a conversation, without its tokens. `agent_id` is the client's name for the agent.
+        Clients with different credentials are different clients, which must not learn of each other's prompts.
+        """
         messages = tuple(_digest(message.model_dump()) for message in body.messages)
         system = next((i for i, one in enumerate(body.messages) if not _is_system(one)), len(messages))
         first = next((one.content for one in body.messages if one.role == "user"), None)
-        client = f"agent {agent_id}" if agent_id is not None else _digest(first).hex()
+        client = f"agent {agent_id}" if agent_id is not None else _digest([credential, first]).hex()
         lines = tuple(map(_digest, _lines(body)))
         tools, options = _digest([tool.model_dump() for tool in body.tools]), _digest(body.variables)
         return cls(tenant, client, body.model, tools, options, messages, system, lines)

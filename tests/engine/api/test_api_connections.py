@@ -116,15 +116,13 @@ def test_too_many_concurrent_requests_return_an_error(engine: RunningEngine) -> 
         for _ in range(FROM_ADDRESS - 1):
             watching = stack.enter_context(connect(engine, b"GET /page/events HTTP/1.1\r\nHost: here\r\n\r\n"))
             assert watching.recv(1000).startswith(b"HTTP/1.1 200")
-        for _ in range(4):  # in place of those whose stream has ended on a busy machine
-            stack.enter_context(connect(engine, b"GET /page/events HTTP/1.1\r\nHost: here\r\n\r\n")).recv(1000)
         refused = httpx.get(f"{engine.url}/v1/models", headers={"Origin": SITE})
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         error = refused.json()["error"]
         assert (error["code"], error["message"]) == ("too_many_connections", "too many connections")
         assert refused.headers["access-control-allow-origin"] == SITE
         assert refused.headers["x-request-id"].startswith("req_")
-        refused = httpx.post(f"{engine.url}/v1/messages", json={})
+        refused = httpx.get(f"{engine.url}/v1/messages")  # a POST counts when its body has arrived
         assert (refused.status_code, refused.json()["type"]) == (503, "error")
         assert refused.headers["request-id"].startswith("req_")
         assert healthy(engine)

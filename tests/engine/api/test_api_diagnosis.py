@@ -262,7 +262,7 @@ def test_another_model_and_other_options_are_named() -> None:
 
     def prompt(model: str = "a", text: str = "Hello", **fields: Any) -> AskedPrompt:
         body = ChatBody.of({"model": model, "messages": [{"role": "user", "content": text}], **fields})
-        made = AskedPrompt.of("", None, body)
+        made = AskedPrompt.of("", None, "", body)
         made.tokens.extend(f"{fields}{text}".encode())
         return made
 
@@ -276,7 +276,7 @@ def test_another_model_and_other_options_are_named() -> None:
 def test_the_end_of_a_lifetime_is_named() -> None:
     """A prompt is compared with an earlier one of which no token is left."""
     body = ChatBody.of({"model": "a", "messages": [{"role": "user", "content": "Hello"}]})
-    earlier, prompt = (AskedPrompt.of("", None, body) for _ in range(2))
+    earlier, prompt = (AskedPrompt.of("", None, "", body) for _ in range(2))
     for one in (earlier, prompt):
         one.tokens.extend(range(100))
         one.answered = True

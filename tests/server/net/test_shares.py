@@ -221,7 +221,7 @@ def test_a_refused_transaction_counts_for_no_client() -> None:
         connection.send_command("MULTI")
         assert connection.read_response() == b"OK"
         for _ in range(20):
-            connection.send_command("NOSUCH", b"x" * 8 * MIB)
+            connection.send_command("GET", b"x" * 8 * MIB)
             with pytest.raises(redis.ResponseError, match="only a value"):
                 connection.read_response()
         for page in range(100):
