@@ -70,7 +70,7 @@ def engines_table(engines: Sequence[EngineFigures]) -> Table:
     table = table_of("engine", "model", "prompts", "reused", *places, "pool", numbers_from=2, drop=_DROP)
     for engine in engines:
         tokens = engine.tokens
-        every, found = sum(tokens.values()), sum(tokens[tier] for tier in TIERS)
+        every, found = sum(tokens.values()), engine.reused
         room = f" of {as_size(engine.room)}" if engine.room else ""
         table.add_row(
             readable(engine.name),
