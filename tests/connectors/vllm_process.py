@@ -67,17 +67,17 @@ class Vllm:
         found: dict[str, Any] = json.loads(lines()[self._results - 1].removeprefix("RESULT "))
         return found
 
-    def begin(self, *prompts: Parts, answers: int = 16, rest: float = 0) -> None:
+    def begin(self, *prompts: Parts, answers: int = 16, rest: float = 0, saves: bool = True) -> None:
         assert self._process.stdin
-        order = {"prompts": prompts, "answers": answers, "rest": rest}
+        order = {"prompts": prompts, "answers": answers, "rest": rest, "saves": saves}
         self._process.stdin.write(json.dumps(order).encode() + b"\n")
         self._process.stdin.flush()
 
-    def run(self, *prompts: Parts, answers: int = 16, rest: float = 0) -> dict[str, Any]:
+    def run(self, *prompts: Parts, answers: int = 16, rest: float = 0, saves: bool = True) -> dict[str, Any]:
         """Run prompts. The result's `counts` are those of this run, its `cpu` has the processor seconds up to `rest`
         seconds after the answer.
         """
-        self.begin(*prompts, answers=answers, rest=rest)
+        self.begin(*prompts, answers=answers, rest=rest, saves=saves)
         return self.end()
 
     def end(self) -> dict[str, Any]:
