@@ -6,7 +6,8 @@ every changed key that begins with one of its prefixes.
 
 The messages are sent before any other reply. So when a client receives the reply of its SET, all other clients that
 cache the old value have been sent the message; its own message follows its reply. A message names one key, as Redis's
-do (redis-py understands no others). In broadcasting mode it names all changed keys.
+do (redis-py understands no others). In broadcasting mode it names all changed keys. If the messages about the changes
+of one step take more than 8 MiB, further clients get one that invalidates all of their keys.
 
 A command that names a request but no page, such as KVBLOCKGET, reads every key of the request. The note has the name
 `kv:{req}:`, which COMMAND GETKEYS also returns. A request's index is noted under its own key. Both change with every
@@ -170,6 +171,7 @@ _OPENING = {
 }
 _INDEX = b":index"
 _MANY = 1000  # changed keys with a message each; above, one message invalidates all keys
+_MOST_SENT = 8 << 20  # bytes of messages that are sent in one step; above, one message invalidates all keys of a client
 _MOST_NOTED = 20_000  # pairs of a changed key and a prefix for one block; above, one message invalidates all keys
 _STEP = 1000  # notes that are freed before other clients have their turn
 _NOTE = 512  # bytes of a note, without the key
@@ -236,6 +238,7 @@ class Tracking:
         self._prefixes: Prefixes[_Prefix] = Prefixes()
         self._changed_prefixes: dict[_Prefix, None] = {}
         self._due: dict[Recipient, _Pending] = {}
+        self._left = 0  # bytes of messages that `send_pending` may still send
 
     def __bool__(self) -> bool:
         return bool(self.clients)
@@ -514,8 +517,10 @@ class Tracking:
             asyncio.get_running_loop().call_soon(self.send_pending)  # the next reply may cause an earlier call
 
     def send_pending(self) -> None:
-        """Send the pending messages."""
-        self.is_due = False
+        """Send the pending messages: first up to `_MOST_SENT` bytes of keys. Each further client gets one message that
+        invalidates all of its keys, because copies of the keys for hundreds of clients take long.
+        """
+        self.is_due, self._left = False, _MOST_SENT
         everything_due, self._due = self._due, {}
         for client, due in everything_due.items():
             if client.tracking is None:
@@ -548,7 +553,7 @@ class Tracking:
                 keys = _readable_by_both(changed, client, to)
                 encoded[alike] = _encode_invalidations([keys], to.protocol) if keys else None
             if (message := encoded[alike]) is not None:
-                to.push(message)
+                self._push(to, message)
 
     def _send(self, client: Recipient, messages: Sequence[list[bytes] | None]) -> None:
         """Send messages to a client, or to the client of its `redirect`, about the keys that both may read. A message
@@ -560,7 +565,14 @@ class Tracking:
         seen = (message if message is None else _readable_by_both(message, client, to) for message in messages)
         messages = [message for message in seen if message is None or message]
         if messages:
-            to.push(_encode_invalidations(messages, to.protocol))
+            self._push(to, _encode_invalidations(messages, to.protocol))
+
+    def _push(self, to: Recipient, message: Raw) -> None:
+        """Send an encoded message, or the one that all keys are invalid if it does not fit."""
+        if len(message) > self._left:
+            message = _encode_invalidations([None], to.protocol)
+        self._left -= len(message)
+        to.push(message)
 
     def _recipient_of(self, client: Recipient) -> Recipient | None:
         """Return the client that gets a client's messages; None if there is none, or it can't get them."""
@@ -600,8 +612,11 @@ def _block_of(key: bytes) -> tuple[bytes, int] | None:
 def _encode_invalidations(messages: Sequence[list[bytes] | None], protocol: int) -> Raw:
     """Return messages about changed keys, encoded one after the other for RESP version `protocol`, 2 or 3.
 
-    A message is a list of keys; None means all keys. In RESP2 they are pub/sub messages of `CHANNEL`.
+    A message is a list of keys; None means all keys, as do keys of more than `_MOST_SENT` bytes. In RESP2 they are
+    pub/sub messages of `CHANNEL`.
     """
+    if sum(len(key) for keys in messages for key in keys or ()) > _MOST_SENT:
+        messages = [None]
     opening = _OPENING[protocol]
     return Raw(b"".join([opening + _encoded_keys(keys, protocol) for keys in messages]))
 

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import chain
 
 import pytest
 import redis
@@ -500,3 +501,23 @@ def test_a_reader_of_few_pages_of_a_large_block_gets_their_keys(server: RunningS
             assert reader.invalidated() == [b"kv:mine.r:1000:0:0:0", b"kv:mine.r:7:0:0:0"]
             assert other.invalidated() == []
             reader.ask("MGET", "kv:mine.r:7:0:0:0", "kv:mine.r:1000:0:0:0")
+
+
+def test_long_keys_for_many_clients_invalidate_all_keys() -> None:
+    """At most 8 MiB of keys are sent together; each further client gets a short message."""
+    with start_server() as server, Cache(server) as writer, ExitStack() as stack:
+        caches = [stack.enter_context(Cache(server)) for _ in range(6)]
+        for cache in caches[:3]:
+            cache.ask("CLIENT", "TRACKING", "ON", "BCAST")
+        key = b"a" * (3 << 20)
+        for cache in caches[3:]:
+            cache.ask("CLIENT", "TRACKING", "ON")
+            cache.ask("GET", key)
+        writer.ask("SET", key, "value")
+        received = [cache.invalidated() for cache in caches]
+        assert all(received)
+        assert sorted(map(len, chain(*received))) == [len(ALL)] * 4 + [len(key)] * 2
+        writer.ask("MSET", key, "value", key + b"b", "value", key + b"c", "value")
+        assert [cache.invalidated() for cache in caches] == [[ALL]] * 3 + [[]] * 3
+        writer.ask("SET", "short", "value")
+        assert [cache.invalidated() for cache in caches] == [[b"short"]] * 3 + [[]] * 3
