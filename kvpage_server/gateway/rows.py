@@ -29,7 +29,7 @@ from kvpage_server.commands.steps import IN_THREAD_FROM, Steps, each, in_thread
 from kvpage_server.core import Argument, Command, NewPages, Slot
 from kvpage_server.core.arguments import NAME_WORDS, PAGE_WORDS, BadPage
 from kvpage_server.gateway.upstream import MOST, NO_PAGE, PageMetadata, Plans, Upstream, Value, wait_for
-from kvpage_server.page import FIELD_AT, HEADER_SIZE, MAX_TTL, MAX_U32, PageError, PageKey, unix_ms
+from kvpage_server.page import FIELD_AT, HEADER_SIZE, MAX_TTL, MAX_U32, BlockShape, PageError, PageKey, unix_ms
 from kvpage_server.resp import OK, Reply, ReplyError, Stream, Wait, simple
 from kvpage_server.store.eviction.leases import LONGEST_LEASE
 
@@ -107,6 +107,7 @@ def set_page(key: bytes, slot: Slot) -> cluster.Command:
 
 OVERLAP = frozenset({"kvblockset"})
 _BLOCKS, _BYTES = 16, 64 * 1024**2  # limits of unfinished writes: blocks of one client, and bytes of all clients
+_PAGES_AT_ONCE = 4096  # pages of a block whose commands are created on the loop
 _CONCURRENT_BATCHES = 2  # of one client; single blocks of a failed batch are sent again in addition
 
 
@@ -150,20 +151,24 @@ class Overlap:
     def _has_space(self, writes: _ClientWrites) -> bool:
         return len(writes.names) < _BLOCKS and self._bytes < _BYTES
 
-    def write(self, client: Client, name: BlockName, nbytes: int, block: list[cluster.Write]) -> Steps[None]:
-        """Write a block of `nbytes` bytes with the commands in `block`. The steps end when it is written.
+    def write(
+        self, client: Client, name: BlockName, shape: BlockShape, commands: Callable[[], list[cluster.Write]]
+    ) -> Steps[None]:
+        """Write a block with the commands that `commands()` returns. The steps end when it is written.
 
-        Raises ReplyError if the cluster refuses it or fails.
+        A thread creates the commands for very many pages. Raises ReplyError if the cluster refuses it or fails.
         """
         writes = self._writes_of.setdefault(client, _ClientWrites())
         done = asyncio.get_running_loop().create_future()
+        nbytes = shape.nbytes
         writes.names.add(name)
-        writes.next.append((block, done))
-        if writes.batches_running < _CONCURRENT_BATCHES:
-            self._send(writes, writes.take())
         self._bytes += nbytes
         client.keep(nbytes)
         try:
+            block = commands() if shape.pages <= _PAGES_AT_ONCE else (yield from in_thread(commands))
+            writes.next.append((block, done))
+            if writes.batches_running < _CONCURRENT_BATCHES:
+                self._send(writes, writes.take())
             yield from wait_for(done)
         finally:
             self._bytes -= nbytes
@@ -334,8 +339,8 @@ class PagesBehind:
         memory = body.body if isinstance(body, Slot) else memoryview(plain(body))
         if len(memory) != shape.nbytes:
             raise ReplyError(f"ERR body must be {shape.nbytes} bytes for this shape, got {len(memory)}")
-        block = cluster.block_writes(name, shape, [memory], ttl, unix_ms())
-        yield from self.overlap.write(client, name, len(memory), block)
+        commands = partial(cluster.block_writes, name, shape, [memory], ttl, unix_ms())
+        yield from self.overlap.write(client, name, shape, commands)
         yield OK
 
     def kvblockget(self, client: Client, args: list[Argument]) -> Iterator[Reply]:

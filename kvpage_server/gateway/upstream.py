@@ -253,9 +253,10 @@ class _PendingBlocks(_ClientBytes):
         task.add_done_callback(self._arrived)
 
     def _arrived(self, task: asyncio.Task[list[Value | None]]) -> None:
-        if task is self.task and not task.cancelled() and not task.exception():
+        if task is self.task:
+            failed = task.cancelled() or task.exception() is not None
             self._set_expected(0)
-            self.set(sum(map(_size, task.result())))
+            self.set(0 if failed else sum(map(_size, task.result())))
 
     def _set_expected(self, nbytes: int) -> None:
         self._expect(nbytes - self._expected)

@@ -344,10 +344,10 @@ def block_writes(
 
 
 def _deletions(name: BlockName, shape: BlockShape) -> Sequence[Write]:
-    scattered = Scattered(name, shape)
+    scattered, page = Scattered(name, shape), b"%d" % name[1]
     if not has_tag(name[0]):
+        _apart(shape, len(name[0]) + len(page))  # keeps the result for `encode`: the caller may run this on a thread
         return [scattered]
-    page = b"%d" % name[1]
     texts = _together(shape, len(name[0]) + len(page))
     filled = [text.replace(_REQUEST, name[0]).replace(_PAGE, page) for text in texts]
     return [Command(block_key(name), partial(iter, (text,)), writes=True, apart=scattered.singly) for text in filled]
