@@ -52,6 +52,7 @@ _NO_CLUSTER = {  # commands that take no cluster, with the advice for a cluster
     "restore": "restore into one kvpage-server",
     "bench": "--url takes one kvpage-server, and --against one Valkey or Redis",
     "connectors": "--url takes one kvpage-server",
+    "doctor": "--url takes kvpage-servers, and valkey-cli --cluster check checks a cluster",
     "savings": "--url takes one kvpage-server; kvpage top shows the reused tokens of each engine",
 }
 
@@ -65,13 +66,15 @@ def main(arguments: list[str] | None = None) -> None:
     other failure or if data is missing or corrupt, otherwise with 0.
     """
     with ends_quietly("kvpage"):
-        args = _parser().parse_args(arguments)
+        args = parser().parse_args(arguments)
         sys.exit(_run(args))
 
 
 def _run(args: argparse.Namespace) -> int:
     """Run the command on the server, servers or cluster of the URL. Return the exit code. Raises BrokenPipeError."""
     try:
+        if args.show is doctor:
+            return int(args.show(args))
         args.url = _url(args)
         urls = urls_of(args.url)
         if is_cluster(args.url):
@@ -243,10 +246,11 @@ def _access_error(url: str) -> str:
     return f"{shown(url)} does not take this password for user {unquote(asks.username or 'default')}"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="kvpage", description="Inspect a running page store.")
-    parser.add_argument("--version", action="version", version=f"kvpage {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    program = argparse.ArgumentParser(prog="kvpage", description="Inspect a running page store.")
+    program.add_argument("--version", action="version", version=f"kvpage {__version__}")
+    commands = program.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, show: Any, help: str, *, asks: bool = True) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=help, description=f"{help[:1].upper()}{help[1:]}.")
@@ -289,6 +293,9 @@ def _parser() -> argparse.ArgumentParser:
     why_.add_argument(
         "name", metavar="LAYER HEAD PAGE TYPE", nargs="*", type=_number(integer(0, 2**32 - 1)), default=[]
     )
+    doctor_ = shows("doctor", doctor, "check machine, configuration and server, and say what to do")
+    help = "arguments of kvpage-server: a configuration file, and after -- also options, such as -- FILE --dir DIR"
+    doctor_.add_argument("server", metavar="ARGUMENT", nargs="*", help=help)
     _add_snapshots(shows)
     _add_replay(add)
     _add_savings(shows)
@@ -310,7 +317,7 @@ def _parser() -> argparse.ArgumentParser:
     bench_.add_argument("--seconds", type=seconds, default=0.5, help="seconds for each kind of call (default: 0.5)")
     bench_.add_argument("--quick", action="store_true", help="measure a few sizes only")
     _add_figures(bench_)
-    return parser
+    return program
 
 
 def _add_figures(command: argparse.ArgumentParser) -> None:
@@ -432,11 +439,25 @@ def _add_snapshots(shows: Callable[..., argparse.ArgumentParser]) -> None:
 # -- replay --------------------------------------------------------------------------------------------------------
 
 
+def doctor(args: argparse.Namespace) -> int:
+    """Check machine, configuration and servers. Return the exit code.
+
+    The checks open their own connections, because a server may be absent. Raises UsageError for a cluster.
+    """
+    from kvpage_server.doctor import run_checks  # imported here, since the server's modules are slow to load
+
+    if args.url or args.user or args.askpass or os.environ.get(URL):
+        args.url = _url(args)
+        if is_cluster(args.url):
+            raise UsageError(f"kvpage doctor takes no cluster: {_NO_CLUSTER['doctor']}")
+    return run_checks(args)
+
+
 def completion(store: redis.Redis, args: argparse.Namespace) -> bool:
     """Print a shell's completion of `kvpage` and `kvpage-server`, without the store. Return True."""
     parameters = {f"--{name}": str(field.metadata["doc"]) for name, field in Config.parameters().items()}
     server = {**parameters, "--check-config": "check the configuration", "--help": "", "--version": ""}
-    print(completion_of(args.shell, _parser()) + script(args.shell, "kvpage-server", server, {}), end="")
+    print(completion_of(args.shell, parser()) + script(args.shell, "kvpage-server", server, {}), end="")
     return True
 
 

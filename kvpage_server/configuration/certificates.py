@@ -35,10 +35,12 @@ def load(config: Config) -> ssl.SSLContext | None:
     made.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
         _load_own(made, config)
-        _warn_of_dates(made, config.tls_cert_file)
+        _, refusal = dates(made, config.tls_cert_file)
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         files = f"tls-cert-file {config.tls_cert_file}, tls-key-file {config.tls_key_file}"
         raise CertificateError(f"{files}: {_error_text(error)}") from error
+    if refusal:
+        logger.warning("tls-cert-file %s: %s", config.tls_cert_file, refusal)
     if config.tls_auth_clients == "no":
         return made
     if not config.tls_ca_cert_file:
@@ -65,8 +67,9 @@ def _load_own(made: ssl.SSLContext, config: Config) -> None:
         raise ValueError(fault) from error
 
 
-def _warn_of_dates(made: ssl.SSLContext, certificate: str) -> None:
-    """Log a warning if the server's certificate is expired or not valid yet: clients that verify it cannot connect.
+def dates(made: ssl.SSLContext, certificate: str) -> tuple[float | None, str]:
+    """Return the unix time at which the server's certificate expires, or None, and the reason why clients that verify
+    its dates refuse it now, or "". `made` is the server's TLS context. Raises OSError.
 
     `ssl` reads these dates only when it verifies a certificate. So a handshake in memory verifies it, with this
     certificate as the trusted one.
@@ -83,11 +86,11 @@ def _warn_of_dates(made: ssl.SSLContext, certificate: str) -> None:
         except ssl.SSLWantReadError:
             continue
         except ssl.SSLCertVerificationError as error:
-            if error.verify_code in _WRONG_DATES:
-                logger.warning("tls-cert-file %s: %s", certificate, error.verify_message)
-            return
+            return None, error.verify_message if error.verify_code in _WRONG_DATES else ""
         except ssl.SSLError:  # the dates stay unknown: this client may lack an algorithm that real clients have
-            return
+            break
+    found = client.getpeercert() or {}
+    return (ssl.cert_time_to_seconds(str(found["notAfter"])) if "notAfter" in found else None), ""
 
 
 def _read(path: str, label: str) -> bytes:

@@ -47,7 +47,8 @@ MAY_KNOW = {
     "http": "",
     "monitor": "http observe system",
     "web": "http monitor observe page system",
-    "cli": "address bench client configuration look replay snapshot system",
+    "doctor": "address client commands configuration core store system",
+    "cli": "address bench client configuration doctor look replay snapshot system",
     "start": "app cli system",
 }
 # Its `__init__` has the version.
