@@ -19,6 +19,7 @@ ALL = (
     "perplexity",
     "http_api",
     "without_ids",
+    "prompt_cache",
 )
 TOOLS = ("profile", "states", "vllm_policies")  # benchmarks that run only if they are named
 

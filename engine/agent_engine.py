@@ -75,6 +75,8 @@ class Answer:
     not_kept: str | None = None  # the reason if the context could not be kept
     context: ContextNames | None = None  # the names of the context, if it is kept without a name
     kept: KeptContext | None = None  # the part with a lifetime, if the prompt has lifetimes
+    block: str | None = None  # the name of the last full block of the context
+    hints: Sequence[tuple[str, str]] | None = None  # ids and results of the request's hints
 
 
 @dataclass(frozen=True, slots=True)
@@ -545,8 +547,9 @@ class AgentEngine:
             if self._store:
                 self._store.prefilled(computed, done.prefill_seconds)
         answer = job.answer(done)
-        if self._store and done.blocks.blocks and not job.keep:
-            answer = replace(answer, context=self._store.names_of(done.blocks))
+        if self._store and done.blocks.blocks:
+            names = None if job.keep else self._store.names_of(done.blocks)
+            answer = replace(answer, context=names, block=self._store.block_name(done.blocks))
         if self._store and not done.error:
             self._store.answered(answer.reuse.tier, answer.reuse.tokens, computed)
         lifetimes = None if done.error else job.lifetimes

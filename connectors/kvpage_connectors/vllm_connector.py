@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.logger import init_logger
 
 from kvpage_connectors.jobs import Block, Jobs, Lookup, guarded
+from kvpage_connectors.vllm_hints import PIN, RETAIN, Hint, Sessions, hints_of
 from kvpage_connectors.vllm_identity import identity_of, weights_of
 from kvpage_connectors.vllm_metrics import Counts, Metrics
 from kvpage_connectors.vllm_paged import Paged, layout_of
@@ -103,6 +104,8 @@ class KvpageConnector(KVConnectorBase_V1):
         self._jobs = Jobs(options.pop("url", ""), logger, **options)
         self.reasons = self._jobs.reasons
         self._known: dict[str, Known] = {}
+        self._ending: dict[str, Known] = {}  # finished requests whose blocks are being saved
+        self._sessions = Sessions[bytes]()
         self._work = Work()  # of the next step
         self._may_wait = True  # in this step
         self._memory: list[memoryview] = []  # of each layer
@@ -152,7 +155,28 @@ class KvpageConnector(KVConnectorBase_V1):
 
     @guarded(lambda: None)
     def on_new_request(self, request: Any) -> None:
+        """Follow the hints that name blocks or a session."""
         self._known[request.request_id] = Known(request)
+        for hint in hints_of(request.kv_transfer_params, request.kv_hints):
+            self._protect(hint, hint.hashes or self._sessions.blocks(hint.session))
+
+    def _protect(self, hint: Hint, hashes: Sequence[bytes]) -> None:
+        if not hashes or not self._layout:
+            return
+        names = partial(self._named, self._names, hashes)
+        if hint.kind == RETAIN:
+            self._jobs.lookup(names, len(hashes), self._layout.pages, lease_ms=hint.lease_ms)
+        else:
+            self._jobs.pin(names, len(hashes), pin=hint.kind == PIN)
+
+    @guarded(lambda: None)
+    def _end(self, request: Any, stored: int) -> None:
+        """Follow the hints for the blocks of a request itself, of which the first ones are stored."""
+        hashes, params = request.block_hashes[:stored], request.kv_transfer_params
+        self._sessions.add(params, hashes)
+        for hint in hints_of(params, request.kv_hints):
+            if hint.is_own:
+                self._protect(hint, hashes)
 
     @guarded(_no_tokens)
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -226,6 +250,9 @@ class KvpageConnector(KVConnectorBase_V1):
         for req_id in connector_output.finished_recving or ():
             if req_id in self._known:
                 self._known[req_id].loading = []
+        for req_id in connector_output.finished_sending or ():
+            if ended := self._ending.pop(req_id, None):
+                self._end(ended.request, ended.stored)
 
     @guarded(_not_delayed)
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -233,6 +260,9 @@ class KvpageConnector(KVConnectorBase_V1):
         has_saves = known.has_saved and not known.loading  # vLLM waits for the end of a load, before which saves ended
         if has_saves:
             self._work.ended.add(request.request_id)
+            self._ending[request.request_id] = known
+        else:
+            self._end(request, known.stored)
         return has_saves, None
 
     def reset_cache(self) -> bool | None:

@@ -1,47 +1,59 @@
-"""Hints of vLLM's requests: which chunks the server should not evict."""
+"""Hints of vLLM's requests, in its envelope (`v1/kv_hints/protocol.py`): which blocks the server should not evict.
+
+vLLM defines no actions. These are the ones of kvpage-engine: `engine.api.hints`.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
-
-RETAIN, PIN, UNPIN = "kvpage.retain", "kvpage.pin", "kvpage.unpin"  # types of actions
+RETAIN, PIN, UNPIN = "retain", "pin", "unpin"  # types of actions
+VERSION = "1"  # of the actions
 _LONGEST = 3600  # seconds of a lease
-_SESSIONS = 1000  # whose chunks are known
+_SESSIONS = 1000  # whose blocks are known
+
+Params = Mapping[str, Any] | None  # a request's `kv_transfer_params`
+_Block = TypeVar("_Block", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """An action: for the chunks `keys`, or those of a session, or, without both, those of the request itself."""
+    """An action: for the blocks with these hashes, or those of a session, or, without both, those of the request."""
 
     kind: str
     lease_ms: int
-    keys: tuple[OffloadKey, ...]
+    hashes: tuple[bytes, ...]
+    group: int  # the KV cache group of the blocks
     session: str
 
+    @property
+    def is_own(self) -> bool:
+        """Whether it is for the blocks of the request itself."""
+        return not (self.hashes or self.session)
 
-def hints_of(context: ReqContext) -> list[Hint]:
-    """Return the hints of a request for this tier: the actions of its `kv_hints`, and in its `kv_transfer_params` those
-    of ``kvpage_hints``, and ``kvpage_retain_seconds``. Raises ValueError if one is not valid.
+
+def hints_of(params: Params, envelope: Any) -> list[Hint]:
+    """Return the hints of a request: the actions of its envelope, and in its `kv_transfer_params` ``kv_hints`` and
+    ``kvpage_retain_seconds``. Raises ValueError if one is not valid.
     """
-    params = context.kv_transfer_params or {}
-    actions = context.kv_hints.actions if context.kv_hints else []
-    given = [(action.action_type, action.payload) for action in actions]
-    given += [(hint["type"], hint) for hint in params.get("kvpage_hints", [])]
+    params = params or {}
+    actions = envelope.actions if envelope else []
+    given = [(action.action_type, action.action_version, action.payload) for action in actions]
+    names = ("action_type", "action_version", "payload")
+    given += [tuple(action[name] for name in names) for action in params.get("kv_hints", {}).get("actions", [])]
     if "kvpage_retain_seconds" in params:
-        given.append((RETAIN, {"seconds": params["kvpage_retain_seconds"]}))
-    return [_hint(kind, payload) for kind, payload in given if kind in (RETAIN, PIN, UNPIN)]
+        given.append((RETAIN, VERSION, {"seconds": params["kvpage_retain_seconds"]}))
+    known = (RETAIN, PIN, UNPIN)
+    return [_hint(kind, payload) for kind, version, payload in given if kind in known and version == VERSION]
 
 
-def _hint(kind: str, payload: dict[str, Any]) -> Hint:
-    group = payload.get("group", 0)
-    keys = [make_offload_key(bytes.fromhex(block), group) for block in payload.get("blocks", [])]
+def _hint(kind: str, payload: Mapping[str, Any]) -> Hint:
+    hashes = tuple(bytes.fromhex(block) for block in payload.get("block_hashes", []))
     lease_ms = _lease_ms(payload.get("seconds")) if kind == RETAIN else 0
-    return Hint(kind, lease_ms, tuple(keys), payload.get("session", ""))
+    return Hint(kind, lease_ms, hashes, payload.get("group", 0), payload.get("session_id", ""))
 
 
 def _lease_ms(seconds: Any) -> int:
@@ -51,20 +63,20 @@ def _lease_ms(seconds: Any) -> int:
     return int(1000 * seconds)
 
 
-class Sessions:
-    """The chunks of the last sessions of this engine. A request names its session as ``kvpage_session``."""
+class Sessions(Generic[_Block]):
+    """The blocks of the last sessions of this engine. A request names its session as ``kvpage_session``."""
 
     def __init__(self) -> None:
-        self._keys: OrderedDict[str, dict[OffloadKey, None]] = OrderedDict()
+        self._blocks: OrderedDict[str, dict[_Block, None]] = OrderedDict()
 
-    def add(self, context: ReqContext, keys: Iterable[OffloadKey]) -> None:
-        """Add chunks of a request to its session, if it names one."""
-        if name := (context.kv_transfer_params or {}).get("kvpage_session"):
-            self._keys.setdefault(name, {}).update(dict.fromkeys(keys))
-            self._keys.move_to_end(name)
-            if len(self._keys) > _SESSIONS:
-                self._keys.popitem(last=False)
+    def add(self, params: Params, blocks: Iterable[_Block]) -> None:
+        """Add blocks of a request to its session, if it names one."""
+        if name := (params or {}).get("kvpage_session"):
+            self._blocks.setdefault(name, {}).update(dict.fromkeys(blocks))
+            self._blocks.move_to_end(name)
+            if len(self._blocks) > _SESSIONS:
+                self._blocks.popitem(last=False)
 
-    def keys(self, name: str) -> tuple[OffloadKey, ...]:
-        """Return the chunks of a session in the order in which they were added."""
-        return tuple(self._keys.get(name, ()))
+    def blocks(self, name: str) -> tuple[_Block, ...]:
+        """Return the blocks of a session in the order in which they were added."""
+        return tuple(self._blocks.get(name, ()))

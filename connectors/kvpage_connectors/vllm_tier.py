@@ -37,6 +37,7 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
     get_offload_block_hash,
     get_offload_group_idx,
+    make_offload_key,
 )
 from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
@@ -161,7 +162,7 @@ class KvpageTier(SecondaryTierManager):
         self._memory = primary_kv_view.cast("B")
         self._running: dict[int, _Running] = {}
         self._requests: dict[str, _Request] = {}
-        self._sessions = Sessions()
+        self._sessions = Sessions[OffloadKey]()
         self._is_asking = False  # in this step
         self._names = b""  # beginning of the names; empty if the tier can't be used
         self._name(weights)
@@ -203,7 +204,7 @@ class KvpageTier(SecondaryTierManager):
         self._use(_in_order(keys, req_context), req_context)
 
     def _use(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
-        own = [hint.lease_ms for hint in hints_of(context) if not (hint.keys or hint.session)]
+        own = [hint.lease_ms for hint in _hints_of(context) if hint.is_own]
         self._lease(keys, max(own, default=0))
 
     def _lease(self, keys: Sequence[OffloadKey], lease_ms: int) -> None:
@@ -276,8 +277,9 @@ class KvpageTier(SecondaryTierManager):
     @guarded(RequestOffloadingContext)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Follow the hints that name chunks or a session."""
-        for hint in hints_of(req_context):
-            self._protect(hint, hint.keys or self._sessions.keys(hint.session))
+        for hint in _hints_of(req_context):
+            keys = [make_offload_key(one, hint.group) for one in hint.hashes]
+            self._protect(hint, keys or self._sessions.blocks(hint.session))
         return RequestOffloadingContext()
 
     @guarded(lambda: None)
@@ -296,10 +298,10 @@ class KvpageTier(SecondaryTierManager):
     @guarded(lambda: None)
     def _end(self, request: _Request) -> None:
         context, every = request.context, _in_order([*request.used, *request.keys], request.context)
-        self._sessions.add(context, every)
+        self._sessions.add(context.kv_transfer_params, every)
         self._use(_in_order(request.keys, context), context)
-        for hint in hints_of(context):
-            if hint.kind != RETAIN and not (hint.keys or hint.session):
+        for hint in _hints_of(context):
+            if hint.kind != RETAIN and hint.is_own:
                 self._protect(hint, every)
 
     @guarded(lambda: None)
@@ -338,6 +340,10 @@ class KvpageTier(SecondaryTierManager):
             else:
                 stats.increase_counter(_BLOCKS, count, (job, result))
         return stats
+
+
+def _hints_of(context: ReqContext) -> list[Hint]:
+    return hints_of(context.kv_transfer_params, context.kv_hints)
 
 
 def _in_order(keys: Collection[OffloadKey], context: ReqContext) -> list[OffloadKey]:

@@ -171,6 +171,7 @@ def _agent_json(info: AgentInfo, tenant: Tenant, model: ServedModel) -> dict[str
         "tiers": info.tiers,
         "bytes": info.nbytes,
         "saved": info.saved,
+        "pinned": info.pinned,
     }
 
 

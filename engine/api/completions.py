@@ -23,6 +23,7 @@ from ..pool import PoolExhaustedError
 from ..scheduling.request import EngineClosedError, Token
 from .auth import Tenant, credential
 from .diagnosis import NOT_ANSWERED, NOT_READ, AskedPrompt, PromptLog, common_prefix, without_volatile
+from .hints import Contexts, carry_out, hints_of
 from .models import ServedModel
 from .openai.errors import ApiError, invalid
 from .openai.prompts import Prompts
@@ -391,6 +392,9 @@ def _prompts(
                 lifetimes=Lifetimes((), tenant.name, service.tokens.count),
             )
             asked.append(prompt)
+    if envelope := body.kv_transfer_params.kv_hints:
+        hints = hints_of(envelope.actions, tenant, "kv_transfer_params.kv_hints.actions")
+        asked[0] = replace(asked[0], follow=partial(carry_out, Contexts(service, model, tenant), hints))
     return asked, given
 
 

@@ -224,6 +224,7 @@ def _agents_json(agents: Iterable[tuple[str, AgentInfo]], tenant: Tenant) -> dic
                 "tiers": info.tiers,
                 "bytes": info.nbytes,
                 "saved": info.saved,
+                "pinned": info.pinned,
             }
             for info, given, model in visible[:MOST_AGENTS]
         ],

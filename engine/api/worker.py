@@ -11,7 +11,7 @@ import contextvars
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -57,6 +57,8 @@ class Prompt:
     kept_tokens: int | None = None  # tokens of the context to keep, from its beginning; None for all
     written: bool = True  # whether tiers below memory may get the context
     explain: Callable[[Answer], str | None] | None = None  # called with the answer: returns why less was reused
+    follow: Callable[[Answer], Awaitable[Sequence[tuple[str, str]]]] | None = None  # called with the answer: follows
+    # the request's hints, and returns the ids and results of the actions
 
 
 @dataclass(slots=True, eq=False)
@@ -120,6 +122,8 @@ class Answers:
         if isinstance(event, Answer):
             if generation.prompt.explain and (why := generation.prompt.explain(event)):
                 event = replace(event, reuse=replace(event.reuse, why=why))
+            if generation.prompt.follow:
+                event = replace(event, hints=await generation.prompt.follow(event))
             generation.answer = event
         return generation.index, event
 

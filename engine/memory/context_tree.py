@@ -12,11 +12,13 @@ import itertools
 import sys
 import time
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
+
+import numpy as np
 
 from kvpage_server.page import unix_ms
 from kvpage_server.store.eviction.prefix import Prefix
@@ -30,6 +32,7 @@ from .lifetimes import KeptContext, Lifetimes
 
 HOLDER = "contexts in memory"  # the holder's name in the pool; it is no valid agent id
 FULL = "the contexts with a lifetime take half of the engine's memory, or the tenant's share of that"
+MOST_SEEN = 4096  # blocks whose tokens are known by their names, about a KiB each
 MOST_NEIGHBOURS = 64  # siblings that are compared on either side of a prompt, so that a lookup is linear in the prompt
 
 
@@ -72,6 +75,19 @@ class _Lifetime(NamedTuple):
     tenant: str
 
 
+class _Seen(NamedTuple):
+    """The tokens of a full block, by its name."""
+
+    agent_id: str  # of a context that has the block
+    before: str  # the name of the block before it; empty for the first one
+    tokens: bytes  # its token ids, u32 each
+
+
+class _Pin(NamedTuple):
+    tenant: str
+    names: tuple[str, ...]  # of the block and those before it
+
+
 class ContextTree:
     """Contexts of one model in memory. Their blocks have at most `max_bytes` in total.
 
@@ -98,6 +114,9 @@ class ContextTree:
         self._kept: dict[str, _Lifetime] = {}  # by chain hash
         self._first_end = inf  # no lifetime ends earlier, in monotonic seconds
         self._ended: dict[str, float] = {}  # ends of lifetimes, in monotonic seconds, of blocks that are evicted first
+        self._pins: dict[str, _Pin] = {}  # by the chain hash of a pinned block
+        # full blocks, also evicted ones, the least recently added first; a block precedes its predecessors
+        self._seen: OrderedDict[str, _Seen] = OrderedDict()
 
     def __len__(self) -> int:
         """Return the number of blocks."""
@@ -142,9 +161,49 @@ class ContextTree:
         blocks = [self._known(node).block for node in path]
         self._pool.share((block.block_id for block in blocks), context.agent_id)
         self._add(path)
+        self._note_seen(context.agent_id, path)
         while self.nbytes > self._max_bytes and (self.evict() or self.evict(kept=True)):
             pass
         return replace(context, blocks=tuple(blocks))
+
+    def _note_seen(self, agent_id: str, path: Sequence[_Node]) -> None:
+        """Note the tokens of the full blocks of a context. A block is forgotten after those behind it."""
+        for i in reversed(range(len(path))):
+            if len(path[i].tokens) == self._spec.block_tokens:
+                name, before = path[i].name, path[i - 1].name if i else ""
+                if name not in self._seen:
+                    self._seen[name] = _Seen(agent_id, before, np.asarray(path[i].tokens, "<u4").tobytes())
+                self._seen.move_to_end(name)
+        while len(self._seen) > MOST_SEEN:
+            self._seen.popitem(last=False)
+
+    def agent_of(self, name: str) -> str | None:
+        """Return the agent of a context that has or had the full block `name`; None if that is not known any more."""
+        found = self._seen.get(name)
+        return found.agent_id if found else None
+
+    def seen(self, name: str) -> tuple[str, tuple[int, ...]] | None:
+        """Return the agent of a context that has or had the full block `name`, and the tokens up to its end; None if
+        they are not known any more.
+        """
+        parts, agent_id = list[bytes](), ""
+        while name:
+            if (found := self._seen.get(name)) is None:
+                return None
+            agent_id = agent_id or found.agent_id
+            parts.append(found.tokens)
+            name = found.before
+        return (agent_id, tuple(np.frombuffer(b"".join(reversed(parts)), "<u4").tolist())) if parts else None
+
+    def ends(self, names: Iterable[str]) -> list[str]:
+        """Return the blocks of `names` that no other one of them continues."""
+        before = set[str]()
+        for name in names:
+            found = self._seen.get(name)
+            while found and found.before not in before:
+                before.add(found.before)
+                found = self._seen.get(found.before)
+        return [name for name in dict.fromkeys(names) if name not in before]
 
     def unstored(self, context: AgentBlocks) -> int:
         """Return how many tokens of a context are in blocks that were not saved to a tier below, or that are not in the
@@ -204,9 +263,8 @@ class ContextTree:
         blocks take at most half of the tree's memory, and those of a tenant its share of that.
         """
         now, wall = time.monotonic(), unix_ms()
-        sizes = Counter[str]()
-        for name, kept in self._kept.items():
-            sizes[kept.tenant] += self._nodes[name].block.nbytes
+        protected = self._protected()
+        sizes = self._sizes(protected)
         most, tenant, total = self._max_bytes // 2, lifetimes.tenant, sizes.total()
         end, tokens, until = 0, 0, 0
         for one in self._nodes_of(context):
@@ -217,7 +275,7 @@ class ContextTree:
             if node is None:
                 return KeptContext(tokens, until, "the engine's memory has no room for the context")
             known = self._kept.get(node.name)
-            if known is None:
+            if node.name not in protected:
                 sizes[tenant] += node.block.nbytes
                 total += node.block.nbytes
                 if total > most or sizes[tenant] > most // lifetimes.tenants:
@@ -231,6 +289,35 @@ class ContextTree:
             if start < lifetimes.tokens:
                 tokens, until = min(end, lifetimes.tokens), min(until or sys.maxsize, wall + 1000 * seconds)
         return KeptContext(tokens, until)
+
+    def pin(self, context: AgentBlocks, tenant: str, tenants: int) -> bool:
+        """Keep the full blocks of a context in memory until the last one is unpinned. Return False if the tree does not
+        have them, or if lifetimes and pins would take more than half of its memory, or the tenant's share of that.
+        """
+        names = self.names(context.agent_id, context.tokens)
+        if not all(name in self._nodes for name in names):
+            return False
+        sizes, most = self._sizes(self._protected() | dict.fromkeys(names, tenant)), self._max_bytes // 2
+        if sizes.total() > most or sizes[tenant] > most // tenants:
+            return False
+        self._pins[names[-1]] = _Pin(tenant, names)
+        return True
+
+    def unpin(self, name: str) -> bool:
+        """Allow a pinned block to be evicted again. Return False if it was not pinned."""
+        return self._pins.pop(name, None) is not None
+
+    def _protected(self) -> dict[str, str]:
+        """Return the tenants of the blocks that have a lifetime or are pinned, and of those before pinned ones."""
+        pinned = {name: pin.tenant for pin in self._pins.values() for name in pin.names if name in self._nodes}
+        return {name: kept.tenant for name, kept in self._kept.items()} | pinned
+
+    def _sizes(self, tenants: Mapping[str, str]) -> Counter[str]:
+        """Return the bytes of blocks by tenant. `tenants` are those of the blocks, by name."""
+        sizes = Counter[str]()
+        for name, tenant in tenants.items():
+            sizes[tenant] += self._nodes[name].block.nbytes
+        return sizes
 
     def renew(self, context: AgentBlocks) -> bool:
         """Begin the lifetimes of a context's blocks anew, because a prompt has reused them. Return whether any has
@@ -322,6 +409,40 @@ class ContextTree:
             if node:
                 self._order.removed(node.key)
                 self._drop(node)
+
+    def context_of(self, name: str) -> AgentBlocks | None:
+        """Return the blocks up to the full block `name`; None if they are not all in the tree."""
+        if not (seen := self.seen(name)):
+            return None
+        agent_id, tokens = seen
+        nodes = [self._nodes.get(one) for one in self.names(agent_id, tokens)]
+        blocks = tuple(node.block for node in nodes if node)
+        return AgentBlocks(agent_id, tokens, blocks, self._spec.fingerprint) if len(blocks) == len(nodes) else None
+
+    def is_withheld(self, context: AgentBlocks) -> bool:
+        """Return whether a block of a context may not be saved to a tier below."""
+        nodes = (self._nodes.get(name) for name in self.names(context.agent_id, context.tokens))
+        return any(node and node.withheld and not node.stored for node in nodes)
+
+    def release(self, name: str) -> bool:
+        """Drop a full block, the parts of a block after it, and the blocks before it up to one that stays: a block
+        stays if it is pinned, if an agent references it, or if another block continues it. Return whether the block
+        `name` was dropped.
+        """
+        held = {found.block_id for found in self._pool.references() if found.agent_id != HOLDER}
+        first = True
+        while node := self._nodes.get(name):
+            after = self._children.get(name, [])
+            whole = any(not first or len(other.tokens) == self._spec.block_tokens for other in after)
+            stays = {one.block.block_id for one in (node, *after)} & held
+            if whole or stays or name in self._pins:
+                break
+            for other in [*after, node]:
+                self._order.removed(other.key)
+                self._drop(other)
+            first = False
+            name = self._seen[name].before if name in self._seen else ""
+        return not first
 
     def clear(self) -> None:
         """Drop all blocks."""
@@ -419,12 +540,13 @@ class ContextTree:
         if known and (known.covers(node) or (known.block.state is not None and node.block.state is None)):
             return known
         lifetime: _Lifetime | None = None
+        pin: _Pin | None = None
         # A longer sibling may cover this node, and this node may cover shorter siblings.
         longer, shorter = self._sides(node.parent, node.tokens)
         if known:
             node.used, node.stored = known.used, known.stored and known.block.states == node.block.states
             node.withheld = known.withheld
-            lifetime = self._kept.get(known.name)
+            lifetime, pin = self._kept.get(known.name), self._pins.get(known.name)
             self._drop(known)
         elif covering := next((other for other in longer if other.covers(node)), None):
             return covering
@@ -437,6 +559,8 @@ class ContextTree:
         self._nodes[node.name] = node
         if lifetime:
             self._kept[node.name] = lifetime
+        if pin:
+            self._pins[node.name] = pin
         at, siblings = self._place(node.parent, node.tokens)
         siblings.insert(at, node)
         self._children[node.parent] = siblings
@@ -448,6 +572,7 @@ class ContextTree:
         del self._nodes[node.name]
         self._kept.pop(node.name, None)
         self._ended.pop(node.name, None)
+        self._pins.pop(node.name, None)
         at, siblings = self._place(node.parent, node.tokens)
         del siblings[at]
         if not siblings:
@@ -484,10 +609,11 @@ class ContextTree:
             node = self._nodes[name]
             if node.used > end:
                 del self._ended[name]
-            elif name not in self._children:
+            elif name not in self._children and name not in self._pins:
                 return node
         for victim in self._order.victims():
             assert isinstance(victim, bytes)
-            if kept or victim.hex() not in self._kept:
-                return self._nodes[victim.hex()]
+            name = victim.hex()
+            if name not in self._pins and (kept or name not in self._kept):
+                return self._nodes[name]
         return None

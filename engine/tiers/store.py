@@ -376,6 +376,96 @@ class AgentCacheStore:
             self._tree.forget(entry.context, [other.context for other in self._hot])
         return True
 
+    def retain(self, agent_id: str, lifetimes: Lifetimes) -> bool:
+        """Give the agent's context in memory `lifetimes`, for the first tokens that they name. Return whether there is
+        one. They report the kept part.
+        """
+        with self._lock:
+            entry = self._hot.use(check_agent_id(agent_id))
+            if entry and entry.whole:
+                self.save(entry.context, lifetimes)
+        return bool(entry and entry.whole)
+
+    # -- contexts that end with a block -----------------------------------------------------------------------------
+
+    def block_name(self, context: AgentBlocks) -> str | None:
+        """Return the name of the last full block of a context; None if it has none."""
+        full = len(context) // self.spec.block_tokens
+        with self._lock:
+            return self._tree.names(context.agent_id, context.tokens)[full - 1] if full else None
+
+    def agents_of_blocks(self, names: Sequence[str]) -> list[str | None]:
+        """Return for each block the agent of a context that has or had it; None for a block that this engine does not
+        know, or not any more.
+        """
+        with self._lock:
+            return [self._tree.agent_of(name) for name in names]
+
+    def tokens_to(self, name: str) -> tuple[int, ...]:
+        """Return the tokens up to the end of a full block; none if they are not known any more."""
+        with self._lock:
+            seen = self._tree.seen(name)
+        return seen[1] if seen else ()
+
+    def last_blocks(self, names: Sequence[str]) -> list[str]:
+        """Return the blocks of `names` that no other one of them continues."""
+        with self._lock:
+            return self._tree.ends(names)
+
+    def retain_blocks(self, context: AgentBlocks, lifetimes: Lifetimes) -> None:
+        """Keep the full blocks of a context for `lifetimes`, in memory and on the page server. They report the kept
+        part.
+        """
+        with self._lock:
+            written = not self._tree.is_withheld(context)
+            self.publish(context, label=None, written=written, lifetimes=lifetimes)
+
+    def save_blocks(self, *contexts: AgentBlocks) -> bool:
+        """Save the full blocks of contexts to the page server now. Return whether they are saved."""
+        with self._lock:
+            if not self._pages or any(self._tree.is_withheld(context) for context in contexts):
+                return False
+            for context in contexts:
+                self.publish(context, label=None)
+        for agent_id in {context.agent_id for context in contexts}:
+            self.flush_dirty(agent_id)
+        return "page" not in self.save_failures
+
+    def pin_blocks(self, context: AgentBlocks, tenant: str, tenants: int) -> bool:
+        """Keep the full blocks of a context in memory until `unpin_block` of the last one. They count for `tenant`, one
+        of `tenants` with equal shares. Return False if its share, or half of the tree's memory, is used up.
+        """
+        with self._lock:
+            adopted = self._tree.adopt(context)
+            try:
+                return self._tree.pin(adopted, tenant, tenants)
+            finally:
+                self._pool.free(adopted.block_ids, adopted.agent_id)
+
+    def unpin_block(self, name: str) -> bool:
+        """Allow a pinned block to be evicted from memory. Return False if it was not pinned."""
+        with self._lock:
+            return self._tree.unpin(name)
+
+    def demote_blocks(self, names: Sequence[str]) -> bool | None:
+        """Save the contexts up to the ends of blocks to the page server, and free the memory of the blocks that no
+        other context continues. Return whether that of each last block was freed: not if it is pinned or continued in
+        memory, if an agent's context in memory has it, or if it cannot be saved; None if none is in memory.
+        """
+        with self._lock:
+            found = [(name, self._tree.context_of(name)) for name in self._tree.ends(names)]
+            contexts = [context for _, context in found if context]
+            for context in contexts:
+                self._pool.share(context.block_ids, context.agent_id)
+        try:
+            saved = bool(contexts) and self.save_blocks(*contexts)
+        finally:
+            for context in contexts:
+                self._pool.free(context.block_ids, context.agent_id)
+        with self._lock:
+            freed = [self._tree.release(name) for name, context in found if saved and context]
+        return (saved and all(freed)) if contexts else None
+
     def evict_lru(self, n: int = 1) -> int:
         """Evict the `n` least recently used agents from memory, and return their number. A dirty one stays until it is
         written."""

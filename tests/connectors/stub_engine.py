@@ -75,6 +75,8 @@ class Request:
     request_id: str
     tokens: list[int]
     skip_reading_prefix_cache: bool = False
+    kv_transfer_params: dict[str, Any] | None = None
+    kv_hints: Any = None
     computed: int = 0  # tokens
     blocks: list[int] = field(default_factory=list)
 
@@ -140,7 +142,8 @@ class Engine:
         lost = self.worker.get_block_ids_with_load_errors()
         self.lost |= lost
         self.worker.clear_connector_metadata()
-        self.scheduler.update_connector_output(SimpleNamespace(invalid_block_ids=lost, finished_recving=received))
+        ended = SimpleNamespace(invalid_block_ids=lost, finished_recving=received, finished_sending=sent)
+        self.scheduler.update_connector_output(ended)
         return sent or set(), received or set()
 
     def compute(self, request: Request, count: int) -> None:

@@ -24,6 +24,7 @@ from stub_engine import (
     NAMES,
     TOKENS,
     Engine,
+    Request,
     Tensor,
     counts,
     engine_on,
@@ -93,6 +94,47 @@ def test_a_prompt_in_the_paged_cache_is_not_looked_up(engine: Engine) -> None:
     engine.scheduler.on_new_request(request)
     assert engine.scheduler.get_num_new_matched_tokens(request, 32) == (0, False)
     assert counts(engine) == {}
+
+
+def test_hints_protect_blocks_sessions_and_requests(engine: Engine, client: redis.Redis) -> None:
+    """In vLLM's envelope, in a request's `kv_transfer_params` and as its `kv_hints`."""
+
+    def send(name: str, length: int, *actions: tuple[str, dict[str, Any]], session: str = "") -> Request:
+        request, found = (
+            prompt(name, length, start=0),
+            [
+                {"action_id": "a", "action_type": kind, "action_version": "1", "payload": payload}
+                for kind, payload in actions
+            ],
+        )
+        request.kv_transfer_params = {"kv_hints": {"actions": found}, "kvpage_session": session}
+        engine.run(request)
+        return request
+
+    def pinned() -> list[bool]:
+        return [bool(field(i, b"pinned")) for i in range(len(hashes))]
+
+    def field(i: int, name: bytes) -> Any:
+        (key,) = {key.split(b":")[1] for key in client.keys(f"kv:*{hashes[i].hex()}*")}
+        return dict(client.execute_command("KVPAGESTAT", key, 0, 0, 0, 0)).get(name)
+
+    hashes = send("a", 32, ("pin", {})).block_hashes
+    until(lambda: pinned() == [True, True])
+    send("b", 16, ("unpin", {"block_hashes": [hashes[0].hex()]}))
+    until(lambda: pinned() == [False, True])
+    hashes = send("c", 64, session="s").block_hashes
+    send("d", 16, ("pin", {"session_id": "s"}))
+    until(lambda: pinned() == [True] * 4)
+    request = prompt("e", 16)
+    request.kv_hints = SimpleNamespace(
+        actions=[SimpleNamespace(action_type="unpin", action_version="1", payload={"session_id": "s"})]
+    )
+    engine.run(request)
+    until(lambda: not any(pinned()))
+    send("f", 64, ("retain", {"seconds": 600}), ("split", {}))
+    until(lambda: all(field(i, b"lease_left_ms") for i in range(4)))
+    send("g", 16, ("retain", {"seconds": 4000}))
+    assert engine.scheduler.reasons.counts["on_new_request", "ValueError"] == 1
 
 
 def test_a_request_can_refuse_the_cache(engine: Engine) -> None:

@@ -179,20 +179,35 @@ def test_a_request_retains_its_chunks(manager: Manager, client: redis.Redis) -> 
 
 def hint(**payload: Any) -> Any:
     """Return a KvHintsEnvelope with two actions, the first of which is for another tier."""
-    kinds = {"another.retain": {"seconds": -1}, "kvpage.retain": payload}
-    return SimpleNamespace(actions=[SimpleNamespace(action_type=kind, payload=kinds[kind]) for kind in kinds])
+    kinds = {"another.retain": {"seconds": -1}, "retain": payload}
+    actions = [SimpleNamespace(action_type=kind, action_version="1", payload=kinds[kind]) for kind in kinds]
+    return SimpleNamespace(actions=actions)
+
+
+def params(*actions: tuple[str, dict[str, Any]], version: str = "1") -> dict[str, Any]:
+    """Return a request's `kv_transfer_params` with actions, each a type and a payload."""
+    found = [
+        {"action_id": str(i), "action_type": kind, "action_version": version, "payload": payload}
+        for i, (kind, payload) in enumerate(actions)
+    ]
+    return {"kv_hints": {"protocol_version": "1", "message_id": "m", "actions": found}}
 
 
 def test_hints_retain_blocks_and_requests(manager: Manager, client: redis.Redis) -> None:
     manager.store("abc")
     hashes = {name: chunk(name)[:-4].hex() for name in "abc"}
     names = {name: next(client.scan_iter(f"*{hashes[name]}*")).split(b":")[1].decode() for name in "abc"}
-    manager.tier.on_new_request(ReqContext("r", None, hint(seconds=600, blocks=[hashes["a"], hashes["b"]])))
+    manager.tier.on_new_request(ReqContext("r", None, hint(seconds=600, block_hashes=[hashes["a"], hashes["b"]])))
     until(lambda: lease_of(client, names["a"]) and lease_of(client, names["b"]), "leases of blocks", within=60)
     assert not lease_of(client, names["c"])
     manager.tier.touch([chunk("c")], ReqContext("r", None, hint(seconds=600)))
     until(lambda: bool(lease_of(client, names["c"])), "a lease of a request's chunk", within=60)
-    for wrong in ({"seconds": 1, "blocks": ["xyz"]}, {"blocks": [hashes["a"]]}, {"seconds": 4000, "blocks": [""]}):
+    blocks = [hashes["a"]]
+    for wrong in (
+        {"seconds": 1, "block_hashes": ["xyz"]},
+        {"block_hashes": blocks},
+        {"seconds": 4000, "block_hashes": blocks},
+    ):
         manager.tier.on_new_request(ReqContext("r", None, hint(**wrong)))
     assert manager.tier.reasons.counts == {("on_new_request", "ValueError"): 3}
 
@@ -200,8 +215,8 @@ def test_hints_retain_blocks_and_requests(manager: Manager, client: redis.Redis)
 def test_a_session_is_pinned_until_it_is_unpinned(manager: Manager, client: redis.Redis) -> None:
     """Two requests belong to a session. Later ones pin it, retain it and unpin it."""
 
-    def send(name: str, **params: Any) -> None:
-        manager.tier.on_new_request(ReqContext(name, params))
+    def send(name: str, kind: str, version: str = "1", **payload: Any) -> None:
+        manager.tier.on_new_request(ReqContext(name, params((kind, payload), ("another", {}), version=version)))
 
     for number, names in enumerate(("ab", "c")):
         context = ReqContext(str(number), {"kvpage_session": "s"})
@@ -211,18 +226,19 @@ def test_a_session_is_pinned_until_it_is_unpinned(manager: Manager, client: redi
         manager.tier.on_request_finished(context)
     manager.store("d")
     names = {name: client.keys(f"*{chunk(name)[:-4].hex()}*")[0].split(b":")[1].decode() for name in "abcd"}
-    send("pin", kvpage_hints=[{"type": "kvpage.pin", "session": "s"}, {"type": "another"}])
+    send("old", "pin", "0", session_id="s")
+    send("pin", "pin", session_id="s")
     until(lambda: [is_pinned(client, names[name]) for name in "abcd"] == [True, True, True, False], "pins", within=60)
-    send("retain", kvpage_hints=[{"type": "kvpage.retain", "session": "s", "seconds": 600}])
+    send("retain", "retain", session_id="s", seconds=600)
     until(lambda: bool(lease_of(client, names["c"])), "a lease of the session", within=60)
-    send("unpin", kvpage_hints=[{"type": "kvpage.unpin", "session": "s"}])
+    send("unpin", "unpin", session_id="s")
     until(lambda: not any(is_pinned(client, name) for name in names.values()), "no pins", within=60)
-    send("unknown", kvpage_hints=[{"type": "kvpage.pin", "session": "another"}])
+    send("unknown", "pin", session_id="another")
     assert manager.tier.reasons.counts == {}
 
 
 def test_a_request_pins_its_own_chunks(manager: Manager, client: redis.Redis) -> None:
-    context = ReqContext("r", {"kvpage_hints": [{"type": "kvpage.pin"}]})
+    context = ReqContext("r", params(("pin", {})))
     manager.tier.on_new_request(context)
     manager.store("a")
     manager.tier.touch([chunk("a")], context)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 
 import pytest
 from api_engines import SMOLLM2, RunningEngine, link_smollm2, start_engine, write_coder
-from documents import check, commands, entry_point, run
+from documents import blocks, check, commands, entry_point, run
 from servers import RunningServer
 
 # isort: split
@@ -61,6 +62,15 @@ def test_every_curl_line_answers_as_shown(
         check(run([program, *asked]), shown)
         lines += 1
     assert lines
+
+
+def test_the_readme_shows_the_prompt_cache_in_ten_lines(engine: RunningEngine) -> None:
+    (program,) = (block for block in blocks("README.md", "text") if "prompt_cache_options" in block)
+    assert sum(bool(line) for line in program.splitlines()) <= 10
+    output = run([sys.executable, "-c", program.replace("http://127.0.0.1:8000", engine.url)])
+    reused, diagnosis = output.splitlines()
+    assert int(reused) >= 37  # the tokens of the first prompt
+    assert "type='cache_hit'" in diagnosis
 
 
 @pytest.mark.soak

@@ -15,7 +15,6 @@ from documents import ROOT, blocks
 from kvpage_connectors.jobs import Jobs
 from kvpage_connectors.vllm_hints import hints_of
 from servers import start_server
-from vllm.v1.kv_offload.base import ReqContext
 
 from kvpage_server.address import DEFAULT_URL
 from kvpage_server.client import Page
@@ -78,8 +77,8 @@ def test_a_user_with_the_documented_rights_can_do_all_jobs() -> None:
 
 
 def test_the_hints_are_understood() -> None:
-    (params,) = [example for example in EXAMPLES if "kvpage_hints" in example]
-    assert [hint.kind for hint in hints_of(ReqContext("r", params))] == ["kvpage.pin", "kvpage.retain"]
+    (params,) = [example for example in EXAMPLES if "kv_hints" in example]
+    assert [hint.kind for hint in hints_of(params, None)] == ["pin", "retain"]
 
 
 def test_sizes_are_computed_as_documented() -> None:

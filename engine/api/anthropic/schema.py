@@ -19,6 +19,7 @@ from ..openai.schema import (
     Breakpoint,
     ChatBody,
     RequestBody,
+    TransferParams,
     Values,
     other_text,
 )
@@ -296,6 +297,7 @@ class MessagesBody(CountBody):
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     diagnostics: Diagnostics | None = None
+    kv_transfer_params: TransferParams = TransferParams()  # as in a chat
 
     @property
     def compared(self) -> str | None:
@@ -312,6 +314,7 @@ class MessagesBody(CountBody):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
+            "kv_transfer_params": self.kv_transfer_params,
         }
 
 

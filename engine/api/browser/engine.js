@@ -182,7 +182,7 @@ function showAgents() {
       el("td", { class: "num" }, count(agent.tokens)),
       meter(bar([[agent.tiers[0] ?? "none", agent.bytes]], largest), bytes(agent.bytes)),
       el("td", {}, ...agent.tiers.map(chip)),
-      el("td", { class: "soft num" }, agent.saved ? "" : unsaved())));
+      el("td", { class: "soft num" }, [agent.pinned ? "pinned" : "", agent.saved ? "" : unsaved()].filter(Boolean).join(", "))));
 }
 
 const name = (agent) => el("span", { class: agent === null ? "soft" : "name clip", title: agent }, agent ?? "no agent");

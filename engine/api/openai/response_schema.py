@@ -9,7 +9,18 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from .errors import invalid, shortened
-from .schema import MAX_TOOLS, ChatBody, ChatCacheOptions, MarkedBody, RequestBody, Retention, Values, joined, marked
+from .schema import (
+    MAX_TOOLS,
+    ChatBody,
+    ChatCacheOptions,
+    MarkedBody,
+    RequestBody,
+    Retention,
+    TransferParams,
+    Values,
+    joined,
+    marked,
+)
 
 MAX_NEW_ITEMS = 20  # in one request to a conversation, as OpenAI's API
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
@@ -206,6 +217,7 @@ class ResponseBody(RequestBody):
     prompt_cache_options: PromptCacheOptions = PromptCacheOptions()
     prompt_cache_retention: Retention = "in_memory"
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # as in a chat
+    kv_transfer_params: TransferParams = TransferParams()  # as in a chat
 
     @model_validator(mode="after")
     def _one_conversation(self) -> ResponseBody:
@@ -249,6 +261,7 @@ class ResponseBody(RequestBody):
             update={
                 "prompt_cache_options": self.prompt_cache_options,
                 "prompt_cache_retention": self.prompt_cache_retention,
+                "kv_transfer_params": self.kv_transfer_params,
             }
         )
 

@@ -107,6 +107,7 @@ MAX_STOP = 256  # characters of a stop text, which is compared with the answer a
 MAX_TOOLS = 128  # as OpenAI's API
 MAX_TOP_LOGPROBS = 20  # as OpenAI's API
 MAX_STOP_IDS = 128
+MAX_ACTIONS = 32  # in an envelope of hints
 MAX_ANSWERS = 32  # to one request: the size of the engine's batch
 MAX_BREAKPOINTS = 4  # in a request, as the clouds' APIs
 MAX_REPETITION_PENALTY = 10  # above about 2, texts are nonsense
@@ -500,6 +501,29 @@ _Stops = Annotated[list[_Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 Stops = Annotated[_Stops, BeforeValidator(_listed, _Stop | _Stops)]
 
 
+class HintAction(RequestBody):
+    """A hint on contexts. The components that carry hints out define the types, versions and payloads of actions."""
+
+    action_id: str
+    action_type: str
+    action_version: str
+    payload: dict[str, Any]
+
+
+class HintsEnvelope(RequestBody):
+    """vLLM's envelope of hints (`v1/kv_hints/protocol.py`)."""
+
+    protocol_version: Literal["1"]
+    message_id: str
+    actions: Annotated[list[HintAction], Field(fail_fast=True, max_length=MAX_ACTIONS)]
+
+
+class TransferParams(RequestBody):
+    """vLLM's parameters of a request for its connectors."""
+
+    kv_hints: HintsEnvelope | None = None
+
+
 _Given = TypeVar("_Given")
 
 
@@ -534,6 +558,7 @@ class CompletionFields(RequestBody):
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, max_length=MAX_STOP_IDS)] = []
     min_tokens: Annotated[int, Field(ge=0)] = 0
     ignore_eos: bool = False
+    kv_transfer_params: TransferParams = TransferParams()  # of vLLM
     # Constraints of the answer's text.
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -298,8 +298,15 @@ def kvpage_of(answer: Answer, agent_id: str | None) -> Reply:
         "waited_ms": round(1000 * reuse.waited_seconds, 3),
         "first_token_ms": round(1000 * reuse.time_to_first_token, 3),
         "why": reuse.why,
+        "block_hash": answer.block,
+        "kv_hints": hint_results(answer.hints),
         "kept": kept_of(answer.kept),
     }
+
+
+def hint_results(results: Sequence[tuple[str, str]] | None) -> list[Reply] | None:
+    """Return the results of hints, each with the id of its action, as replies show them."""
+    return None if results is None else [{"action_id": one, "result": result} for one, result in results]
 
 
 def kept_of(kept: KeptContext | None) -> Reply | None:

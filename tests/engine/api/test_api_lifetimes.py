@@ -70,6 +70,31 @@ def test_a_kept_context_survives_ten_times_the_memory(tmp_path: Path, kind: str,
             assert create(engine, "b" * 700, None, more=MORE).usage.cache_read_input_tokens <= len("user:")
 
 
+def test_a_context_is_evicted_first_after_its_lifetime(tmp_path: Path) -> None:
+    """Before an older one that never had a lifetime. A hint gives a lifetime of a second."""
+    texts = ["".join(Random(i).choices(ascii_lowercase, k=700)) for i in (1, 2)]
+    with start_server("--maxmemory", "4mb") as server, server.client() as client:
+        with start_engine(write_tiny(tmp_path / "tiny"), "--store", server.url, "--keep", "all") as engine:
+            create(engine, texts[0], None)
+            assert eventually(lambda: client.keys("kv:*"))
+            older = set(client.keys("kv:*"))
+            action = {"action_id": "a", "action_type": "retain", "action_version": "1", "payload": {"seconds": 1}}
+            hints = {"kv_hints": {"protocol_version": "1", "message_id": "m", "actions": [action]}}
+            reply: Any = create(engine, texts[1], None, extra_body={"kv_transfer_params": hints})
+            assert reply.kvpage["kv_hints"] == [{"action_id": "a", "result": "done"}]
+        newer = set(client.keys("kv:*")) - older
+        names = {key.decode().split(":")[1] for key in newer}
+        ended = [client.execute_command("KVPAGESTAT", name, 0, 0, 0, 0)[b"kept_until_ms"] for name in names]
+        assert eventually(lambda: max(ended) < unix_ms())
+        for i in range(100):
+            name = f"other{i}"
+            client.execute_command("KVBLOCKSET", name, 0, 1, 1, 1, 0, 1, 0, 3, MB // 10, bytes(MB // 10))
+            left = set(client.keys("kv:*"))
+            if not newer & left:
+                break
+        assert older <= left
+
+
 def test_a_hit_renews_a_lifetime(tmp_path: Path) -> None:
     """Also a hit of a prompt without a ttl, at another engine, and of an agent. It does not wait for the page server.
     A longer block in place of the last, partial one has its lifetime.
