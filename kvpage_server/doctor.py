@@ -55,7 +55,7 @@ from kvpage_server.system.text import as_size, plural
 State = Literal["ok", "warning", "error", "skipped"]
 
 _PYTHONS = range(11, 15)  # minor versions of Python 3 that the tests run
-_BESIDE = 200 << 20  # bytes of the process without its values and a third of maxmemory: docs/operations.md
+_BESIDE = 200 << 20  # bytes of the process without its values and a third of maxmemory: docs/size.md
 _SPEED_BYTES = 32 << 20  # bytes that the disk's speed is measured with
 _SPEED_SECONDS = 1.5  # most seconds of the measurement of small commits
 _SLOW_DISK = 30 << 20  # bytes a second
@@ -373,7 +373,7 @@ def maxmemory(patient: Patient) -> Iterator[Diagnosis]:
     elif needed > usable:
         found = f"{as_size(limit)} take up to {as_size(needed)}, and there are {as_size(usable)}"
         fits = max((usable - _BESIDE) * 3 // 4, 1 << 20) >> 20
-        advice = f"maxmemory {fits}mb, or more memory: docs/operations.md#size"
+        advice = f"maxmemory {fits}mb, or more memory: docs/size.md"
         yield Diagnosis("maxmemory", "error" if limit > usable else "warning", found, advice)
     else:
         yield Diagnosis("maxmemory", "ok", f"{as_size(limit)} of {as_size(usable)}")
@@ -687,7 +687,7 @@ def versions(patient: Patient) -> Iterator[Diagnosis]:
     others = [(url, info["kvpage_version"]) for url, info in _running(patient) if info["kvpage_version"] != __version__]
     if others:
         found = f"this is kvpage {__version__}; " + ", ".join(f"{url} is {other}" for url, other in others)
-        yield Diagnosis("versions", "warning", found, "upgrade the older one: docs/operations.md#upgrade")
+        yield Diagnosis("versions", "warning", found, "upgrade the older one: docs/upgrade.md")
     elif _running(patient):
         yield Diagnosis("versions", "ok", f"{__version__} everywhere")
 

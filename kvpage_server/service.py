@@ -49,7 +49,7 @@ def log_start(server: Server, addresses: list[str], http: list[str], token: str)
     }
     logger.info("kvpage-server %s, pid %d", __version__, os.getpid())
     if core.REASON:
-        logger.warning("  core    python, slower than the compiled one: %s (docs/operations.md)", core.REASON)
+        logger.warning("  core    python, slower than the compiled one: %s (docs/install.md)", core.REASON)
     else:
         logger.info("  core    %s", core.NAME)
     if config.store == "cluster":

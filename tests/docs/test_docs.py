@@ -57,7 +57,9 @@ def sessions(example: str) -> Iterator[tuple[str, str]]:
         yield typed, answered.rstrip("\n")
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/api.md", "docs/operations.md", "docs/eviction.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "docs/api.md", "docs/install.md", "docs/watch.md", "docs/eviction.md"]
+)
 def test_no_line_of_a_paragraph_is_indented(document: str) -> None:
     prose = re.sub(r"(?ms)^ *```.*?^ *```", "", (DOCUMENT.parents[1] / document).read_text(encoding="utf-8"))
     assert re.findall(r"(?m)^(?! |[-*+] |\d\. |\|).+\n( +\S.*)", prose) == []

@@ -13,8 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
+from api_engines import start_engine, write_tiny
 from browsing import TOKEN, SeenServer, start_seen_server
-from servers import free_port
+from servers import RunningServer, free_port
 from waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -87,8 +88,22 @@ def test_queried_engine_metrics_exist() -> None:
         assert f'"{short}"' in source, name
 
 
+def documented_metrics() -> set[str]:
+    return set(NAME.findall(PAGE.read_text(encoding="utf-8").partition("## Metrics")[2]))
+
+
+def test_the_page_lists_all_metrics_of_an_engine(server: RunningServer, tmp_path: Path) -> None:
+    with start_engine(write_tiny(tmp_path / "tiny"), "--store", server.url) as engine:
+        found = httpx.get(f"{engine.url}/metrics", timeout=60).text
+    there = {name for name, kind in families(found).items() if not name.endswith(("_bucket", "_sum", "_count"))}
+    documented = {name for name in documented_metrics() if name.startswith(ENGINE)}
+    rates = {name for name in documented if re.search(r"page_server_.*_(second|seconds)$", name)}  # of later transfers
+    assert len(rates) == 3
+    assert documented - rates <= there <= documented
+
+
 def test_the_page_lists_all_metrics_and_no_other(metrics: str) -> None:
-    listed = set(NAME.findall(PAGE.read_text(encoding="utf-8").partition("## Metrics")[2]))
+    listed = {name for name in documented_metrics() if not name.startswith(ENGINE)}
     there = {name for name, kind in families(metrics).items() if not name.endswith(("_bucket", "_sum", "_count"))}
     assert listed == there
 

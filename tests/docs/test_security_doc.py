@@ -46,7 +46,7 @@ def test_its_metrics_user_sees_every_figure(tmp_path: Path) -> None:
 
 
 def test_every_document_gives_the_metrics_user_the_same_rights() -> None:
-    files = ("docs/security.md", "docs/operations.md", "conf/kvpage.conf")
+    files = ("docs/security.md", "docs/watch.md", "conf/kvpage.conf")
     lines = [line for file in files for line in (ROOT / file).read_text(encoding="utf-8").splitlines()]
     rights = [line.split(" %R~* ")[1] for line in lines if "user metrics on" in line]
     assert len(rights) == len(files)

@@ -43,8 +43,8 @@ def conf(tmp_path: Path) -> Path:
 
 
 def test_every_documented_check_is_run(conf: Path) -> None:
-    text = (ROOT / "docs/operations.md").read_text(encoding="utf-8").partition("### Examine the machine")[2]
-    table = text.partition("### As a service")[0].partition("| part | checks |")[2]
+    text = (ROOT / "docs/install.md").read_text(encoding="utf-8").partition("## Examine the machine")[2]
+    table = text.partition("## As a service")[0].partition("| part | checks |")[2]
     listed = {name for row in re.findall(r"^\| \w.* \| (`.*)\|", table, re.M) for name in re.findall(r"`([^`]+)`", row)}
     with start_server(file=conf) as server:
         found = {each.check: each for each in doctor.examine(Patient([str(conf)], server.url))}

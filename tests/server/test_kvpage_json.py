@@ -1,4 +1,4 @@
-"""`kvpage --json`: an object per line, with the keys in docs/operations.md; and commands that run until interrupted."""
+"""`kvpage --json`: an object per line, with the keys in docs/json.md; and commands that run until interrupted."""
 
 from __future__ import annotations
 
@@ -20,12 +20,7 @@ from test_kvpage_cli import kvpage, set_block
 from kvpage_server.client.cluster.side_by_side import Rendezvous, servers_of
 
 ROOT = Path(__file__).parents[2]
-TABLE = (
-    (ROOT / "docs" / "operations.md")
-    .read_text(encoding="utf-8")
-    .partition("These keys stay")[2]
-    .partition("\n\nWhat is slow")[0]
-)
+TABLE = (ROOT / "docs" / "json.md").read_text(encoding="utf-8").partition("These keys stay")[2]
 LISTED = {
     row[0]: re.findall(r"`(\w+)`", row[1].partition("; of ")[0])
     for row in re.findall(r"^\| ([\w ]+) \| (`.*)", TABLE, re.M)
