@@ -7,7 +7,6 @@ miss: `Reasons` counts and logs it.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import threading
@@ -15,114 +14,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from kvpage_server.address import DEFAULT_URL, URL, with_credentials
-from kvpage_server.client import (
-    BlockName,
-    Closed,
-    DeadlineExceeded,
-    Disconnected,
-    Page,
-    PageClient,
-    Refused,
-    Unsupported,
-    WrongReply,
-)
+from kvpage_connectors.reasons import Away, Late, Reasons, reason_of
+from kvpage_server.address import DEFAULT_URL, URL, urls_of, with_credentials
+from kvpage_server.client import BlockName, Closed, DeadlineExceeded, Disconnected, Page, PageClient
 from kvpage_server.client.page import StateName
 from kvpage_server.client.raw_commands import RawCommand, integer, up_to
 
 Block = Callable[[], Sequence[Page]]  # returns the pages of a block; their bodies are memory of the engine
 _PIECE = 8 * 1024 * 1024  # bytes of one call; if another call fails, the blocks of this one count
 _PAUSE = 1.0  # seconds without requests after the server did not answer
-_SILENCE = 10.0  # seconds between two log lines with the same reason
-
-
-# -- Reasons of misses -------------------------------------------------------------------------------------------------
-
-
-class Reasons:
-    """Counts of missed blocks, by job and reason. Threads can share it."""
-
-    def __init__(self, log: logging.Logger) -> None:
-        self.counts: Counter[tuple[str, str]] = Counter()
-        self._log = log
-        self._lock = threading.Lock()
-        self._silent_until: dict[tuple[str, str], float] = {}
-
-    def count(self, job: str, reason: str, blocks: int = 1, detail: object = "") -> None:
-        """Add missed blocks of a job (lookup, load, save or the name of a method). Log them, unless the last seconds
-        have a line with the same job and reason.
-        """
-        now = time.monotonic()
-        with self._lock:
-            self.counts += Counter({(job, reason): blocks})  # keeps no zero
-            if now < self._silent_until.get((job, reason), 0.0):
-                return
-            self._silent_until[job, reason] = now + _SILENCE
-        self._log.warning("kvpage: %s missed %d blocks, reason: %s %s", job, blocks, reason, detail)
-
-
-class _Late(Exception):
-    """Error: the deadline of a job passed before it began."""
-
-
-class _Away(Exception):
-    """Error: the server did not answer an earlier job, and the pause after it has not ended."""
-
-
-class _Closed(Exception):
-    """Error: the jobs were closed."""
-
-
-_REASONS: dict[type[Exception], str] = {  # the first class that matches
-    _Late: "deadline",
-    _Away: "away",
-    _Closed: "closed",
-    Closed: "closed",
-    DeadlineExceeded: "deadline",
-    Disconnected: "away",
-    WrongReply: "reply",
-    Unsupported: "unsupported",
-}
-
-
-def reason_of(error: Exception) -> str:
-    """Return the word that counts an error: oom, noauth and so on for an error reply."""
-    if isinstance(error, Refused):
-        return error.code.lower()
-    return next((reason for kind, reason in _REASONS.items() if isinstance(error, kind)), type(error).__name__)
-
-
-class _Guarded(Protocol):
-    @property
-    def reasons(self) -> Reasons:
-        """Return the counts that a guarded method adds to."""
 
 
 T = TypeVar("T")
-P = ParamSpec("P")
-G = TypeVar("G", bound=_Guarded)
-
-
-def guarded(answer: Callable[[], T]) -> Callable[[Callable[Concatenate[G, P], T]], Callable[Concatenate[G, P], T]]:
-    """Return a decorator of methods that an engine calls: an exception is counted, and `answer()` is returned."""
-
-    def decorate(method: Callable[Concatenate[G, P], T]) -> Callable[Concatenate[G, P], T]:
-        @functools.wraps(method)
-        def call(self: G, /, *args: P.args, **kwargs: P.kwargs) -> T:
-            try:
-                return method(self, *args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - any exception would end the engine
-                self.reasons.count(method.__name__, reason_of(error), 1, repr(error))
-                return answer()
-
-        return call
-
-    return decorate
-
-
-# -- Jobs --------------------------------------------------------------------------------------------------------------
 
 
 class Lookup:
@@ -172,8 +77,9 @@ class Jobs:
 
         `url` and `options` are those of PageClient. An empty `url` is that of the environment, and a URL without a
         password gets the password of the environment, because engines log their options. `threads` is the number of
-        loads and saves at the same time. A lookup has `lookup_seconds`, a load or save `transfer_seconds`. Found blocks
-        are protected from eviction for `lease_ms`. Raises ValueError for an invalid URL, option or number.
+        loads and saves at the same time. A lookup has `lookup_seconds`, a load or save `transfer_seconds`, unless its
+        call names an `end` in monotonic seconds. Found blocks are protected from eviction for `lease_ms`. Raises
+        ValueError for an invalid URL, option or number.
         """
         if not (lookup_seconds > 0 and threads >= 1 and lease_ms >= 0):
             raise ValueError("lookup_seconds must be more than 0, threads at least 1, lease_ms at least 0")
@@ -182,13 +88,14 @@ class Jobs:
         url = url or os.environ.get(URL) or DEFAULT_URL
         url = url if "password" in options else with_credentials(url)
         self._client = PageClient(url, deadline=transfer_seconds, **options)
-        self._lookup_seconds, self._transfer_seconds, self._lease_ms = lookup_seconds, transfer_seconds, lease_ms
+        self.lookup_seconds, self.transfer_seconds, self._lease_ms = lookup_seconds, transfer_seconds, lease_ms
         self._lookups = ThreadPoolExecutor(1, "kvpage-lookup")
         self._transfers = ThreadPoolExecutor(threads, "kvpage-transfer")
         self._lock = threading.Lock()
         self._open: set[Future[Any]] = set()
         self._taken: Counter[str] = Counter()
         self._missed: Counter[str] = Counter()  # the client's misses that are in `reasons`
+        self._pause = _PAUSE if len(urls_of(url)) == 1 else 0.0  # of several, PageClient leaves a silent one alone
         self._away_until = 0.0
         self._is_closed = False
         for pool, count in ((self._lookups, 1), (self._transfers, threads)):
@@ -198,7 +105,13 @@ class Jobs:
     # -- called by the engine's threads --------------------------------------------------------------------------------
 
     def lookup(
-        self, names: Callable[[], Sequence[BlockName]], count: int, pages_per_block: int, *, lease_ms: int | None = None
+        self,
+        names: Callable[[], Sequence[BlockName]],
+        count: int,
+        pages_per_block: int,
+        *,
+        lease_ms: int | None = None,
+        end: float | None = None,
     ) -> Lookup:
         """Begin to count the complete blocks of `names`, from the first one, and to lease them.
 
@@ -206,29 +119,30 @@ class Jobs:
         each to the one before it.
         """
         lease = self._lease_ms if lease_ms is None else lease_ms
-        end = time.monotonic() + self._lookup_seconds
+        until = time.monotonic() + self.lookup_seconds if end is None else end
 
         def ask() -> int:
             options: dict[str, Any] = {"pages_per_block": pages_per_block, "lease_ms": lease}
-            found = self._client.prefix(names(), deadline=_left(end), **options)
+            found = self._client.prefix(names(), deadline=_left(until), **options)
             self._add({"lookup/ok": found})
             return found
 
         future = self._submit(self._lookups, "lookup", ask, lambda: 0, lambda: count)
-        return Lookup(future, end, lease / 1000)
+        return Lookup(future, until, lease / 1000)
 
-    def lengths(self, names: Sequence[BlockName], states: Sequence[StateName], pages_per_block: int) -> list[int]:
-        """Return the lengths at which a model with states can continue, as `PageClient.lengths`; none after the
-        deadline. The longest is leased. This method waits.
+    def lengths(
+        self, names: Sequence[BlockName], states: Sequence[StateName], pages_per_block: int, end: float
+    ) -> list[int]:
+        """Return the lengths at which a model with states can continue, as `PageClient.lengths`; none after `end`. The
+        longest is leased. This method waits.
         """
-        end = time.monotonic() + self._lookup_seconds
 
         def ask() -> list[int]:
             options: dict[str, Any] = {"pages_per_block": pages_per_block, "lease_ms": self._lease_ms}
             return self._client.lengths(names, states, deadline=_left(end), **options)
 
         future = self._submit(self._lookups, "lookup", ask, list[int], lambda: len(names))
-        wait([future], self._lookup_seconds)
+        wait([future], max(end - time.monotonic(), 0))
         return future.result() if future.done() else []
 
     def pin(self, names: Callable[[], Sequence[BlockName]], count: int, *, pin: bool) -> None:
@@ -239,21 +153,32 @@ class Jobs:
         word = b"KVPAGEPIN" if pin else b"KVPAGEUNPIN"
         self.ask("pin", lambda: [RawCommand([word, *name], integer) for name in names()], count)
 
-    def ask(self, job: str, commands: Callable[[], Sequence[RawCommand]], count: int) -> Future[list[Any]]:
-        """Begin to send `count` commands in a pipeline. The result is their decoded replies, or empty."""
-        end = time.monotonic() + self._lookup_seconds
+    def ask(
+        self,
+        job: str,
+        commands: Callable[[], Sequence[RawCommand]],
+        count: int,
+        *,
+        end: float | None = None,
+        **options: Any,
+    ) -> Future[list[Any]]:
+        """Begin to send commands for `count` blocks in a pipeline, with `options` of `PageClient.ask`. The result is
+        their decoded replies, or empty.
+        """
+        until = time.monotonic() + self.lookup_seconds if end is None else end
 
         def ask() -> list[Any]:
-            return self._client.ask(commands(), deadline=_left(end))
+            return self._client.ask(commands(), deadline=_left(until), **options)
 
         return self._submit(self._lookups, job, ask, list, lambda: count)
 
     def lock(self, names: Callable[[], Sequence[BlockName]], count: int) -> Future[list[bool]]:
         """Begin to look up and lease blocks of one page each. The result is whether each one exists and is leased.
 
-        One command looks up all blocks before the first missing one, and others the blocks after it.
+        One command looks up all blocks before the first missing one, and others the blocks after it. Blocks of a server
+        that does not answer are missing.
         """
-        end = time.monotonic() + self._lookup_seconds
+        end = time.monotonic() + self.lookup_seconds
 
         def ask() -> list[bool]:
             every = names()
@@ -261,27 +186,27 @@ class Jobs:
             rest = [
                 RawCommand([b"KVPAGELEASE", req, self._lease_ms, page], up_to(1)) for req, page in every[found + 1 :]
             ]
-            after = self._client.ask(rest, deadline=_left(end)) if rest else []
+            after = self._client.ask(rest, gone=0, deadline=_left(end)) if rest else []
             self._add({"lookup/ok": found + sum(after)})
             return [True] * found + [False] * (found < count) + [answer == 1 for answer in after]
 
         return self._submit(self._lookups, "lookup", ask, lambda: [False] * count, lambda: count)
 
-    def load(self, blocks: Sequence[Block], nbytes: int) -> Future[list[bool]]:
+    def load(self, blocks: Sequence[Block], nbytes: int, end: float | None = None) -> Future[list[bool]]:
         """Begin to receive blocks of `nbytes` bytes each. They have the same number of pages, and threads call them.
 
         The threads share the load: while one makes pages, or waits for the server, another receives. The result has for
         each block whether all of its pages arrived. The memory of a missed block is undefined.
         """
         pieces = [blocks[piece] for piece in _pieces(len(blocks), nbytes)]
-        return self._joined([self._transfer("load", piece, nbytes, self._receive) for piece in pieces])
+        return self._joined([self._transfer("load", piece, nbytes, self._receive, end) for piece in pieces])
 
-    def save(self, blocks: Sequence[Block], nbytes: int) -> Future[list[bool]]:
+    def save(self, blocks: Sequence[Block], nbytes: int, end: float | None = None) -> Future[list[bool]]:
         """Begin to store blocks of `nbytes` bytes each, whose memory must not change until the result has arrived: for
         each block whether it was stored. They have the same number of pages, and one thread calls them all, so that
         another is free for loads.
         """
-        return self._transfer("save", blocks, nbytes, self._send)
+        return self._transfer("save", blocks, nbytes, self._send, end)
 
     def abandon(self, saves: Iterable[Future[list[bool]]]) -> None:
         """Cancel saves that wait in the queue, and wait for the others, because their memory will change."""
@@ -313,7 +238,7 @@ class Jobs:
 
     def _connect(self) -> None:
         """Open a connection, so that the first job of this thread finds one. No block has the asked name."""
-        self._client.prefix([(b"vllm.none", 0)], pages_per_block=1, deadline=self._lookup_seconds)
+        self._client.prefix([(b"vllm.none", 0)], pages_per_block=1, deadline=self.lookup_seconds)
 
     def _receive(self, pages: Sequence[Page], end: float) -> list[bool]:
         return self._client.mget_into([p.key for p in pages], [p.body for p in pages], deadline=_left(end))
@@ -323,16 +248,21 @@ class Jobs:
         return [True] * len(pages)
 
     def _transfer(
-        self, job: str, blocks: Sequence[Block], nbytes: int, move: Callable[[Sequence[Page], float], list[bool]]
+        self,
+        job: str,
+        blocks: Sequence[Block],
+        nbytes: int,
+        move: Callable[[Sequence[Page], float], list[bool]],
+        end: float | None,
     ) -> Future[list[bool]]:
-        end = time.monotonic() + self._transfer_seconds
+        until = time.monotonic() + self.transfer_seconds if end is None else end
         done = [False] * len(blocks)
 
         def run() -> list[bool]:
             for piece in _pieces(len(blocks), nbytes):
-                _left(end)
+                _left(until)
                 every = [block() for block in blocks[piece]]
-                moved = move([page for block in every for page in block], end)
+                moved = move([page for block in every for page in block], until)
                 pages = len(every[0])
                 done[piece] = [all(moved[at : at + pages]) for at in range(0, len(moved), pages)]
                 self._add({f"{job}/ok": sum(done[piece]), f"{job}/bytes": nbytes * sum(done[piece])})
@@ -374,13 +304,13 @@ class Jobs:
         def execute() -> T:
             try:
                 if self._is_closed:
-                    raise _Closed
+                    raise Closed
                 if time.monotonic() < self._away_until:
-                    raise _Away
+                    raise Away
                 return run()
             except Exception as error:  # noqa: BLE001 - a miss, whatever the reason
                 if isinstance(error, DeadlineExceeded | Disconnected) and not isinstance(error, Closed):
-                    self._away_until = time.monotonic() + _PAUSE
+                    self._away_until = time.monotonic() + self._pause
                 self.reasons.count(job, reason_of(error), missed(), error)
                 return otherwise()
 
@@ -414,9 +344,9 @@ class Jobs:
 
 
 def _left(end: float) -> float:
-    """Return the seconds until `end`. Raises _Late if there are none."""
+    """Return the seconds until `end`. Raises Late if there are none."""
     if (left := end - time.monotonic()) <= 0:
-        raise _Late
+        raise Late
     return left
 
 

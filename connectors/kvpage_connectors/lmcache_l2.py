@@ -8,8 +8,8 @@ does nothing, and the objects of a process that died are protected no longer tha
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import count
@@ -26,8 +26,9 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.platform import create_event_notifier
 
-from kvpage_connectors.jobs import Jobs, guarded
-from kvpage_server.client import Page
+from kvpage_connectors.jobs import Block, Jobs
+from kvpage_connectors.reasons import guarded, reason_of
+from kvpage_server.client import BlockName, Page
 from kvpage_server.client.raw_commands import RawCommand, integer, scanned
 from kvpage_server.page import MAX_REQ_ID, DType, PageKey
 
@@ -41,6 +42,8 @@ _BEGIN = "lmcache."
 _GIB = 1024**3
 _CLOSE = 5.0  # seconds for stores in progress
 _STORE, _LOOKUP, _LOAD = "store", "lookup", "load"
+_REMEMBERED = 100_000  # objects whose sizes an adapter knows
+_Part = tuple[Sequence[int], Future[list[bool]]]  # positions of keys in a task, and whether their job did each of them
 
 
 def name_of(key: ObjectKey) -> bytes:
@@ -68,6 +71,34 @@ def _bitmap(found: Sequence[bool]) -> Any:
     return bitmap
 
 
+class _Sizes:
+    """Bytes of the objects that an adapter stored last, _REMEMBERED at most, for LMCache's count of used bytes. The
+    store knows the sizes of older ones. Threads can share it.
+    """
+
+    def __init__(self) -> None:
+        self._bytes: OrderedDict[ObjectKey, int] = OrderedDict()  # the object that was stored last is the last one
+        self._has_forgotten = False
+        self._lock = Lock()
+
+    def add(self, key: ObjectKey, size: int) -> int:
+        """Note a stored object. Return by how many bytes it is larger than the one it replaced, if that is known."""
+        with self._lock:
+            before = self._bytes.pop(key, 0)
+            self._bytes[key] = size
+            if len(self._bytes) > _REMEMBERED:
+                self._bytes.popitem(last=False)
+                self._has_forgotten = True
+        return size - before
+
+    def pop(self, key: ObjectKey, deleted: int) -> int | None:
+        """Forget a deleted object, of which the store has deleted so many bytes. Return its size, or None if this
+        adapter has not stored it.
+        """
+        with self._lock:
+            return self._bytes.pop(key, deleted if deleted and self._has_forgotten else None)
+
+
 class KvpageL2Adapter(L2AdapterInterface):
     """Adapter for ``"type": "plugin"``. Methods have LMCache's documentation, and raise no exceptions."""
 
@@ -86,7 +117,7 @@ class KvpageL2Adapter(L2AdapterInterface):
         self._results: dict[str, dict[int, Any]] = {kind: {} for kind in self._notifiers}
         self._tasks = count()
         self._lock = Lock()
-        self._sizes: dict[ObjectKey, int] = {}  # of objects that this adapter has stored
+        self._sizes = _Sizes()
         self._is_closed = False
 
     def get_store_event_fd(self) -> int:
@@ -101,7 +132,8 @@ class KvpageL2Adapter(L2AdapterInterface):
     # -- tasks ---------------------------------------------------------------------------------------------------------
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        return self._move(_STORE, self._jobs.save, keys, objects, self._stored)
+        start = partial(_started, self._jobs.save, keys, objects)
+        return self._begin(_STORE, len(keys), start, partial(self._stored, keys, objects))
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
         with self._lock:
@@ -111,14 +143,15 @@ class KvpageL2Adapter(L2AdapterInterface):
     def submit_lookup_and_lock_task(
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
     ) -> int:
-        chains: dict[tuple[str, str, int, int], list[int]] = defaultdict(list)
-        for at, key in enumerate(keys):
-            chains[key.model_name, key.cache_salt, key.kv_rank, key.object_group_id].append(at)
+        def chains() -> Iterator[_Part]:
+            """Yield the keys of each rank and group: one command looks up a chain."""
+            found: dict[tuple[str, str, int, int], list[int]] = defaultdict(list)
+            for at, key in enumerate(keys):
+                found[key.model_name, key.cache_salt, key.kv_rank, key.object_group_id].append(at)
+            for some in found.values():
+                yield some, self._jobs.lock(partial(_named, [keys[at] for at in some]), len(some))
 
-        def start(some: Sequence[int]) -> Future[list[bool]]:
-            return self._jobs.lock(lambda: [(name_of(keys[at]), 0) for at in some], len(some))
-
-        return self._begin(_LOOKUP, len(keys), chains.values(), start, _bitmap)
+        return self._begin(_LOOKUP, len(keys), chains, _bitmap)
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
         with self._lock:
@@ -132,38 +165,24 @@ class KvpageL2Adapter(L2AdapterInterface):
             self._report(self._notify_keys_accessed, [key for key, ok in zip(keys, moved, strict=True) if ok])
             return _bitmap(moved)
 
-        return self._move(_LOAD, self._jobs.load, keys, objects, loaded)
+        return self._begin(_LOAD, len(keys), partial(_started, self._jobs.load, keys, objects), loaded)
 
     def query_load_result(self, task_id: int) -> Any:
         with self._lock:
             return self._results[_LOAD].pop(task_id, None)
 
-    def _move(self, kind: str, move: Any, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj], end: Any) -> int:
-        """Begin to store or load objects. Those of one size are a job."""
-        sizes: dict[int, list[int]] = defaultdict(list)
-        for at, one in enumerate(objects):
-            sizes[max(one.get_size(), 1)].append(at)
-
-        def start(some: Sequence[int]) -> Future[list[bool]]:
-            blocks = [partial(_page, keys[at], objects[at]) for at in some]
-            moved: Future[list[bool]] = move(blocks, max(objects[some[0]].get_size(), 1))
-            return moved
-
-        return self._begin(
-            kind, len(keys), sizes.values(), start, partial(end, keys, objects) if kind == _STORE else end
-        )
-
     def _begin(
-        self,
-        kind: str,
-        length: int,
-        parts: Iterable[Sequence[int]],
-        start: Callable[[Sequence[int]], Future[list[bool]]],
-        end: Callable[[Sequence[bool]], Any],
+        self, kind: str, length: int, start: Callable[[], Iterable[_Part]], end: Callable[[Sequence[bool]], Any]
     ) -> int:
-        """Start a job for each part of a task of `length` keys. When all have ended, `end` makes the task's result."""
-        task, done, left = next(self._tasks), [False] * length, list(parts)
-        running = len(left)
+        """Begin a task of `length` keys. `start` starts its jobs, each for some keys. When all of them have ended,
+        `end` makes the task's result. An exception of `start` is a miss of the keys without a job.
+        """
+        task, done, parts = next(self._tasks), [False] * length, list[_Part]()
+        try:
+            parts.extend(start())
+        except Exception as error:  # noqa: BLE001 - a miss, whatever the reason
+            self.reasons.count(kind, reason_of(error), length - sum(len(some) for some, _ in parts), repr(error))
+        running = len(parts)
 
         def ended(some: Sequence[int], future: Future[list[bool]]) -> None:
             nonlocal running
@@ -182,23 +201,18 @@ class KvpageL2Adapter(L2AdapterInterface):
                 if not self._is_closed:
                     self._notifiers[kind].notify()
 
-        for some in left:
-            start(some).add_done_callback(partial(ended, some))
-        if not left:
+        for some, future in parts:
+            future.add_done_callback(partial(ended, some))
+        if not parts:
             finish()
         return task
 
     def _stored(self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj], moved: Sequence[bool]) -> L2StoreResult:
         """Report stored objects to LMCache; one that was stored before counts no bytes again."""
-        good, sizes = list[ObjectKey](), list[int]()
-        for key, one, is_moved in zip(keys, objects, moved, strict=True):
-            if is_moved:
-                size = one.get_size()
-                good.append(key)
-                sizes.append(size - self._sizes.get(key, 0))
-                self._sizes[key] = size
-        self._report(self._notify_keys_stored, good, sizes)
-        return L2StoreResult(all(moved), sum(sizes))
+        good = [at for at, is_moved in enumerate(moved) if is_moved]
+        sizes = [self._sizes.add(keys[at], objects[at].get_size()) for at in good]
+        self._report(self._notify_keys_stored, [keys[at] for at in good], sizes)
+        return L2StoreResult(all(moved), sum(objects[at].get_size() for at in good))
 
     @guarded(lambda: None)
     def _report(self, notify: Callable[..., None], *what: Any) -> None:
@@ -209,10 +223,19 @@ class KvpageL2Adapter(L2AdapterInterface):
 
     @guarded(lambda: None)
     def delete(self, keys: list[ObjectKey]) -> None:
-        commands = [RawCommand([b"KVPAGEDEL", name_of(key)], integer) for key in keys]
-        answers = self._jobs.ask("delete", lambda: commands, len(commands)).result()
-        gone = [key for key in dict.fromkeys(keys[: len(answers)]) if key in self._sizes]
-        self._report(self._notify_keys_deleted, gone, [self._sizes.pop(key) for key in gone])
+        """Delete objects, and report those whose server has answered."""
+        every = [*dict.fromkeys(keys)]
+        commands = []
+        for name in map(name_of, every):
+            commands.append(RawCommand([b"KVPAGEINDEX", name, b"TOTAL"], _size))
+            commands.append(RawCommand([b"KVPAGEDEL", name], integer))
+        answers = self._jobs.ask("delete", lambda: commands, len(every), gone=None).result()
+        gone, sizes = list[ObjectKey](), list[int]()
+        for key, deleted, answer in zip(every, answers[::2], answers[1::2], strict=False):
+            if answer is not None and (size := self._sizes.pop(key, deleted)) is not None:
+                gone.append(key)
+                sizes.append(size)
+        self._report(self._notify_keys_deleted, gone, sizes)
 
     def list_l2_keys(
         self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
@@ -250,6 +273,21 @@ class KvpageL2Adapter(L2AdapterInterface):
             self._is_closed = True
             for notifier in self._notifiers.values():
                 notifier.close()
+
+
+def _named(keys: Sequence[ObjectKey]) -> list[BlockName]:
+    return [(name_of(key), 0) for key in keys]
+
+
+def _started(
+    move: Callable[[Sequence[Block], int], Future[list[bool]]], keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]
+) -> Iterator[_Part]:
+    """Start to store or load objects. Those of one size are a job. Raises ValueError for keys without objects."""
+    sizes: dict[int, list[int]] = defaultdict(list)
+    for at, (_, one) in enumerate(zip(keys, objects, strict=True)):
+        sizes[one.get_size()].append(at)
+    for size, some in sizes.items():
+        yield some, move([partial(_page, keys[at], objects[at]) for at in some], max(size, 1))
 
 
 def _page(key: ObjectKey, one: MemoryObj) -> list[Page]:

@@ -36,7 +36,7 @@ from mlx_lm import server
 from mlx_lm.models import cache as caches
 from mlx_lm.models.cache import LRUPromptCache
 
-from kvpage_connectors.jobs import Reasons, guarded
+from kvpage_connectors.reasons import Reasons, guarded
 from kvpage_server.address import with_credentials
 
 log = logging.getLogger("kvpage")

@@ -24,7 +24,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.logger import init_logger
 
-from kvpage_connectors.jobs import Block, Jobs, Lookup, guarded
+from kvpage_connectors.jobs import Block, Jobs, Lookup
+from kvpage_connectors.reasons import guarded
 from kvpage_connectors.vllm_hints import PIN, RETAIN, Hint, Sessions, hints_of
 from kvpage_connectors.vllm_identity import identity_of, weights_of
 from kvpage_connectors.vllm_metrics import Counts, Metrics

@@ -43,8 +43,9 @@ from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvpage_connectors.jobs import Jobs, guarded
+from kvpage_connectors.jobs import Jobs
 from kvpage_connectors.names import Identity, weights_digest
+from kvpage_connectors.reasons import guarded
 from kvpage_connectors.vllm_hints import PIN, RETAIN, Hint, Sessions, hints_of
 from kvpage_server.client import BlockName, Page
 from kvpage_server.page import DType, PageKey

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import redis
-from kvpage_connectors.jobs import Block, Jobs, Reasons, guarded
+from kvpage_connectors.jobs import Block, Jobs
+from kvpage_connectors.reasons import Reasons, guarded
 from proxy import start_proxy
 from servers import RunningServer, start_server
 from waiting import eventually

@@ -162,6 +162,34 @@ def test_usage_follows_stores_and_deletions(host: Host) -> None:
     assert host.lookup(keys) == [True, False]
 
 
+def test_a_replaced_object_counts_its_new_size(host: Host) -> None:
+    for size in (SIZE, 2 * SIZE, 100):
+        assert host.store([key(0)], [body(0, size)])
+        assert host.adapter.used == size
+
+
+def test_sizes_of_old_objects_are_known_to_the_store(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remember two objects of five. All five are deleted, an object of somebody else is none of ours."""
+    monkeypatch.setattr(lmcache_l2, "_REMEMBERED", 2)
+    keys = [key(chunk) for chunk in range(5)]
+    for chunk in range(5):
+        host.store(keys[chunk : chunk + 1], [body(chunk)])
+    assert host.adapter.used == 5 * SIZE
+    assert len(host.adapter._sizes._bytes) == 2
+    host.adapter.delete([key(9), *keys])
+    assert host.adapter.used == 0
+    assert host.lookup(keys) == [False] * 5
+
+
+def test_objects_of_others_are_deleted_but_not_counted(host: Host, server: RunningServer) -> None:
+    with host_on(server.url) as other:
+        other.store([key(1)], [body(1)])
+    host.store([key(0)], [body(0)])
+    host.adapter.delete([key(1)])
+    assert host.adapter.used == SIZE
+    assert host.lookup([key(0), key(1)]) == [True, False]
+
+
 def test_listing_returns_keys_and_sizes(host: Host, client: redis.Redis) -> None:
     long = key(9, model_name="long" * 100)
     keys = [*(key(chunk) for chunk in range(30)), key(1, model_name="a b:c", cache_salt="salt")]
@@ -225,6 +253,24 @@ def test_a_silent_server_delays_nothing_beyond_the_deadline(server: RunningServe
         assert time.monotonic() - begun < 5
 
 
+def test_a_dead_server_of_several_loses_only_its_objects(server: RunningServer, client: redis.Redis) -> None:
+    """Each server has some of the objects. Those of the other one are found, loaded and deleted."""
+    keys = [key(chunk) for chunk in range(16)]
+    with start_server() as second:
+        urls = f"{server.url},{second.url}"
+        with host_on(urls) as host:
+            assert host.store(keys, [body(chunk) for chunk in range(16)])
+    lives = [client.exists(b"kv:%b:0:0:0:0" % name_of(each)) == 1 for each in keys]
+    assert 0 < sum(lives) < 16
+    with host_on(urls) as host:
+        assert host.lookup([each for each, live in zip(keys, lives, strict=True) if not live][:1]) == [False]
+        assert host.lookup(keys) == lives
+        assert host.load(keys, [empty() for _ in keys]) == lives
+        host.adapter.delete(keys)
+        assert host.lookup(keys) == [False] * 16
+    assert client.dbsize() == 0
+
+
 def test_a_full_server_is_a_failed_store() -> None:
     with (
         start_server("--maxmemory", "1mb", "--maxmemory-policy", "noeviction", "--store", "memory") as server,
@@ -255,6 +301,28 @@ def test_memory_that_cannot_be_read_is_a_miss(host: Host) -> None:
     assert not host.store([key(0)], [Broken(memoryview(b"abc"))])
     assert host.adapter.reasons.counts == {("save", "RuntimeError"): 1}
     assert host.store([], [])
+
+
+def test_wrong_arguments_are_misses_of_a_task(host: Host) -> None:
+    class Broken(MemoryObj):
+        def get_size(self) -> int:
+            raise RuntimeError("freed")
+
+    strange: Any = "no key"
+    keys = [key(0), key(1)]
+    assert not host.store(keys, [body(0)])
+    assert not host.store(keys, [body(0), Broken(memoryview(b"abc"))])
+    assert host.load(keys, [empty()]) == [False, False]
+    assert host.load(keys, [empty(), Broken(memoryview(b"abc"))]) == [False, False]
+    assert host.lookup([key(0), strange]) == [False, False]
+    assert host.adapter.reasons.counts == {
+        ("store", "ValueError"): 2,
+        ("store", "RuntimeError"): 2,
+        ("load", "ValueError"): 2,
+        ("load", "RuntimeError"): 2,
+        ("lookup", "AttributeError"): 2,
+    }
+    assert host.store(keys, [body(0), body(1)])
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
