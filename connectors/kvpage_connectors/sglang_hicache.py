@@ -13,8 +13,9 @@ import ctypes
 import hashlib
 import logging
 import platform
-import uuid
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,19 +32,25 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.version import __version__
 
-from kvpage_connectors.jobs import Block, Jobs, guarded
+from kvpage_connectors.jobs import Block, Jobs
 from kvpage_connectors.names import Identity, weights_digest
+from kvpage_connectors.reasons import guarded
 from kvpage_server.client import BlockName, Page
 from kvpage_server.client.page import StateName
+from kvpage_server.client.raw_commands import RawCommand, ok, text
 from kvpage_server.page import MAX_KV_TYPE, DType, PageKey
 
 logger = logging.getLogger("sglang.kvpage")
 
 _TRIED = "0.5."  # versions of SGLang
 _SHUTDOWN = 4.0  # seconds for transfers in progress
+_FRESH = 1.0  # seconds after which a process reads again when the pages were cleared
 _OPTIONS = (  # of `extra_config`; the others are those of SGLang
     "url", "username", "password", "threads", "lookup_seconds", "transfer_seconds", "lease_ms",
 )  # fmt: skip
+
+
+_Move = Callable[[Sequence[Block], int, float], Future[list[bool]]]  # Jobs.load or Jobs.save
 
 
 def _no_hits() -> int:
@@ -70,7 +77,7 @@ class _Pool:
     tokens: int  # of a page
     names: bytes  # beginning of the names
 
-    def blocks(self, keys: Sequence[str], indices: Any) -> list[Block]:
+    def blocks(self, mark: bytes, keys: Sequence[str], indices: Any) -> list[Block]:
         """Return the blocks of the pages that begin at every `tokens`-th index. Raises ValueError for another number
         of indices.
         """
@@ -79,10 +86,15 @@ class _Pool:
         pointers, sizes = self.host.get_page_buffer_meta(indices)
         pieces = [*zip(pointers, sizes, strict=True)]
         count = len(self.sizes)
-        return [partial(_pages, self.name(key), pieces[i * count : (i + 1) * count]) for i, key in enumerate(keys)]
+        return [
+            partial(_pages, self.name(mark, key), pieces[i * count : (i + 1) * count]) for i, key in enumerate(keys)
+        ]
 
-    def name(self, key: str) -> bytes:
-        return self.names + key.encode()
+    def name(self, mark: bytes, key: str) -> bytes:
+        return self.names + mark + key.encode()
+
+    def named(self, mark: bytes, keys: Sequence[str]) -> list[BlockName]:
+        return [(self.name(mark, key), 0) for key in keys]
 
 
 def _pages(name: bytes, pieces: Sequence[tuple[int, int]]) -> list[Page]:
@@ -101,6 +113,38 @@ def _planes(sizes: Sequence[int]) -> int:
     if len(sizes) % 2 == 0 and len(set(sizes)) == 1:
         return 2
     return len(sizes) if len(sizes) <= MAX_KV_TYPE + 1 else 1
+
+
+class _Cleared:
+    """The mark in the names of a model's pages: when they were last cleared, empty if they never were.
+
+    It is a value of the store, which all ranks and engines with the model read once in _FRESH seconds. So the store
+    evicts it after the pages only, which are used less often.
+    """
+
+    def __init__(self, jobs: Jobs, weights: str) -> None:
+        self._jobs = jobs
+        self._key = b"kv:sglang.cleared." + hashlib.sha256(weights.encode()).hexdigest()[:16].encode()
+        self._mark = b""
+        self._fresh_until = 0.0
+
+    def mark(self, end: float) -> bytes:
+        """Return the mark, or the last known one if the store does not answer until `end`."""
+        if time.monotonic() >= self._fresh_until:
+            answer = self._ask(RawCommand([b"GET", self._key], text), end)
+            if answer:
+                self._mark = answer[0] + b"-" if answer[0] else b""
+                self._fresh_until = time.monotonic() + _FRESH
+        return self._mark
+
+    def clear(self) -> None:
+        """Set a new mark."""
+        milliseconds = time.time_ns() // 1_000_000
+        self._ask(RawCommand([b"SET", self._key, b"%x" % milliseconds], ok), None)
+        self._fresh_until = 0.0
+
+    def _ask(self, command: RawCommand, end: float | None) -> list[Any]:
+        return self._jobs.ask("clear", lambda: [command], 0, end=end).result()
 
 
 class KvpageHiCache(HiCacheStorage):
@@ -123,6 +167,7 @@ class KvpageHiCache(HiCacheStorage):
         self._jobs = Jobs(options.pop("url", ""), logger, **options)
         self.reasons = self._jobs.reasons
         self._pools: dict[str, _Pool] = {}
+        self._cleared: _Cleared | None = None  # known with the weights
 
     # -- pools ---------------------------------------------------------------------------------------------------------
 
@@ -144,26 +189,29 @@ class KvpageHiCache(HiCacheStorage):
             sizes = (0,)  # a flat page, of a size that SGLang gives with it
         identity = self._identity(name, host, sizes, tokens)
         config = self._config
-        rank = config.dcp_rank if self._is_replicated(name) else config.tp_rank
+        rank = config.dcp_rank if self._is_replicated(name, host) else config.tp_rank
         ranks = f"{rank}-{config.pp_rank}-{config.attn_cp_rank}."
         self._pools[name] = _Pool(host, sizes, tokens, identity.names("sglang") + ranks.encode())
         logger.info("kvpage: the names of pages of %s begin with %s", name, self._pools[name].names.decode())
 
-    def _is_replicated(self, name: str) -> bool:
-        """Return whether all tensor-parallel ranks have the same pages: those of MLA. States and other pools are
-        divided among the ranks also in models with MLA.
+    def _is_replicated(self, name: str, host: Any) -> bool:
+        """Return whether all tensor-parallel ranks have the same pages, which one of them writes: those of models with
+        MLA, except for states and for heads of a draft model, which are divided among the ranks.
         """
-        return bool(self._config.is_mla_model) and name == str(PoolName.KV)
+        has_heads = any("MHA" in kind.__name__ for kind in type(host).__mro__)
+        return bool(self._config.is_mla_model) and name != str(PoolName.MAMBA) and not has_heads
 
     def _identity(self, name: str, host: Any, sizes: Sequence[int], tokens: int) -> Identity:
         """Return the identity of a pool. Raises OSError or ValueError if the weights can't be read."""
-        config, model = self._config, Path(self._config.model_name or "")
+        config, tag = self._config, getattr(host, "storage_format_tag", None)  # SGLang appends the tag to the name
+        model = Path((config.model_name or "").removesuffix(f"-{tag}"))
         if self._weights is None:
             if not (config.model_name and model.is_dir()):
                 raise ValueError(
                     f'{config.model_name} is no folder: set "weights" to a name of the model and its revision'
                 )
             self._weights = weights_digest(model)
+        self._cleared = self._cleared or _Cleared(self._jobs, self._weights)
         settings = model / "config.json"
         return Identity(
             weights=self._weights,
@@ -172,16 +220,23 @@ class KvpageHiCache(HiCacheStorage):
             layout=f"{name}-{host.layout}{'' if self._has_pieces else '-flat'}",
             isa=platform.machine(),
             backend=f"{type(host).__name__} of SGLang {__version__}",
-            tp=1 if self._is_replicated(name) and config.dcp_size == 1 else config.tp_size,
+            tp=1 if self._is_replicated(name, host) and config.dcp_size == 1 else config.tp_size,
             pp=config.pp_size,
             hash="sha256",
             model={
                 "pieces": list(sizes),
+                "format": tag,
                 "config": hashlib.sha256(settings.read_bytes()).hexdigest() if settings.is_file() else "",
                 "context parallel": config.attn_cp_size,
                 "decode context parallel": config.dcp_size,
             },
         )
+
+    def _mark(self, end: float) -> bytes:
+        """Return the mark in the names. Raises ValueError if no pool has names."""
+        if self._cleared is None:
+            raise ValueError("no pool is registered, or none has an identity")
+        return self._cleared.mark(end)
 
     def _pool(self, name: object = PoolName.KV) -> _Pool:
         """Raises ValueError for a pool without names."""
@@ -194,14 +249,15 @@ class KvpageHiCache(HiCacheStorage):
 
     @guarded(_no_hits)
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        return self._prefix(self._pool(), keys)
+        end = time.monotonic() + self._jobs.lookup_seconds
+        return self._prefix(self._pool(), self._mark(end), keys, end)
 
     @guarded(lambda: False)
     def exists(self, key: str) -> bool:
-        return self._prefix(self._pool(), [key]) == 1
+        return self.batch_exists([key]) == 1
 
-    def _prefix(self, pool: _Pool, keys: Sequence[str]) -> int:
-        lookup = self._jobs.lookup(lambda: _named(pool, keys), len(keys), len(pool.sizes))
+    def _prefix(self, pool: _Pool, mark: bytes, keys: Sequence[str], end: float) -> int:
+        lookup = self._jobs.lookup(lambda: pool.named(mark, keys), len(keys), len(pool.sizes), end=end)
         while (count := lookup.answer(1.0)) is None:
             pass
         return count
@@ -213,58 +269,68 @@ class KvpageHiCache(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        longest = self._prefix(self._pool(), keys)
+        end = time.monotonic() + self._jobs.lookup_seconds
+        mark = self._mark(end)
+        longest = self._prefix(self._pool(), mark, keys, end)
         hits, states = {str(PoolName.KV): longest}, []
         for transfer in pool_transfers or []:
             pool = self._pool(transfer.name)
             if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
-                hits[str(transfer.name)] = found = self._prefix(pool, keys[:longest])
+                hits[str(transfer.name)] = found = self._prefix(pool, mark, keys[:longest], end)
                 longest = min(longest, found)
             elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
-                states += _trailing(pool, keys, max(1, len(transfer.keys or ())))
+                states += _trailing(pool, mark, keys, max(1, len(transfer.keys or ())))
             else:
                 raise ValueError(f"the pool {transfer.name} has an unknown policy, {transfer.hit_policy}")
         lengths = [*range(1, longest + 1)]
         if states := [state for state in states if state[2] <= longest]:
             pool = self._pool()
-            lengths = self._jobs.lengths(_named(pool, keys[:longest]), states, len(pool.sizes))
+            lengths = self._jobs.lengths(pool.named(mark, keys[:longest]), states, len(pool.sizes), end)
         found = lengths[-1] if lengths else 0
         for transfer in pool_transfers or []:
             if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 hits[str(transfer.name)] = found
         return PoolTransferResult(found, {name: count for name, count in hits.items() if count}, lengths)
 
-    # -- transfers -----------------------------------------------------------------------------------------------------
+    # -- transfers: all jobs of a call begin before it waits, and have one deadline ------------------------------------
 
     def batch_get_v1(
         self, keys: list[str], host_indices: Any, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        return self._move(keys, host_indices, PoolName.KV, self._jobs.load)
+        return self._moved([(PoolName.KV, keys, host_indices)], self._jobs.load)[0]
 
     def batch_set_v1(
         self, keys: list[str], host_indices: Any, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        return self._move(keys, host_indices, PoolName.KV, self._jobs.save)
+        return self._moved([(PoolName.KV, keys, host_indices)], self._jobs.save)[0]
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        return {one.name: self._move(one.keys or [], one.host_indices, one.name, self._jobs.load) for one in transfers}
+        return self._moved_v2(transfers, self._jobs.load)
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        return {one.name: self._move(one.keys or [], one.host_indices, one.name, self._jobs.save) for one in transfers}
+        return self._moved_v2(transfers, self._jobs.save)
 
-    def _move(self, keys: list[str], indices: Any, pool: object, move: Any) -> list[bool]:
-        """Load or save pages, and wait for the end. Return for each whether it was moved."""
-        return self._moved(keys, indices, pool, move) or [False] * len(keys)
+    def _moved_v2(self, transfers: list[PoolTransfer], move: _Move) -> dict[str, list[bool]]:
+        pages = [(one.name, one.keys or [], one.host_indices) for one in transfers]
+        moved = self._moved(pages, move)
+        return {one.name: some for one, some in zip(transfers, moved, strict=True)}
 
-    @guarded(lambda: list[bool]())
-    def _moved(self, keys: list[str], indices: Any, name: object, move: Any) -> list[bool]:
+    def _moved(self, pages: Sequence[tuple[object, list[str], Any]], move: _Move) -> list[list[bool]]:
+        """Load or save pages, given by pool, keys and indices, and wait for the end. Return for each whether it was
+        moved.
+        """
+        end = time.monotonic() + self._jobs.transfer_seconds
+        begun = [self._begun(name, keys, indices, move, end) for name, keys, indices in pages]
+        return [job.result() if job else [False] * len(keys) for job, (_, keys, _) in zip(begun, pages, strict=True)]
+
+    @guarded(_nothing)
+    def _begun(self, name: object, keys: list[str], indices: Any, move: _Move, end: float) -> Future[list[bool]] | None:
         pool = self._pool(name)
-        found: list[bool] = move(pool.blocks(keys, indices), sum(pool.sizes)).result()
-        return found
+        return move(pool.blocks(self._mark(end), keys, indices), sum(pool.sizes), end)
 
     # -- flat pages, without "interface_v1": SGLang copies them to and from its pool -----------------------------------
 
@@ -285,23 +351,24 @@ class KvpageHiCache(HiCacheStorage):
         return len(moved) == len(keys) and all(moved)
 
     @guarded(lambda: list[bool]())
-    def _moved_flat(self, keys: list[str], tensors: Any, move: Any) -> list[bool]:
+    def _moved_flat(self, keys: list[str], tensors: Any, move: _Move) -> list[bool]:
         pool = self._pool()
         pieces = [(tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in tensors]
         if self._has_pieces or not all(tensor.is_contiguous() for tensor in tensors):
             raise ValueError("a flat page is one contiguous tensor on the CPU, without interface_v1")
-        blocks = [partial(_pages, pool.name(key), [piece]) for key, piece in zip(keys, pieces, strict=True)]
-        found: list[bool] = move(blocks, pieces[0][1]).result()
-        return found
+        end = time.monotonic() + self._jobs.transfer_seconds
+        mark = self._mark(end)
+        blocks = [partial(_pages, pool.name(mark, key), [piece]) for key, piece in zip(keys, pieces, strict=True)]
+        return move(blocks, pieces[0][1], end).result()
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     @guarded(_nothing)
     def clear(self) -> None:
-        """Give all pages new names. Those of other engines stay."""
-        self._weights = uuid.uuid4().hex
-        for name, pool in [*self._pools.items()]:
-            self._add(name, pool.host)
+        """Give the pages of this model new names, in all ranks and engines on the store. Old pages are evicted."""
+        if self._cleared is None:
+            raise ValueError("no pool is registered, or none has an identity")
+        self._cleared.clear()
 
     @guarded(_nothing)
     def close(self) -> None:
@@ -309,14 +376,7 @@ class KvpageHiCache(HiCacheStorage):
         self._jobs.close(_SHUTDOWN)
 
 
-def _named(pool: _Pool, keys: Sequence[str]) -> list[BlockName]:
-    return [(pool.name(key), 0) for key in keys]
-
-
-def _trailing(pool: _Pool, keys: Sequence[str], count: int) -> list[StateName]:
+def _trailing(pool: _Pool, mark: bytes, keys: Sequence[str], count: int) -> list[StateName]:
     """Return the states that each length needs: the last `count` pages before it."""
-    return [
-        (pool.name(keys[i]), 0, length)
-        for length in range(1, len(keys) + 1)
-        for i in range(max(0, length - count), length)
-    ]
+    names = pool.named(mark, keys)
+    return [(*names[i], length) for length in range(1, len(keys) + 1) for i in range(max(0, length - count), length)]

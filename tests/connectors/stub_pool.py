@@ -42,6 +42,8 @@ class Tensor:
 class Pool:
     """Stub of a host pool of keys and values, in SGLang's layouts."""
 
+    storage_format_tag: str | None = None
+
     def __init__(self, layout: str = "page_first", dtype: str = "torch.float16") -> None:
         self.layout, self.dtype, self.page_size = layout, dtype, TOKENS
         self.buffer = np.zeros((2, PAGES * TOKENS, LAYERS, HEADS, DIM), np.float16)
@@ -67,6 +69,10 @@ class Pool:
             self.buffer[:, :, where] if self.layout == "layer_first" else self.buffer[:, where]
         )
         return found
+
+
+class MHATokenToKVPoolHost(Pool):
+    """Stub of SGLang's pool of this name: heads of a draft model, which ranks divide."""
 
 
 class States:

@@ -23,7 +23,8 @@ from kvpage_connectors.sglang_hicache import KvpageHiCache
 from proxy import start_proxy
 from servers import RunningServer, start_server
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
-from stub_pool import Pool, States, Tensor, backend, config, hashes, indices
+from stub_pool import MHATokenToKVPoolHost, Pool, States, Tensor, backend, config, hashes, indices
+from waiting import until
 
 from kvpage_server.page import VERSION
 
@@ -124,6 +125,37 @@ def test_ranks_have_states_of_their_own_beside_mla(server: RunningServer, client
     ):
         assert one.batch_set_v2(kept) == {MAMBA: [True]}
         assert other.batch_get_v2(kept) == {MAMBA: [False]}
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "found"),
+    [("indexer", Pool, True), ("draft", Pool, True), ("draft", MHATokenToKVPoolHost, False)],
+    ids=["indexer", "draft", "heads of a draft"],
+)
+def test_only_one_rank_writes_other_pools_beside_mla(
+    server: RunningServer, client: redis.Redis, pool: Pool, name: str, side: type[Pool], found: bool
+) -> None:
+    """SGLang writes pools that all ranks have from the first rank. A draft model's heads differ."""
+    kept = [PoolTransfer(PoolName(name), indices(4), keys=hashes(1))]
+    with (
+        backend(server.url, pool, is_mla_model=True, tp_size=2) as one,
+        backend(server.url, Pool(), is_mla_model=True, tp_size=2, tp_rank=1) as other,
+    ):
+        for each in (one, other):
+            each.register_mem_host_pool_v2(side(), name)
+        assert one.batch_set_v2(kept) == {name: [True]}
+        assert other.batch_get_v2(kept) == {name: [found]}
+
+
+def test_pages_of_another_format_are_not_found(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
+    """SGLang appends the format of a pool to the model's name."""
+    (tmp_path / "model.safetensors").write_bytes(b"1")
+    for name, tag in ((f"{tmp_path}", None), (f"{tmp_path}-fp4", "fp4")):
+        pool = Pool()
+        pool.storage_format_tag = tag
+        with backend(server.url, pool, model=name, extra={"weights": None}) as one:
+            assert one.batch_exists(hashes(1)) == 0
+            assert one.batch_set_v1(hashes(1), indices(0)) == [True]
 
 
 def test_flat_pages_of_another_layout_are_not_found(server: RunningServer, client: redis.Redis) -> None:
@@ -249,6 +281,24 @@ def test_a_slow_server_is_a_miss_after_the_deadline(writer: KvpageHiCache, serve
         assert time.monotonic() - began < 20
 
 
+@pytest.mark.parametrize("call", ["exists", "get", "set"])
+def test_all_pools_of_a_call_have_one_deadline(server: RunningServer, pool: Pool, call: str) -> None:
+    slow = {"lookup_seconds": 2, "transfer_seconds": 2}
+    with start_proxy(server.port) as proxy, backend(proxy.url, pool, extra=slow) as one:
+        names = [PoolName.KV, PoolName.INDEXER, PoolName.DRAFT, PoolName.SWA]
+        for name in names:
+            one.register_mem_host_pool_v2(pool, name)
+        proxy.hold = 30
+        transfers = [PoolTransfer(name, indices(0), keys=hashes(1)) for name in names]
+        began = time.monotonic()
+        if call == "exists":
+            assert one.batch_exists_v2(hashes(1), transfers).kv_hit_pages == 0
+        else:
+            move = one.batch_get_v2 if call == "get" else one.batch_set_v2
+            assert move(transfers) == {str(name): [False] for name in names}
+        assert time.monotonic() - began < 6  # with a deadline for each pool, it would be 8
+
+
 def test_a_full_server_is_a_miss(pool: Pool) -> None:
     options = "--maxmemory", "1mb", "--maxmemory-policy", "noeviction"
     with start_server(*options) as server, backend(server.url, pool) as one:
@@ -257,13 +307,46 @@ def test_a_full_server_is_a_miss(pool: Pool) -> None:
         assert one.reasons.counts["save", "oom"] >= 1
 
 
-def test_clearing_gives_pages_new_names(writer: KvpageHiCache, server: RunningServer) -> None:
-    """Other engines keep theirs."""
+def test_clearing_gives_all_ranks_and_engines_new_names(server: RunningServer, client: redis.Redis) -> None:
+    """Each rank clears. A page that one writes afterwards is found by all, also by an engine that starts later."""
+    keys = hashes(2)
+    with (
+        backend(server.url, Pool(), is_mla_model=True, tp_size=2) as one,
+        backend(server.url, Pool(), is_mla_model=True, tp_size=2, tp_rank=1) as other,
+        backend(server.url, Pool(), extra={"weights": "w2"}) as another_model,
+    ):
+        for each in (one, another_model):
+            each.batch_set_v1(keys, indices(0, 1))
+        assert other.batch_exists(keys) == 2
+        one.clear()
+        other.clear()
+        until(lambda: one.batch_exists(keys) == other.batch_exists(keys) == 0)
+        assert another_model.batch_exists(keys) == 2
+        until(lambda: one.batch_set_v1(keys, indices(0, 1)) == [True, True] and other.batch_exists(keys) == 2)
+        with backend(server.url, Pool(), is_mla_model=True, tp_size=2) as later:
+            assert later.batch_exists(keys) == 2
+
+
+def test_clearing_on_one_rank_reaches_the_others(writer: KvpageHiCache, server: RunningServer) -> None:
     writer.batch_set_v1(hashes(2), indices(0, 1))
-    writer.clear()
-    assert writer.batch_exists(hashes(2)) == 0
     with backend(server.url, Pool()) as other:
         assert other.batch_exists(hashes(2)) == 2
+        writer.clear()
+        assert writer.batch_exists(hashes(2)) == 0
+        until(lambda: other.batch_exists(hashes(2)) == 0)
+
+
+def test_names_stay_while_the_store_is_away(server: RunningServer, client: redis.Redis, pool: Pool) -> None:
+    """A store that does not say when pages were cleared, is one whose pages were cleared when it last said so."""
+    with start_proxy(server.port) as proxy, backend(proxy.url, pool, extra={"lookup_seconds": 0.5}) as one:
+        one.clear()
+        until(lambda: one.batch_set_v1(hashes(1), indices(0)) == [True])
+        assert one._cleared
+        before = one._cleared.mark(time.monotonic() + 30)
+        assert before
+        proxy.hold = 1
+        one._cleared._fresh_until = 0
+        assert one._cleared.mark(time.monotonic() + 0.1) == before
 
 
 def test_another_version_of_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

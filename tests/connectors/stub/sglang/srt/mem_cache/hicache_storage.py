@@ -31,7 +31,9 @@ class HiCacheStorageExtraInfo:
 class PoolName(StrEnum):
     KV = "kv"
     MAMBA = "mamba"
+    SWA = "swa"
     INDEXER = "indexer"
+    DRAFT = "draft"
 
 
 class PoolHitPolicy(StrEnum):
