@@ -14,6 +14,7 @@ import kvpage_server.commands.families  # noqa: F401  fills the table
 from kvpage_server.commands.context import MOST_QUEUED
 from kvpage_server.commands.specs import TABLE, WORDS_PER_STEP
 from kvpage_server.glob import LONGEST
+from kvpage_server.page import MAX_SINGLE_PAGES
 
 MANY = 100_000
 _LAYERS, _HEADS = 125, 8  # layers and heads of a block with a thousand pages
@@ -144,7 +145,7 @@ def _pages(many: int) -> Iterator[Scene]:
         yield Scene("pages", [*command, *keys], [stored])
         yield Scene("pages in blocks", [*command, *keys], blocks)
         yield Scene("cold pages", [*command, *keys], [large], cold=True)
-    layers = [[b"r", b"%d" % layer, b"0", b"0", b"0"] for layer in range(many // 2)]
+    layers = [[b"r", b"%d" % layer, b"0", b"0", b"0"] for layer in range(min(many, MAX_SINGLE_PAGES))]
     tall = [b"KVPAGEMSET", b"%d" % len(layers), *_with_bodies(layers, b"b" * 64)]
     index = b"kv:r:index"
     for words in (

@@ -25,7 +25,8 @@ MAX_REQ_ID = 256
 MAX_LAYER = MAX_HEAD = 0xFFFF
 MAX_PAGE = 0xFFFF_FFFF
 MAX_KV_TYPE = 5
-MAX_BLOCK_PAGES = 131_072  # 128 layers of 128 heads with 6 planes are fewer
+MAX_BLOCK_PAGES = 131_072  # of a block that is stored as a whole; 128 layers of 128 heads with 6 planes are fewer
+MAX_SINGLE_PAGES = 8192  # of a block whose pages are stored one by one; 128 layers of 8 heads with 6 planes are fewer
 MAX_U32 = 0xFFFF_FFFF
 MAX_I64 = 0x7FFF_FFFF_FFFF_FFFF
 MAX_U64 = 0xFFFF_FFFF_FFFF_FFFF

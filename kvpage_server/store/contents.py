@@ -6,7 +6,7 @@ records of removed values, listeners, and the tier below memory, if there is one
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -17,7 +17,7 @@ from xxhash import xxh3_128_hexdigest
 from kvpage_server.core import Arena, NewPages, Slot
 from kvpage_server.core.arguments import PageName
 from kvpage_server.core.pieces import bit_of, row_of
-from kvpage_server.page import HEADER_SIZE, BlockShape, PageKey, unix_ms
+from kvpage_server.page import HEADER_SIZE, MAX_BLOCK_PAGES, MAX_SINGLE_PAGES, BlockShape, PageKey, unix_ms
 from kvpage_server.store.eviction.ghosts import Ghosts
 from kvpage_server.store.eviction.leases import Leases
 from kvpage_server.store.eviction.order import EvictionOrder
@@ -96,15 +96,24 @@ def _name(key: bytes) -> bytes | str:
     return key if len(key) <= LONGEST_KEY else xxh3_128_hexdigest(key)
 
 
+_LARGE = MAX_SINGLE_PAGES - 1024  # pages of a block above which each step of a write is checked
 _MOST_ORPHANS = 256  # that one call offers for eviction
+_ORPHANS_PER_STEP = 256  # blocks that stop being orphans in one step
 NEVER_STORED = "never stored"
 OVER_QUOTA = "over quota"
 BlockListener = Callable[[BlockKeys, Iterator[tuple[str, bytes]]], None]  # changed keys; (event, key) pairs, lazily
 _REASONS = {"del": "deleted", "set": "overwritten", "evicted": "evicted", "expired": "expired"}
 
 
-Source = tuple[Iterator[Unit], Callable[[Unit], object]]
-"""Units in the order of eviction, and the function that evicts one. It returns False if the unit has to stay."""
+class Source(NamedTuple):
+    """Units in the order of eviction, and the function that evicts one. It returns False if the unit has to stay.
+
+    With `is_protected`, leases and pins do not spare the units: `leave` only drops them from memory.
+    """
+
+    units: Iterator[Unit]
+    leave: Callable[[Unit], object]
+    is_protected: bool = False
 
 
 class Tier:
@@ -126,9 +135,13 @@ class Tier:
         """Return whether a waiting command needs a unit in memory."""
         return False
 
+    def waits(self, _: Unit) -> bool:
+        """Return whether a part of a unit waits to be written to the tier. O(pages)."""
+        return False
+
     def values_to_evict(self) -> Iterator[Source]:
         """Yield the units that may leave memory because values take too much of it."""
-        yield self._contents.victims(), self._contents.evict
+        yield Source(self._contents.victims(), self._contents.evict)
 
     def keys_to_evict(self) -> Iterator[Source]:
         """Yield the units that may be evicted because the index takes too much memory."""
@@ -217,6 +230,33 @@ class Flushed:
                 most -= 1
 
 
+class TooManyPages(Exception):
+    """Error: a block would get too many pages that are stored one by one. The text is the reply."""
+
+
+class BlockGrowth:
+    """The pages of a batch that do not exist yet, by block: no block may get more than MAX_SINGLE_PAGES single pages,
+    because it is split, evicted and removed in one step.
+    """
+
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
+        self._new = defaultdict[tuple[bytes, int], set[bytes]](set)  # keys by request and page id
+
+    def add(self, pages: NewPages) -> None:
+        """Add pages of the batch. Raise TooManyPages if their block would get too many pages."""
+        catalogue = self._contents.catalogue
+        for name, places in pages.runs(range(len(pages))):
+            new = self._new[name]
+            new.update(key for key in map(pages.keys.__getitem__, places) if catalogue.get(key) is None)
+            block = self._contents.index.block(*name)
+            if new and len(new) + (block.pages if block is not None else 0) > MAX_SINGLE_PAGES:
+                raise TooManyPages(
+                    f"a block has at most {MAX_SINGLE_PAGES} pages that are stored one by one: use several page ids, "
+                    f"or KVBLOCKSET, which stores up to {MAX_BLOCK_PAGES} pages as a whole"
+                )
+
+
 class Contents:
     """Every key and value, with the parts that a removal is reported to."""
 
@@ -239,7 +279,9 @@ class Contents:
         # Blocks that were stored after the block before them was evicted, with the second of it: no context can use
         # them. The last stored block is evicted first.
         self._orphans: dict[Block, int] = {}
+        self._reunited: list[Block] = []  # blocks that are no orphans; those after them are none either, see `reunite`
         self._any_evicted = False  # whether a unit was evicted, so that there may be orphans
+        self.has_large_blocks = False  # whether a block may have so many pages that a step may exceed the limit
 
     def find(self, key: bytes) -> Entry | None:
         """Return a key's value; None if there is none. An expired value is removed. Does not count as a use."""
@@ -289,13 +331,15 @@ class Contents:
     def entry_for_write(self, key: bytes) -> Entry | None:
         """Return the entry of a key that is about to change. A page of an extent gets an entry: the extent is split.
 
-        Return None if the key does not exist. Raise OverLimit if disk or index lack space for the pages of the split.
+        Return None if the key does not exist. Raise OverLimit if disk or index lack space for the pages of the split,
+        TooManyPages if these are too many.
         """
         if self.index.unloaded_pages:
             self.catalogue.get(key)  # this gives its block's pages their entries
         entry = self.catalogue.entries.get(key)
         if entry is None and (page := self.catalogue.page_in_extent(key)):
             block = cast(Block, page.unit)
+            check_split(block)
             self.tier.admit_split(block)
             self.admit_split(block)
             self.split(block)
@@ -303,8 +347,10 @@ class Contents:
         return entry
 
     def split(self, block: Block) -> None:
-        """Replace an extent by single pages, with an entry for each."""
+        """Replace an extent by single pages, with an entry for each. Raise TooManyPages if it has too many."""
+        check_split(block)
         self.tier.splits(block)
+        self.note_size(block)
         pages = self.catalogue.split(block)
         if block.soonest:
             self.expiry_order.note_all([*pages], block.soonest)
@@ -377,6 +423,9 @@ class Contents:
             expiry_order.note_all(pages.keys[at : put.stop], expires)
         expiry_order.keys -= put.replaced
         self.eviction_order.units.used_all(put.blocks)
+        for block in put.blocks:
+            if block.pages > _LARGE:  # as `note_size`, without the cost of a call
+                self.has_large_blocks = True
         for block in put.beside:
             self.eviction_order.join(block)
         if self._any_evicted:
@@ -406,8 +455,14 @@ class Contents:
             block.expires_at(expires)
             self._note_expiry(key, expires)
         self._grow_quota(block, HEADER_SIZE + slot.size - had)
+        self.note_size(block)
         self._notify_write(key, old, slot)
         return at + 1
+
+    def note_size(self, block: Block) -> None:
+        """Note whether a block of single pages is so large that the next steps of writes have to be checked."""
+        if block.pages > _LARGE:
+            self.has_large_blocks = True
 
     def _grow_quota(self, block: Block, size: int) -> None:
         """Count the growth of a block's pages, in bytes, for its quota."""
@@ -442,10 +497,31 @@ class Contents:
             is_orphan = ghost is not None and ghost.reason in (_REASONS["evicted"], OVER_QUOTA)
         if is_orphan:
             orphans[block] = self.eviction_order.units.now
-            return
-        after: Block | bytes | None = block
-        while orphans.pop(cast(Block, after), None) is not None or after is block:
-            after = request.get(cast(Block, after).page + 1)
+        elif orphans:
+            self._reunited.append(block)
+            self.reunite()
+
+    def reunite(self) -> bool:
+        """Note that some blocks that follow a block of a context are no orphans. Return whether more of them are left
+        for another step: a context may have 100,000 blocks.
+        """
+        for _ in range(_ORPHANS_PER_STEP):
+            if not self._reunited:
+                return False
+            block = self._reunited.pop()
+            self._orphans.pop(block, None)
+            after = self.index.requests.get(block.req_id, {}).get(block.page + 1)
+            if isinstance(after, Block) and after in self._orphans:
+                self._reunited.append(after)
+        return bool(self._reunited)
+
+    def note_used_on_disk(self, block: Block, used: int) -> None:
+        """Note the last use, in monotonic seconds, of a block on disk only. If it was an orphan, it is none any more,
+        unless that was the write.
+        """
+        written = self._orphans.get(block)
+        if written is not None and used > written + BURST:
+            del self._orphans[block]
 
     def _note_expiry(self, key: bytes, expires: int) -> None:
         self.expiry_order.keys += 1
@@ -731,6 +807,8 @@ class Contents:
         self.ghosts.clear()
         self.lost.clear()
         self._orphans.clear()
+        self._reunited.clear()
+        self.has_large_blocks = False
         self.texts = 0
         return flushed
 
@@ -777,6 +855,8 @@ class Contents:
 
     def orphans(self) -> Iterator[Unit]:
         """Yield units to evict before others: orphans that were not used since they were written."""
+        if self.reunite():
+            return
         units = self.eviction_order.units
         latest = islice(reversed(self._orphans.items()), _MOST_ORPHANS)
         for block, written in [*latest] if self.eviction_order.rules.keeps_chains else ():
@@ -808,6 +888,15 @@ class Contents:
         self.counters.evictions[cause] = self.counters.evictions.get(cause, 0) + keys
         if quota is not None and room == "quota":
             quota.evicted += keys
+
+
+def check_split(block: Block) -> None:
+    """Raise TooManyPages if an extent has too many pages to be split."""
+    if block.pages > MAX_SINGLE_PAGES:
+        raise TooManyPages(
+            f"the block has {block.pages} pages and was stored as a whole: one of more than {MAX_SINGLE_PAGES} pages "
+            "can be replaced or removed only as a whole (KVBLOCKSET, KVPAGEDEL)"
+        )
 
 
 def footprint_of(key: bytes, entry: Entry) -> int:

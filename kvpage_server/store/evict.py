@@ -17,7 +17,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import chain, takewhile
+from itertools import chain, filterfalse, takewhile
 from typing import NamedTuple, Self
 
 from kvpage_server.page import HEADER_SIZE, BlockShape
@@ -33,6 +33,7 @@ class Account(ABC):
     """A limited resource. Sizes are in bytes."""
 
     shrinks_in_steps = False  # whether a write evicts at most twice its size, after the limit was lowered
+    evicts_waiting = True  # whether `ended` includes units that wait to be written to the tier below
 
     def __init__(self, contents: Contents) -> None:
         self.contents = contents
@@ -74,7 +75,8 @@ class Account(ABC):
         """Yield the units of the account whose lifetime has ended, and orphans. They are evicted before those of
         `sources`.
         """
-        return chain(self.contents.ended(), self.contents.orphans())
+        units = chain(self.contents.ended(), self.contents.orphans())
+        return units if self.evicts_waiting else filterfalse(self.contents.tier.waits, units)
 
     @abstractmethod
     def refusal(self, size: int) -> str:
@@ -98,7 +100,10 @@ def make_room(account: Account, size: int = 0, stay: Collection[Unit] = ()) -> I
     goal = account.evicts_above(size)
     if account.used <= goal:
         return
-    sources = ((chain(account.ended(), units), leave) for units, leave in account.sources(size))
+    sources = (
+        source if source.is_protected else source._replace(units=chain(account.ended(), source.units))
+        for source in account.sources(size)
+    )
     for unit in evictions(account.contents, sources, stay):
         yield unit
         if account.used <= goal:
@@ -111,9 +116,10 @@ def evictions(contents: Contents, sources: Iterable[Source], stay: Collection[Un
     """Evict one unit after another, as `make_room` does, and yield each."""
     now = monotonic_ms()
     contents.leases.settle(now)
-    for units, leave in sources:
+    for units, leave, is_protected in sources:
         for unit in units:
-            if not (unit in stay or contents.spares(unit, now) or leave(unit) is False):
+            spared = contents.tier.holds(unit) if is_protected else contents.spares(unit, now)
+            if not (unit in stay or spared or leave(unit) is False):
                 yield unit
 
 
@@ -181,6 +187,8 @@ LEAST_INDEX = 64 << 20  # bytes that the index may take in any case
 
 class IndexAccount(Account):
     """The memory of the index. Without `maxmemory` it has no limit."""
+
+    evicts_waiting = False
 
     def __init__(self, contents: Contents, memory: MemoryAccount) -> None:
         super().__init__(contents)
@@ -293,9 +301,9 @@ class QuotaAccount(Account):
     def sources(self, _: int) -> Iterator[Source]:
         rules, units = self.contents.eviction_order.rules, self.quota.units.victims()
         if rules.evicts_any:
-            yield units, self._evict
+            yield Source(units, self._evict)
         elif rules.evicts_expiring:
-            yield filter(self.contents.may_expire, units), self._evict
+            yield Source(filter(self.contents.may_expire, units), self._evict)
 
     def ended(self) -> Iterator[Unit]:
         return filter(self.quota.sizes.__contains__, super().ended())

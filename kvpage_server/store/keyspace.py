@@ -37,7 +37,7 @@ from typing import NamedTuple, TypeVar
 from kvpage_server.core import NewPages
 from kvpage_server.core.pieces import END, Piece, frame
 from kvpage_server.page import HEADER_SIZE, MAX_BLOCK_PAGES, BlockShape, DType, Plane, header_fields, unix_ms
-from kvpage_server.store.contents import Contents, Source, footprint_of
+from kvpage_server.store.contents import BlockGrowth, Contents, Source, check_split, footprint_of
 from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.disk.disk_full import DiskAccount
 from kvpage_server.store.disk.fetching import BorrowedReads
@@ -265,8 +265,12 @@ class Keyspace:
         return self.quotas.admit(parts) if self.eviction_order.has_quotas else ()
 
     def admit_batch(self, pages: NewPages) -> None:
-        """Evict values until there is space for pages that are stored in this step. Raise OverLimit as `admit`."""
+        """Evict values until there is space for pages that are stored in this step. Raise OverLimit as `admit`, and
+        TooManyPages if a block would get too many pages.
+        """
         slots, disk = pages.slots, self.disk
+        if self.contents.has_large_blocks:
+            BlockGrowth(self.contents).add(pages)
         protected = self.leases.by_unit and self.protection.protects_any(pages)
         if not (protected or self.eviction_order.has_quotas):
             if not disk.stored.maxdisk:
@@ -318,9 +322,12 @@ class Keyspace:
         self.contents.set_block(req_id, page, extent)
 
     def split_block(self, req_id: bytes, page: int) -> None:
-        """Replace an extent by single pages if it is in memory, before some of its pages are replaced."""
+        """Replace an extent by single pages if it is in memory, before some of its pages are replaced. Raise OverLimit
+        as `admit`, and TooManyPages.
+        """
         block = self.index.block(req_id, page)
         if block is not None and block.extent is not None and type(block.extent.slot) is not OnDisk:
+            check_split(block)
             self._admit_split(block)
             self.contents.split(block)
 
@@ -358,8 +365,8 @@ class Keyspace:
         self._catalogue.drop_idle_scans(elapsed)
         self.arena.trim()
         removed = self.contents.expiry_order.remove_due(now, most, self.contents.expire) if expires else 0
-        counts, hands_over = self.quotas.go_on(), self.eviction_order.hand_over()
-        return most if counts or hands_over else removed
+        goes_on = self.quotas.go_on(), self.eviction_order.hand_over(), self.contents.reunite()
+        return most if any(goes_on) else removed
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------------

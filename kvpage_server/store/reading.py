@@ -18,6 +18,7 @@ from kvpage_server.store.memory.index import Block, OnDisk
 from kvpage_server.system.text import monotonic_ms
 
 ANY = sys.maxsize  # bytes: a read without a limit
+_MOST_KNOWN = 1024  # requests of which `has_pages` knows a block
 
 
 class Found(NamedTuple):
@@ -201,6 +202,9 @@ class Listing:
     def __init__(self, contents: Contents) -> None:
         self._contents = contents
         self._catalogue = contents.catalogue
+        # By request: a block in which `has_pages` has found a page that had not expired, behind others without one. The
+        # next call begins with it, and does not pass over the expired pages before it again.
+        self._unexpired: dict[bytes, int] = {}
 
     def keys(self) -> list[bytes]:
         """Return every key that has not expired."""
@@ -269,8 +273,14 @@ class Listing:
         request = index.requests.get(req_id)
         if not request:
             return False
-        first = index.block(req_id, next(iter(request)))
-        if first is not None and self._contents.has_unexpired(first):  # usually, and there may be very many
-            return True
-        blocks = (index.block(req_id, page) for page in index.page_ids(req_id))
-        return any(block is not None and self._contents.has_unexpired(block) for block in blocks)
+        known = self._unexpired.get(req_id, next(iter(request)))
+        for page in chain([known], request):  # usually the first one is enough, and there may be very many
+            block = index.block(req_id, page)
+            if block is not None and self._contents.has_unexpired(block):
+                if len(self._unexpired) >= _MOST_KNOWN:
+                    self._unexpired.clear()
+                if page != next(iter(request)):
+                    self._unexpired[req_id] = page
+                return True
+        self._unexpired.pop(req_id, None)
+        return False

@@ -26,6 +26,7 @@ from kvpage_server.core import Argument, Callee, Caller, Command, Parser
 from kvpage_server.core.pieces import Piece
 from kvpage_server.glob import PatternTooLong
 from kvpage_server.resp import Raw, Reply, ReplyError, Stream, Wait, bare, encode
+from kvpage_server.store.contents import TooManyPages
 from kvpage_server.store.evict import OverLimit
 
 # -- MONITOR and SLOWLOG -----------------------------------------------------------------------------------------------
@@ -98,7 +99,7 @@ def _quote(word: bytes) -> bytes:
 
 log = logging.getLogger("kvpage")
 
-_REFUSALS = (ReplyError, OverLimit, PatternTooLong)  # exceptions that become error replies
+_REFUSALS = (ReplyError, OverLimit, TooManyPages, PatternTooLong)  # exceptions that become error replies
 _INTERNAL = "ERR internal error, the server's log says more"
 
 

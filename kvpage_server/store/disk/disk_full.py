@@ -28,7 +28,7 @@ from kvpage_server.page import HEADER_SIZE, BlockShape
 from kvpage_server.store import records
 from kvpage_server.store.contents import Contents, Source
 from kvpage_server.store.disk.lmdb_file import DiskFull, MaxDisk
-from kvpage_server.store.disk.naming import is_there, name_of_unit, names_in, parse_block, unit_named
+from kvpage_server.store.disk.naming import each_name_in, is_there, name_of_unit, names_in, parse_block, unit_named
 from kvpage_server.store.disk.usage import Stored
 from kvpage_server.store.evict import Account, OverLimit, PendingWrite, ReservationParts, evictions, make_room, units_of
 from kvpage_server.store.eviction.policies import Policy
@@ -114,6 +114,7 @@ class ReplacingAccount(Account):
     """The space for values together with the values that they replace, which stay until the next commit."""
 
     shrinks_in_steps = True
+    evicts_waiting = False
 
     def __init__(self, disk: DiskAccount) -> None:
         super().__init__(disk.contents)
@@ -145,6 +146,7 @@ class DiskAccount(Account):
     """The space for values: a part of `maxdisk`. Also eviction for the space that other programs leave."""
 
     shrinks_in_steps = True
+    evicts_waiting = False
 
     def __init__(self, contents: Contents, stored: Stored) -> None:
         super().__init__(contents)
@@ -175,9 +177,9 @@ class DiskAccount(Account):
 
         Until then, values use a part of LMDB's space temporarily.
         """
-        yield self.evictable(last=False), self.evict
+        yield Source(self.evictable(last=False), self.evict)
         if account.refuses(size):
-            yield self.evictable(), self.evict
+            yield Source(self.evictable(), self.evict)
 
     def refusal(self, size: int) -> str:
         values = f"{self.limit} bytes of {self.stored.maxdisk} are for values"
@@ -279,7 +281,8 @@ class DiskAccount(Account):
     def evict_for_full_disk(self, error: DiskFull, size: int) -> Iterator[None]:
         """Evict `size` bytes, if possible, because the disk is full. Yield after each unit."""
         enough = self._freed + size
-        for _ in evictions(self.contents, [(self.evictable(alone=not isinstance(error, MaxDisk)), self.evict)]):
+        source = Source(self.evictable(alone=not isinstance(error, MaxDisk)), self.evict)
+        for _ in evictions(self.contents, [source]):
             if self._freed >= enough:
                 return
             yield
@@ -288,10 +291,10 @@ class DiskAccount(Account):
         """Evict a unit from memory and disk, because of the limit of `room`. Return False if it is not on disk, and
         does not wait to be written.
         """
-        names = [name for name in names_in(unit) if self.stored.has(name)]
+        usage = self.stored.usage
+        names = [name for name in each_name_in(unit) if name in usage.names or self.stored.behind.waits(name)]
         if not names:
             return False
-        usage = self.stored.usage
         self._freed += sum(map(usage.size_of, names))
         usage.remove_unit(name_of_unit(unit))
         self.stored.counts.evicted += len(names)
@@ -372,7 +375,7 @@ class DiskAccount(Account):
         return name[:1] == b"b" and self._rules.keeps_chains and self.chains.is_extended(*parse_block(name))
 
     def _waits(self, unit: Unit) -> bool:
-        return any(map(self.stored.behind.waits, names_in(unit)))
+        return not self.stored.behind.settled and any(map(self.stored.behind.waits, each_name_in(unit)))
 
     @property
     def _spares_texts(self) -> bool:

@@ -277,6 +277,7 @@ class Fetching:
         """Note a use of a borrowed block in the order of units on disk only, and in its policy if that has it."""
         eviction_order = self._contents.eviction_order
         self._stored.usage.use(name_of_unit(unit))
+        self._contents.note_used_on_disk(unit, eviction_order.units.now)
         if unit in eviction_order.units:
             eviction_order.units.used(unit)
         elif quota := eviction_order.quotas.of(unit):

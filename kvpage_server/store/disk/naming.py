@@ -26,7 +26,7 @@ def each_name_in(unit: Unit) -> Iterator[bytes]:
     elif unit.extent is not None:
         yield name_of_block(unit.req_id, unit.page)
     else:
-        yield from map(name_of_key, unit.page_keys())
+        yield from map(b"k".__add__, unit.page_keys())  # as `name_of_key`, without the cost of a call
 
 
 def names_in(unit: Unit) -> Sequence[bytes]:

@@ -207,6 +207,7 @@ class Loader:
             on_disk = OnDisk(name, size, expires=expires, header=header, unit=block, used=last)
             add(block, key, on_disk, (layer, head, kv_type))
             note_found(name, unit, records.footprint_of(len(block.req_id), on_disk.size))
+        self._contents.note_size(block)
 
 
 # -- The owner of the values in the write-behind queue -----------------------------------------------------------------
@@ -272,7 +273,6 @@ class Changes:
 
 _LIFETIME_SIZE = 200  # approximate bytes of memory of a queued change of a lifetime, without the unit's name
 _MOST_OFFERED = 1280  # units that may be evicted in one search; examining all of them would block the event loop
-_MOST_PROTECTED = 10_000  # protected units that are examined in one search
 _SHARE_OF_TEXTS = 0.5  # of maxmemory; above it, short strings are evicted, as they are never on disk only
 
 log = logging.getLogger("kvpage")
@@ -440,8 +440,7 @@ class DiskTier(Tier):
     def pages_dropped(self, block: Block) -> None:
         """Process the replacement of a block's pages by a block that is stored whole."""
         if block.extent is None:
-            for key in block.page_keys():
-                self.stored.remove(name_of_key(key), replaced=True)
+            self.stored.remove_all(each_name_in(block), replaced=True)
 
     def removed(self, key: bytes) -> None:
         name = name_of_key(key)
@@ -453,8 +452,7 @@ class DiskTier(Tier):
 
     def block_removed(self, block: Block) -> None:
         self.account.block_removed(block)
-        for name in names_in(block):
-            self.stored.remove(name)
+        self.stored.remove_all(each_name_in(block))
 
     def clear(self) -> None:
         """Remove everything from the disk."""
@@ -477,29 +475,33 @@ class DiskTier(Tier):
         """
         contents = self._contents
         if not self._keeps_texts or contents.texts <= self._memory.limit:
-            yield islice(contents.eviction_order.units.victims(), _MOST_OFFERED), self.demote
+            yield Source(islice(contents.eviction_order.units.victims(), _MOST_OFFERED), self.demote)
         if self._keeps_texts:
-            yield islice(contents.victims(), _MOST_OFFERED), self.evict
-        self._drop_protected()
+            yield Source(islice(contents.victims(), _MOST_OFFERED), self.evict)
+        yield Source(self._protected_units(), self._drop_protected, is_protected=True)
         self.behind.commit_soon()
 
-    def _drop_protected(self) -> None:
-        """Drop protected units that are on disk until memory is within its limit. They may have been leased or pinned
-        while they took no memory, and loaded since.
+    def _protected_units(self) -> Iterator[Unit]:
+        """Yield up to _MOST_OFFERED protected units in memory, in turn: each call goes on after the units of the last
+        one. They may have been leased or pinned while they took no memory, and loaded since.
         """
-        memory, leases, units = self._memory, self._contents.leases, self._contents.eviction_order.units
-        for unit, lease in [*islice(leases.by_unit.items(), _MOST_PROTECTED)]:
-            if memory.used <= memory.evicts_above(0):
-                return
-            if lease.size and unit in units and not (self._is_text(unit) or self.holds(unit) or self._waits(unit)):
-                names = names_in(unit)
-                if self.stored.usage.has_all(names):
-                    self._drop(unit, names)
+        by_unit, units = self._contents.leases.by_unit, self._contents.eviction_order.units
+        for unit, lease in [*islice(by_unit.items(), _MOST_OFFERED)]:
+            by_unit.move_to_end(unit)
+            if lease.size and unit in units:
+                yield unit
+
+    def _drop_protected(self, unit: Unit) -> bool:
+        """Drop a protected unit from memory. Return False if it has to stay: it is not on disk, or a short string."""
+        if self._is_text(unit) or self.waits(unit) or not self.stored.usage.has_all(names := names_in(unit)):
+            return False
+        self._drop(unit, names)
+        return True
 
     def keys_to_evict(self) -> Iterator[Source]:
         """Yield units to evict from memory and disk. If the disk fails, also units that wait to be written."""
-        yield islice(self.account.evictable(), _MOST_OFFERED), partial(self.account.evict, room="memory")
-        yield islice(self._contents.victims(), _MOST_OFFERED), self.evict
+        yield Source(islice(self.account.evictable(), _MOST_OFFERED), partial(self.account.evict, room="memory"))
+        yield Source(islice(self._contents.victims(), _MOST_OFFERED), self.evict)
         self.behind.commit_soon()
 
     @property
@@ -512,7 +514,7 @@ class DiskTier(Tier):
         A short string is not dropped. It is evicted if short strings use too much memory.
         """
         is_text = self._is_text(unit)
-        if not self._waits(unit) and self.stored.usage.has_all(names := names_in(unit)):
+        if not self.waits(unit) and self.stored.usage.has_all(names := names_in(unit)):
             if not is_text:
                 self._drop(unit, names)
                 return True
@@ -524,7 +526,7 @@ class DiskTier(Tier):
         """Evict a unit. Returns False if it waits to be written, or is on disk only."""
         if all(is_on_disk_named(self._contents, name) for name in each_name_in(unit)):
             return False
-        if not self.behind.failing and self._waits(unit):
+        if not self.behind.failing and self.waits(unit):
             return False
         self._contents.evict(unit)
         return True
@@ -533,7 +535,7 @@ class DiskTier(Tier):
         """Return whether a unit is a short string, which is not dropped, because that frees nothing."""
         return isinstance(unit, bytes) and isinstance(self._contents.catalogue.entries[unit], Text)
 
-    def _waits(self, unit: Unit) -> bool:
+    def waits(self, unit: Unit) -> bool:
         """Return whether a part of a unit waits to be written. Usually all of it does, or nothing."""
         return not self.behind.settled and any(map(self.behind.waits, each_name_in(unit)))
 
@@ -548,6 +550,8 @@ class DiskTier(Tier):
             contents.grow(unit, -slot.footprint)
             self.stored.counts.dropped += 1
         units.evicted(unit)
+        if isinstance(unit, Block):
+            contents.note_used_on_disk(unit, used)
         self.stored.usage.note_on_disk_only(name_of_unit(unit))
         contents.any_on_disk = True
 

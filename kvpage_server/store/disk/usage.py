@@ -7,7 +7,7 @@ extend is deferred until nothing extends it, see `DiskAccount`.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from typing import cast
 
 from kvpage_server.core import Slot
@@ -50,8 +50,13 @@ class DiskUsage:
     def __contains__(self, name: bytes) -> bool:
         return name in self._sizes
 
+    @property
+    def names(self) -> Container[bytes]:
+        """The names of all values on disk."""
+        return self._sizes
+
     def has_all(self, names: Iterable[bytes]) -> bool:
-        return self._sizes.keys() >= set(names)
+        return all(map(self._sizes.__contains__, names))
 
     def expect(self, name: bytes, size: int, *, replaced: bool = False) -> None:
         """Note a queued write with this footprint, 0 for a removal.
@@ -75,6 +80,18 @@ class DiskUsage:
             if there:
                 self.replaced += there - replaced.get(name, 0)
                 replaced[name] = there
+
+    def expect_removals(self, names: Iterable[bytes], *, replaced: bool) -> None:
+        """Note queued removals, see `expect`."""
+        stored, queued, replaced_sizes = self._sizes, self._expected, self._replaced
+        for name in names:
+            there = stored.get(name, 0)
+            self.expected -= queued.get(name, there)
+            queued[name] = 0
+            self.replaced -= replaced_sizes.pop(name, 0)
+            if replaced and there:
+                replaced_sizes[name] = there
+                self.replaced += there
 
     def expect_nothing(self, name: bytes) -> None:
         """Note that the queued change of a value was dropped, so that the value on disk stays."""
@@ -301,11 +318,23 @@ class Stored:
             return
         if self.behind.may_cancel(name, is_on_disk=name in self.usage):
             self.usage.expect_nothing(name)
-            self.behind.cancel(name)
+            self.behind.cancel([name])
             return
         if self.maxdisk:
             self.usage.expect(name, 0, replaced=replaced)
         self.behind.note(name, None, _change_size(name))
+
+    def remove_all(self, names: Iterable[bytes], *, replaced: bool = False) -> None:
+        """Queue the removal of several values from disk, see `remove`."""
+        written, dropped = self.behind.divided(names, self.usage.names)
+        if dropped:
+            for name in dropped:
+                self.usage.expect_nothing(name)
+            self.behind.cancel(dropped)
+        if written:
+            if self.maxdisk:
+                self.usage.expect_removals(written, replaced=replaced)
+            self.behind.note_removals(written, [*map(_change_size, written)])
 
     def clear(self) -> None:
         """Queue the removal of all values from disk."""

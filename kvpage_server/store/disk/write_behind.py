@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import chain
@@ -73,6 +73,17 @@ class Batch(Generic[T]):
         if self.removed:
             for name in names:
                 self.removed.pop(name, None)
+
+    def note_removals(self, names: Sequence[bytes], sizes: Sequence[int]) -> None:
+        """Set the changes of several values to removals."""
+        changes = self.changes
+        get, grown = changes.get, sum(sizes)
+        for name, size in zip(names, sizes, strict=True):
+            if (old := get(name)) is not None:
+                grown -= old[1]
+            changes[name] = (None, size)
+        self.size += grown
+        self.removed.update(dict.fromkeys(names))
 
     def has_whole(self, name: bytes) -> bool:
         """Return whether the batch stores the value, and does not only remove it or change its expiry."""
@@ -329,17 +340,39 @@ class WriteBehind(Generic[T]):
         self.position += len(names)
         self._changed()
 
+    def note_removals(self, names: Sequence[bytes], sizes: Sequence[int]) -> None:
+        """Queue the removal of several values. `sizes` are in bytes of memory."""
+        self._next.note_removals(names, sizes)
+        self.position += len(names)
+        self._changed()
+
+    def divided(self, names: Iterable[bytes], on_disk: Container[bytes]) -> tuple[list[bytes], list[bytes]]:
+        """Divide the names of removed values into those whose removal must be written, and those whose queued change
+        may be dropped, see `may_cancel`. Values that are neither on disk nor queued are in neither list.
+        """
+        if self._next.clears:
+            return [], [*names]
+        queued, writing = self._next.changes, self._now.changes if self._now is not None else {}
+        written, dropped = list[bytes](), list[bytes]()
+        for name in names:
+            if name in on_disk or name in writing:
+                written.append(name)
+            elif name in queued:
+                dropped.append(name)
+        return written, dropped
+
     def may_cancel(self, name: bytes, *, is_on_disk: bool) -> bool:
         """Return whether the change of a removed value may be dropped, because the value is not and will not be on
         disk.
         """
         return self._next.clears or not (is_on_disk or (self._now is not None and name in self._now.changes))
 
-    def cancel(self, name: bytes) -> None:
-        """Drop the queued change of a removed value, if any, see `may_cancel`."""
-        if name in self._next.changes:
-            self._next.forget(name)
-        self.position += 1
+    def cancel(self, names: Sequence[bytes]) -> None:
+        """Drop the queued changes of removed values, if any, see `may_cancel`."""
+        for name in names:
+            if name in self._next.changes:
+                self._next.forget(name)
+        self.position += len(names)
         self._changed()
 
     def clear(self) -> None:

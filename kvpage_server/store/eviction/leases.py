@@ -82,7 +82,7 @@ class Leases:
         self._bytes: dict[object, Bytes] = {}  # protected bytes by account; no entry for 0 bytes
         self._kept: dict[tuple[object, Tenant], Bytes] = {}  # bytes with a lifetime, by account and tenant
         self._kept_units: Counter[Tenant] = Counter()  # number of units with a lifetime, by tenant
-        self.by_unit: dict[Unit, Lease] = {}
+        self.by_unit: OrderedDict[Unit, Lease] = OrderedDict()  # the first one may leave memory first
         # Blocks whose lifetime has ended, with its end in monotonic milliseconds; the last one is evicted first.
         self._ended: OrderedDict[Unit, int] = OrderedDict()
         self.on_lifetime: Callable[[Unit, Lease], object] = lambda *_: None

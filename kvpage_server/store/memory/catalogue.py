@@ -248,8 +248,8 @@ class Catalogue:
         assert extent is not None
         spans = extent.shape.page_spans()
         pages = {
-            key: ExtentPage(extent, span, block, block.page, spot)
-            for (key, *spot), span in zip(block.page_names(), spans, strict=True)
+            key: ExtentPage(extent, span, block, block.page, (layer, head, kv_type))
+            for (key, layer, head, kv_type), span in zip(block.page_names(), spans, strict=True)
         }
         self.entries.update(pages)
         self.key_bytes += sum(map(len, pages))
@@ -266,7 +266,9 @@ class Catalogue:
         """
         extent = block.extent
         if extent is None:
-            return sum(bool(self.pop(key).expires) for key in block.page_keys())
+            keys = [*block.page_keys()]
+            self.key_bytes -= sum(map(len, keys))
+            return sum(1 for entry in map(self.entries.pop, keys) if entry.expires)
         self.in_extents -= block.pages
         return block.pages if extent.expires else 0
 

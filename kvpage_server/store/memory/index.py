@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 from typing import Generic, TypeVar
 
 from kvpage_server.core import PageSet, Part, Slot
@@ -305,6 +305,13 @@ def rows_of(shape: BlockShape) -> Mapping[int, int]:
     return dict(rows_in(shape))  # no MappingProxyType, because a copy of that takes ten times as long
 
 
+@lru_cache(maxsize=256)  # most rows of a model have the same heads
+def _heads_of(group: int, heads: int) -> tuple[tuple[int, bytes], ...]:
+    """Return the heads in a row's bits, each as a number and as text."""
+    first = group * ROW_HEADS
+    return tuple((first + bit, b"%d" % (first + bit)) for bit in range(ROW_HEADS) if heads >> bit & 1)
+
+
 def page_names(req_id: bytes, page: int, rows: Iterable[tuple[int, int]]) -> Iterator[tuple[bytes, int, int, int]]:
     """Yield the key, layer, head and kv_type of each page in `rows`: pairs of a row's number and its bits of heads."""
     for row, heads in rows:
@@ -312,11 +319,20 @@ def page_names(req_id: bytes, page: int, rows: Iterable[tuple[int, int]]) -> Ite
         layer, kv_type = divmod(plane, TYPES)
         prefix = b"kv:%b:%d:" % (req_id, layer)
         suffix = b":%d:%d" % (page, kv_type)
-        while heads:
-            lowest = heads & -heads
-            head = group * ROW_HEADS + lowest.bit_length() - 1
-            yield b"%b%d%b" % (prefix, head, suffix), layer, head, kv_type
-            heads ^= lowest
+        for head, text in _heads_of(group, heads):
+            yield prefix + text + suffix, layer, head, kv_type
+
+
+def page_keys(req_id: bytes, page: int, rows: Iterable[tuple[int, int]]) -> Iterator[bytes]:
+    """Return the keys of the pages in `rows`, as `page_names` does. A row's keys are created together."""
+    return chain.from_iterable(_keys_of_row(req_id, page, row, heads) for row, heads in rows)
+
+
+def _keys_of_row(req_id: bytes, page: int, row: int, heads: int) -> list[bytes]:
+    plane, group = divmod(row, GROUPS)
+    layer, kv_type = divmod(plane, TYPES)
+    prefix, suffix = b"kv:%b:%d:" % (req_id, layer), b":%d:%d" % (page, kv_type)
+    return [prefix + text + suffix for _, text in _heads_of(group, heads)]
 
 
 class Block(PageSet):
@@ -350,12 +366,14 @@ class Block(PageSet):
 
     def page_keys(self) -> Iterator[bytes]:
         """Yield the keys of its pages in the order of a block's body: layer, plane, head."""
-        return (key for key, *_ in self.page_names())
+        return page_keys(self.req_id, self.page, self._rows_in_order())
 
     def page_names(self) -> Iterator[tuple[bytes, int, int, int]]:
         """Return the key, layer, head and kv_type of each page in the order of a block's body."""
-        rows = self.each_row() if self.extent is None else rows_in(self.extent.shape)
-        return page_names(self.req_id, self.page, rows)
+        return page_names(self.req_id, self.page, self._rows_in_order())
+
+    def _rows_in_order(self) -> Iterator[tuple[int, int]]:
+        return self.each_row() if self.extent is None else rows_in(self.extent.shape)
 
     def random_key(self) -> bytes:
         """Return the key of a random page.
@@ -367,7 +385,7 @@ class Block(PageSet):
             layer, head = random.randrange(shape.layers), random.randrange(shape.heads)
             return bytes(PageKey(self.req_id, layer, head, self.page, random.choice(shape.planes).kv_type))
         row = random.choice([*self.each_row()])
-        return random.choice([key for key, *_ in page_names(self.req_id, self.page, [row])])
+        return random.choice([*page_keys(self.req_id, self.page, [row])])
 
     def expires_at(self, expires: int) -> None:
         """Lower `soonest` to the expiry of one of its pages, which is in unix milliseconds, 0 for never."""
@@ -413,7 +431,7 @@ class BlockKeys:
 
     def __iter__(self) -> Iterator[bytes]:
         rows = rows_in(self.shape) if self.shape is not None else self.rows.items()
-        return (key for key, *_ in page_names(self.req_id, self.page, rows))
+        return page_keys(self.req_id, self.page, rows)
 
     def __contains__(self, key: bytes) -> bool:
         """Return whether it has a key, which must be the key of a page of this block."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import time
@@ -10,11 +11,14 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 from servers import FRESH, start_server
+from stored_pages import Here
 from waiting import until
 from wire import Wire, encode_command
 
 from benchmarks import valkey_cluster
 from benchmarks.valkey_cluster import Cluster
+from kvpage_server.gateway.upstream import Value, _PendingBlocks
+from kvpage_server.resp import ReplyError
 
 MIB = 1024**2
 LIMIT = 64 * MIB
@@ -127,3 +131,22 @@ def test_nothing_is_left_when_a_gateway_stops_meanwhile(cluster: Cluster) -> Non
                 assert gateway.stop() == 0
         warnings = [line for line in gateway.log.splitlines() if "never awaited" in line or "ignored in" in line]
         assert not warnings, gateway.log
+
+
+def test_a_failed_request_expects_no_more_bytes() -> None:
+    """Otherwise other replies wait until the client has read the values before it."""
+
+    async def fail() -> list[Value | None]:
+        raise ReplyError("CLUSTERDOWN")
+
+    async def expected() -> tuple[int, int, int]:
+        changes = list[int]()
+        pending = _PendingBlocks(Here().client, changes.append)
+        task = asyncio.get_running_loop().create_task(fail())
+        pending.begin(task, 1, MIB)
+        before = sum(changes)
+        await asyncio.wait([task])
+        await asyncio.sleep(0)
+        return before, sum(changes), pending.nbytes
+
+    assert asyncio.run(expected()) == (MIB, 0, 0)

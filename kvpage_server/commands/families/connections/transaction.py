@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain
 
 from kvpage_server.commands.arguments import plain_all
 from kvpage_server.commands.context import Client, Transaction
 from kvpage_server.commands.dispatch.run import run_queued
-from kvpage_server.commands.families.pages.request import blocks_of, is_overdue
+from kvpage_server.commands.families.pages.request import blocks_of, fit_one_step
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.specs import WORDS_PER_STEP, Parts, Spec, derived_from, nothing
 from kvpage_server.commands.steps import STEP, Steps, each, stepwise
@@ -133,7 +132,7 @@ def watch(client: Client, args: list[Argument]) -> Reply:
         len(keys) <= WORDS_PER_STEP
         and not client.server.events.has_many_left
         and sum(map(index.count, requests)) <= STEP
-        and not any(map(is_overdue, chain.from_iterable(map(index.of, requests))))
+        and all(fit_one_step(client, req_id) for req_id in requests)
     )
     return stepwise(steps(), small=is_small)
 

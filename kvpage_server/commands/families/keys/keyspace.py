@@ -10,7 +10,7 @@ from itertools import chain, zip_longest
 
 from kvpage_server.commands.arguments import SYNTAX_ERROR, integer, integer_in, plain, plain_all
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.families.keys.value import check_splits
+from kvpage_server.commands.families.keys.value import split_before
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.specs import Parts, extents, lists_pages, nothing
 from kvpage_server.core import Argument
@@ -38,7 +38,7 @@ _generic = partial(command, group="generic")
 def del_(client: Client, args: list[Argument]) -> Reply:
     """Delete keys, and return the number of keys that existed."""
     keys = plain_all(args)
-    check_splits(client, keys)
+    split_before(client, keys)
     return client.server.keyspace.contents.delete_all(keys)
 
 

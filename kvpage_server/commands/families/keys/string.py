@@ -14,12 +14,13 @@ from kvpage_server.commands.context import MANY_BYTES, Client
 from kvpage_server.commands.dispatch.checks import fetched, hash_first, wait_for_checksums
 from kvpage_server.commands.families.keys.value import (
     admit,
-    check_splits,
+    check_growth,
     copy_large,
     length_of,
     pages_of,
     part_of,
     put,
+    split_before,
     store,
     string_of,
 )
@@ -322,8 +323,9 @@ def _mset(client: Client, args: list[Argument]) -> None:
     all. Raises ReplyError, OverLimit.
     """
     keys, values = plain_all(args[::2]), args[1::2]
-    check_splits(client, keys)
+    split_before(client, keys, stores=True)
     pages = pages_of(client, [*zip(keys, values, strict=True)])
+    check_growth(client, pages)
     admit(client, zip(keys, values, pages, strict=True))
     for page in pages:
         if page is not None:

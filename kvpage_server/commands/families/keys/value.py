@@ -6,31 +6,33 @@ page; any other value is a plain string.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
-from typing import cast
+from itertools import filterfalse
 
 import numpy as np
 
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.checks import Postponed
-from kvpage_server.commands.steps import IN_THREAD_FROM, wait_for_thread
-from kvpage_server.core import Argument, Slot
+from kvpage_server.commands.steps import IN_THREAD_FROM, STEP, wait_for_thread
+from kvpage_server.core import Argument, NewPages, Slot
 from kvpage_server.core.arguments import PageName
 from kvpage_server.core.pieces import Piece
 from kvpage_server.page import (
     HEADER_SIZE,
     MAGIC,
-    MAX_BLOCK_PAGES,
+    MAX_SINGLE_PAGES,
     PageError,
     PageHeader,
     PageKey,
     checksum,
     decode_page,
 )
-from kvpage_server.resp import Reply, ReplyError
+from kvpage_server.resp import Reply, ReplyError, Wait
+from kvpage_server.store.contents import BlockGrowth, check_split
 from kvpage_server.store.evict import PendingWrite
 from kvpage_server.store.eviction.quotas import text_size
-from kvpage_server.store.memory.entry import Entry, Text, is_page
+from kvpage_server.store.memory.entry import Entry, Text, is_page, page_named
 from kvpage_server.store.memory.index import Block, OnDisk
 
 PageParts = tuple[PageName, bytes, Slot]  # name, header and body: the arguments of Keyspace.set_page
@@ -78,6 +80,8 @@ def store(client: Client, key: bytes, value: Argument, expires: int = 0) -> None
     """
     keyspace = client.keyspace
     page = pages_of(client, [(key, value)])[0] if key[:3] == b"kv:" else None
+    if page is not None:
+        check_growth(client, [page])
     if page is not None or keyspace.is_limited:
         admit(client, [(key, value, page)])
     if page is None:
@@ -86,21 +90,37 @@ def store(client: Client, key: bytes, value: Argument, expires: int = 0) -> None
         keyspace.contents.set_page(*page, expires)
 
 
-def check_splits(client: Client, keys: Sequence[bytes]) -> None:
-    """Raise ReplyError if a change of these keys would split blocks that were stored whole, and that have more than
-    MAX_BLOCK_PAGES pages in all: other clients would wait for seconds.
+def split_before(client: Client, keys: Sequence[bytes], *, stores: bool = False) -> None:
+    """Prepare a change of several keys, of which some may not exist if it `stores`: raise Postponed after the split of
+    a block that was stored whole, until the remaining ones have at most MAX_SINGLE_PAGES pages in all, which one step
+    can split. Raise TooManyPages if one of them has more.
     """
     catalogue = client.keyspace.contents.catalogue
-    if len(keys) < 2 or not catalogue.in_extents:
+    if not catalogue.in_extents:
         return
-    found = (catalogue.page_in_extent(key) for key in keys if key not in catalogue.entries)
-    blocks = {cast(Block, page.unit) for page in found if page is not None}
-    pages = sum(block.pages for block in blocks if block.pages > 1)
-    if len(blocks) > 1 and pages > MAX_BLOCK_PAGES:
-        raise ReplyError(
-            f"ERR these keys are in blocks of {pages} pages, of which at most {MAX_BLOCK_PAGES} can be split at once: "
-            "name fewer keys"
-        )
+    blocks = dict[Block, None]()
+    for name in map(page_named, filterfalse(catalogue.entries.__contains__, keys)):
+        block = client.keyspace.index.block(name.req_id, name.page) if name is not None else None
+        if name is None or block is None or block.extent is None:
+            continue
+        if stores or (block.pages > 1 and block.extent.page(block, name.page, name.layer, name.head, name.kv_type)):
+            check_split(block)
+            blocks[block] = None
+    if sum(block.pages for block in blocks) > MAX_SINGLE_PAGES:
+        first = next(iter(blocks))
+        client.keyspace.split_block(first.req_id, first.page)
+        if first.extent is None:  # otherwise it is on disk only, and the change raises NotLoaded
+            raise Postponed(Wait(lambda then: asyncio.get_running_loop().call_soon(then), now=lambda: None))
+
+
+def check_growth(client: Client, pages: Sequence[PageParts | None]) -> None:
+    """Raise TooManyPages if pages that are stored together would let a block get too many single pages."""
+    contents = client.keyspace.contents
+    if contents.has_large_blocks or len(pages) > STEP:
+        growth = BlockGrowth(contents)
+        for page in pages:
+            if page is not None:
+                growth.add(NewPages.one(page[0], page[2], 0))
 
 
 def put(client: Client, key: bytes, value: Argument, page: PageParts | None) -> None:

@@ -30,6 +30,7 @@ from kvpage_server.core.arguments import NAME_WORDS, PAGE_WORDS, BadPage, PageNa
 from kvpage_server.core.pieces import Piece
 from kvpage_server.page import PageError, PageHeader, unix_ms
 from kvpage_server.resp import OK, Raw, Reply, ReplyError, Stream
+from kvpage_server.store.contents import BlockGrowth
 from kvpage_server.store.disk.borrowed_reads import VALUES_PER_COPY
 from kvpage_server.store.disk.prefetch import Needed, Prefetcher
 from kvpage_server.store.memory.entry import Entry, Page, has_bytes, header_of, is_only_on_disk, is_page
@@ -139,7 +140,11 @@ _page = partial(command, group="page")
     summary="Stores a page; ttl is in seconds, 0 for none.",
 )
 def kvpageset(client: Client, args: list[Argument]) -> Reply:
-    """Return OK. The page replaces a page or string with the same key."""
+    """Return OK. The page replaces a page or string with the same key.
+
+    A block has at most 8192 pages that are stored one by one. So a page of a larger block that was stored as a whole
+    cannot be replaced.
+    """
     try:
         page = new_pages(client, args, 0, 1, unix_ms())
     except PageError as error:
@@ -185,7 +190,8 @@ def kvpageget(client: Client, args: list[Argument]) -> Reply:
     summary="Stores N pages, or none of them.",
 )
 def kvpagemset(client: Client, args: list[Argument]) -> Reply:
-    """Return OK, or an error that says which page is wrong; then none is stored.
+    """Return OK, or an error that says which page is wrong; then none is stored. A block has at most 8192 pages that
+    are stored one by one.
 
     If the server is killed before it answers, a part of a batch of more than 128 pages may be stored.
     """
@@ -214,11 +220,14 @@ def _store_in_steps(
     client: Client, args: Sequence[Argument], count: int, batches: deque[NewPages], now: int
 ) -> Iterator[Reply]:
     """Parse the pages of KVPAGEMSET that are not in `batches` yet, in steps. Then store all `count` pages in steps, and
-    yield OK. Raises ReplyError or OverLimit before a page is stored, ReplyError if the disk fails later.
+    yield OK. Raises ReplyError, OverLimit or TooManyPages before a page is stored, ReplyError if the disk fails later.
     """
-    read, at_once = sum(map(len, batches)), _pages_per_step(client)
+    read, at_once, growth = sum(map(len, batches)), _pages_per_step(client), BlockGrowth(client.keyspace.contents)
+    for some in batches:
+        growth.add(some)
     while read < count:
         batches.append(_pages_of_batch(client, args, read, at_once, count, now))
+        growth.add(batches[-1])
         read += len(batches[-1])
         yield ()
     with (yield from client.keyspace.admit_pages(batches)) as reservation:

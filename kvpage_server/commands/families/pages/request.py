@@ -106,13 +106,14 @@ def note_chain(keyspace: Keyspace, blocks: list[Block]) -> Steps[None]:
 
 
 def fit_one_step(client: Client, req: Argument, pages: Sequence[Argument] = ()) -> bool:
-    """Return whether `req [page ...]` names so few blocks that one step can handle them. Without `pages`, all blocks of
-    the request count, and none may be overdue.
+    """Return whether `req [page ...]` names so few blocks that one step can handle them, none of which is unloaded or
+    overdue. Without `pages`, all blocks of the request count.
     """
-    if pages:
-        return len(pages) < WORDS_PER_STEP
-    index, req_id = client.keyspace.index, plain(req)
-    return index.count(req_id) <= WORDS_PER_STEP and not any(map(is_overdue, index.of(req_id)))
+    keyspace, req_id = client.keyspace, request_name(req)
+    if (len(pages) + 1 if pages else keyspace.index.count(req_id)) > WORDS_PER_STEP:
+        return False
+    named = map(page_id, pages) if pages else keyspace.index.page_ids(req_id)
+    return not any(_takes_long(keyspace, req_id, page) for page in named)
 
 
 def named_blocks(client: Client, req: Argument, pages: Sequence[Argument]) -> Steps[list[Block]]:
@@ -125,8 +126,11 @@ def named_blocks(client: Client, req: Argument, pages: Sequence[Argument]) -> St
     found: dict[int, Block] = {}
     for start in range(0, len(pages), STEP):
         for page in map(page_id, pages[start : start + STEP]):
+            takes_long = _takes_long(keyspace, req_id, page)
             if page not in found and (block := keyspace.reader.block(req_id, page)):
                 found[page] = block
+            if takes_long:
+                yield ()
         yield ()
     return [*found.values()]
 
@@ -149,18 +153,20 @@ def blocks_of(client: Client, req_id: bytes) -> Steps[list[Block]]:
     keyspace, ids = client.keyspace, client.keyspace.index.page_ids(req_id)
     found: list[Block] = []
     for at, page in enumerate((yield from ascending(ids))):
-        block = keyspace.index.block(req_id, page)
-        passes = block is not None and is_overdue(block)
-        if block is not None and keyspace.contents.unexpired(block):
+        takes_long = _takes_long(keyspace, req_id, page)
+        if block := keyspace.reader.block(req_id, page):
             found.append(block)
-        if passes or at % STEP == STEP - 1:
+        if takes_long or at % STEP == STEP - 1:
             yield ()
     return found
 
 
-def is_overdue(block: Block) -> bool:
-    """Return whether a page of a block may have expired: the next lookup of the block then passes over its pages."""
-    return 0 < block.soonest <= unix_ms()
+def _takes_long(keyspace: Keyspace, req_id: bytes, page: int) -> bool:
+    """Return whether the next lookup of a block passes over all of its pages: it is unloaded, or a page may have
+    expired.
+    """
+    block = keyspace.index.requests.get(req_id, {}).get(page)
+    return block is not None and (not isinstance(block, Block) or 0 < block.soonest <= unix_ms())
 
 
 def keys_in(block: Block) -> Iterator[list[bytes]]:

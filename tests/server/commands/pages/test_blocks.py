@@ -359,14 +359,15 @@ def test_a_full_store_without_eviction_refuses_blocks() -> None:
 
 
 def test_a_deletion_in_steps_ends_when_its_block_is_removed() -> None:
-    """FLUSHALL removes the block meanwhile, and the block that is stored next stays."""
-    shape, body = (64, 512, 1, 0, 1, 0, 3, 1), bytes(64 * 512)
+    """FLUSHALL removes the blocks meanwhile, and the block that is stored next stays."""
+    shape, body = (64, 128, 1, 0, 1, 0, 3, 1), bytes(64 * 128)
     with start_server() as server, server.client() as client, Wire(server.port) as other:
-        client.execute_command("KVBLOCKSET", "large", 0, *shape, body)
-        client.execute_command("KVPAGESET", "large", 0, 0, 0, 0, 3, 1, 1, 0, b"x")  # splits it
+        for page in range(4):
+            client.execute_command("KVBLOCKSET", "large", page, *shape, body)
+            client.execute_command("KVPAGESET", "large", 0, 0, page, 0, 3, 1, 1, 0, b"x")  # splits it
         other.send(encode_command([b"KVPAGEDEL", b"large"]))
-        until(lambda: client.dbsize() < 64 * 512)
+        until(lambda: client.dbsize() < 4 * 64 * 128)
         client.flushall()
         client.execute_command("KVBLOCKSET", "large", 0, *shape, body)
-        assert 0 < int(other.reply()[1:]) < 64 * 512
-        assert client.dbsize() == 64 * 512
+        assert 0 < int(other.reply()[1:]) < 4 * 64 * 128
+        assert client.dbsize() == 64 * 128

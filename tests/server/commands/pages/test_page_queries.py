@@ -16,10 +16,12 @@ from stored_pages import Here, ask, held, set_block, set_page
 import kvpage_server.commands.families  # noqa: F401  fills the table
 from kvpage_server.commands.dispatch.run import run
 from kvpage_server.commands.families.pages.page import PAGES_PER_STEP
-from kvpage_server.commands.specs import find
+from kvpage_server.commands.families.pages.request import fit_one_step
+from kvpage_server.commands.specs import WORDS_PER_STEP, find
 from kvpage_server.core import Argument
 from kvpage_server.page import unix_ms
 from kvpage_server.resp import encode
+from kvpage_server.store.memory.index import Block
 
 # -- KVPAGEMEXISTS, KVPAGESTAT -------------------------------------------------------------------------------------
 
@@ -290,12 +292,12 @@ def test_a_large_batch_is_worked_on_in_small_steps(order: str) -> None:
 
 
 def seconds_of_steps(order: str) -> list[float]:
-    here, count = Here(), 16_384
+    here, count = Here(), 8192
     names = [(b"r", i // 128, i // 2 % 64, i if order == "a block each" else 0, i % 2) for i in range(count)]
     words_of = [[req, *(b"%d" % number for number in numbers)] for req, *numbers in names]
     took = []
     if order == "a block stored whole":
-        here.call("KVBLOCKSET", "r", 0, 128, 64, 1, 0, 2, 0, 3, 4, 1, 3, 4, bytes(count * 4))
+        here.call("KVBLOCKSET", "r", 0, 64, 64, 1, 0, 2, 0, 3, 4, 1, 3, 4, bytes(count * 4))
     elif order != "absent":
         some = [words for i, words in enumerate(words_of) if order != "every other absent" or i % 2]
         described = [word for words in some for word in (*words, b"3", b"1", b"4", b"60", b"body")]
@@ -325,3 +327,39 @@ def test_a_block_changed_during_a_read_has_its_current_state() -> None:
     next(steps)
     here.call("KVPAGEDEL", "r")
     assert b"".join(part for _, part in steps) == b"$-1\r\n"
+
+
+def test_named_blocks_that_take_long_are_no_small_work() -> None:
+    """A block with an overdue page takes a step of its own; others are handled together."""
+    here = Here()
+    for page in range(2):
+        here.call("KVPAGESET", "r", 0, 0, page, 0, 3, 1, 4, 1000, b"body")
+    here.keyspace.index.of(b"r")[1].soonest = 1
+    assert fit_one_step(here.client, b"r", [b"0", b"7"])
+    assert not fit_one_step(here.client, b"r", [b"0", b"1"])
+    assert not fit_one_step(here.client, b"r")
+    assert not fit_one_step(here.client, b"r", [b"0"] * WORDS_PER_STEP)
+
+
+def test_expired_pages_are_passed_over_once() -> None:
+    """The next question about a request begins with the block that had a page."""
+    here = Here()
+    contents, listing, visited = here.keyspace.contents, here.keyspace.listing, list[int]()
+    for page in range(100):
+        here.call("KVPAGESET", "r", 0, 0, page, 0, 3, 1, 4, 1000, b"body")
+        if page < 99:
+            contents.catalogue.entries[b"kv:r:0:0:%d:0" % page].expires = 1
+            contents.index.of(b"r")[page].soonest = 1
+    has_unexpired = contents.has_unexpired
+
+    def noted(block: Block) -> bool:
+        visited.append(block.page)
+        return has_unexpired(block)
+
+    contents.has_unexpired = noted  # type: ignore[method-assign]
+    for _ in range(2):
+        assert listing.has_pages(b"r")
+        visited.append(-1)
+    assert visited[visited.index(-1) :] == [-1, 99, -1]
+    contents.index.of(b"r")[99].soonest = contents.catalogue.entries[b"kv:r:0:0:99:0"].expires = 1
+    assert not listing.has_pages(b"r")

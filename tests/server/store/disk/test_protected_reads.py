@@ -6,6 +6,11 @@ from pathlib import Path
 
 import pytest
 from servers import start_server
+from turns import measured
+from wire import encode_command
+
+from kvpage_server.store.disk.tier import _MOST_OFFERED
+from kvpage_server.store.evict import make_room
 
 MB = 1 << 20
 
@@ -25,3 +30,23 @@ def test_reads_of_protected_values_keep_memory_within_its_limit(protect: tuple[s
             assert client.execute_command("KVPAGEGET", f"r{number}", 0, 0, 0, 0) == bytes([number]) * MB
             assert client.info("memory")["used_memory"] < 24 * MB
         assert client.info("everything")["leased_or_pinned"] == 60
+
+
+def test_protected_values_leave_memory_one_by_one_in_turn(tmp_path: Path) -> None:
+    """Many of them are not examined in one step; the next search goes on after the examined ones."""
+    count = _MOST_OFFERED + 100
+    with measured("--maxmemory", "64mb", directory=tmp_path) as turns:
+        for number in range(count):
+            page = [b"KVPAGESET", b"r%d" % number, *b"0 0 0 0 8 1 1000 0".split(), bytes(1000)]
+            turns.cost(encode_command(page), encode_command([b"KVPAGEPIN", b"r%d" % number]))
+        turns.cost(b"", encode_command([b"SAVE"]))
+        memory = turns.server.keyspace.memory
+
+        def dropped() -> list[int]:
+            """Return the number of steps of three searches. The first one drops a single value."""
+            memory.limit = memory.used - 1
+            steps = [sum(1 for _ in make_room(memory))]
+            memory.limit = 1
+            return steps + [sum(1 for _ in make_room(memory)) for _ in range(2)]
+
+        assert turns.on_loop(dropped) == [1, _MOST_OFFERED, 99]
