@@ -18,7 +18,7 @@ import pytest
 from api_engines import RunningEngine, start_engine, write_family
 from servers import start_server
 
-KINDS = ["llama", "gemma3_text", "mamba2", "qwen3_next"]
+KINDS = ["llama", "gemma3_text", "mamba2"]
 LEAST = 0.98  # of the tokens of the turn before, prompt and answer, are reused
 FIRST = "".join(Random(11).choices(ascii_lowercase, k=900))
 LATER = ["And then?", "Why?", "Where?"]
@@ -64,7 +64,7 @@ def messages() -> Turn:
 def engines(model: Path, directory: Path, count: int) -> Iterator[list[RunningEngine]]:
     """Run a page server whose data is in `directory`, and engines."""
     with ExitStack() as ends:
-        server = ends.enter_context(start_server(directory=directory))
+        server = ends.enter_context(start_server("--store", "tiered", directory=directory))
         yield [ends.enter_context(start_engine(model, "--store", server.url, "--keep", "all")) for _ in range(count)]
 
 
