@@ -109,7 +109,7 @@ def fit_one_step(client: Client, req: Argument, pages: Sequence[Argument] = ()) 
     """Return whether `req [page ...]` names so few blocks that one step can handle them, none of which is unloaded or
     overdue. Without `pages`, all blocks of the request count.
     """
-    keyspace, req_id = client.keyspace, request_name(req)
+    keyspace, req_id = client.keyspace, request_name(req) if pages else plain(req)
     if (len(pages) + 1 if pages else keyspace.index.count(req_id)) > WORDS_PER_STEP:
         return False
     named = map(page_id, pages) if pages else keyspace.index.page_ids(req_id)
