@@ -25,19 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    # imported here, because dependencies may be missing, which `main` reports
-    from .commands import Failure, agents, demo, measure, models, persistent, serve, talk
+    from .commands import Failure  # imported here, because dependencies may be missing, which `main` reports
 
-    parser = argparse.ArgumentParser(prog="kvpage-engine", description="An engine on MLX that remembers its agents.")
-    parser.add_argument("--version", action="version", version=_version())
-    commands = parser.add_subparsers(title="commands", required=True)
-    connectors = [found.load() for found in entry_points(group="kvpage_engine.commands")]
-    for group in (serve, talk, agents, measure, models, demo, persistent, *connectors):
-        group.add_to(commands)
-    completed = commands.add_parser("completion", help="print the completion of kvpage-engine")
-    completed.add_argument("shell", choices=SHELLS)
-    completed.set_defaults(run=_complete, parser=parser)
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # the default action would end the process without a cleanup
             signal.signal(number, lambda number, _: sys.exit(128 + number))
@@ -45,6 +35,22 @@ def _run(argv: Sequence[str] | None) -> int:
         return int(args.run(args))
     except Failure as failure:
         return say("kvpage-engine", str(failure), 1)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    from .commands import agents, demo, measure, models, persistent, serve, talk
+
+    program = argparse.ArgumentParser(prog="kvpage-engine", description="An engine on MLX that remembers its agents.")
+    program.add_argument("--version", action="version", version=_version())
+    commands = program.add_subparsers(title="commands", required=True)
+    connectors = [found.load() for found in entry_points(group="kvpage_engine.commands")]
+    for group in (serve, talk, agents, measure, models, demo, persistent, *connectors):
+        group.add_to(commands)
+    completed = commands.add_parser("completion", help="print the completion of kvpage-engine")
+    completed.add_argument("shell", choices=SHELLS)
+    completed.set_defaults(run=_complete, parser=program)
+    return program
 
 
 def _complete(args: argparse.Namespace) -> int:

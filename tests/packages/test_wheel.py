@@ -57,10 +57,13 @@ def away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_wheel_installs_three_packages(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
+    version = kvpage_server.__version__
     assert {name.partition("/")[0] for name in names} == {
         *("kvpage", "kvpage_connectors", "kvpage_server"),
-        f"kvpage-{kvpage_server.__version__}.dist-info",
+        *(f"kvpage-{version}.dist-info", f"kvpage-{version}.data"),
     }
+    pages = [name.partition(".data/data/share/man/man1/")[2] for name in names if name.endswith(".1")]
+    assert sorted(pages) == ["kvpage-engine.1", "kvpage-server.1", "kvpage.1"]
     data = {"handbook.txt", "grammar.lark", "main.html", "shell.html", "py.typed"}
     assert data <= {name.rpartition("/")[2] for name in names}
     assert not [name for name in names if name.endswith((".pyx", ".pxd", ".c"))]

@@ -14,7 +14,7 @@ from documents import ROOT, blocks, check_program
 from servers import free_port
 from waiting import until
 
-SOURCES = ("connectors", "engine", "kvpage_server", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("conf/man", "connectors", "engine", "kvpage_server", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 _BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
 
 
