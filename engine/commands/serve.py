@@ -15,6 +15,7 @@ from urllib.parse import quote, urlsplit
 
 from kvpage_server import tracing
 from kvpage_server.system.process import raise_descriptor_limit
+from kvpage_server.system.program import cannot_listen
 from kvpage_server.system.text import log_to_standard_error
 
 from ..platform import OTHERS
@@ -177,4 +178,4 @@ def _listen(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address, family=family, backlog=1024)
     except (OSError, OverflowError) as error:
-        raise Failure(f"cannot listen on {host} port {port}: {error}") from error
+        raise Failure(cannot_listen(f"{host} port {port}", error)) from error

@@ -23,6 +23,7 @@ from typing import Any
 
 from platformdirs import user_data_path
 
+from kvpage_server import __version__
 from kvpage_server.bounded import read_regular
 from kvpage_server.configuration.kinds import (
     AUTO,
@@ -142,6 +143,7 @@ _LARGE_PAGE_COMMAND = 65 * 1024**2  # bytes of a command with a page of 64 MiB
 
 _NO_MAPS = "kvpage-server has no maps of slots: use servers side by side, or `store cluster` (docs/scaling.md)"
 _REMOVED = {"cluster-config": _NO_MAPS, "cluster-node": _NO_MAPS}  # former parameters, and their replacement
+_OTHER_VERSION = f"kvpage-server {__version__} has none of this name: remove it, `kvpage-server --help` lists all"
 
 
 class ConfigError(ValueError):
@@ -310,8 +312,7 @@ class Config:
         """Set a parameter from the words of a line, or merge them into its value (`Kind.add`). Raises ConfigError."""
         declared = self.parameters().get(name.lower())
         if declared is None:
-            hint = f"; {instead}" if (instead := _REMOVED.get(name.lower())) else ""
-            raise ConfigError(f"unknown parameter '{name}'{hint}")
+            raise ConfigError(f"unknown parameter '{name}'; {_REMOVED.get(name.lower(), _OTHER_VERSION)}")
         kind = declared.metadata["kind"]
         try:
             value = kind.read(list(values))

@@ -17,6 +17,7 @@ from kvpage_server.net.run_queue import RunQueue
 from kvpage_server.net.session import Session
 from kvpage_server.net.tls import HANDSHAKE_BYTES, Handshake
 from kvpage_server.net.transport import Ends, SocketTransport, Transport
+from kvpage_server.system.program import cannot_listen
 
 log = logging.getLogger("kvpage")
 
@@ -307,7 +308,7 @@ def open_all(addresses: Sequence[str], port: int, backlog: int) -> list[socket.s
             for other in opened:
                 other.close()
             where = f"{address}:{port}" if port else address
-            raise ListenError(f"cannot listen on {where}: {error.strerror}") from error
+            raise ListenError(cannot_listen(where, error)) from error
         port = sock.getsockname()[1]  # port 0 chooses a free one: all addresses get the same
         opened.append(sock)
     if not opened:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import json
 import os
 import signal
@@ -109,6 +110,13 @@ def reason_of(error: OSError) -> str:
     if error.filename is None or error.strerror is None:
         return error.strerror or str(error)
     return f"{os.fsdecode(error.filename)}: {error.strerror}"
+
+
+def cannot_listen(where: str, error: Exception) -> str:
+    """Return the message for an address or a port on which a program cannot listen."""
+    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    advice = ": stop the program that has the port (`ss -ltnp` lists all), or set another port"
+    return f"cannot listen on {where}: {why}{advice if getattr(error, 'errno', 0) == errno.EADDRINUSE else ''}"
 
 
 def missing_extra(error: ModuleNotFoundError, extra: str) -> str:

@@ -24,6 +24,7 @@ from kvpage_server.store.eviction.policies import POLICIES
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf" / "kvpage.conf"
 NO_MAPS = "kvpage-server has no maps of slots: use servers side by side, or `store cluster` (docs/scaling.md)"
+NO_SUCH = f"kvpage-server {__version__} has none of this name: remove it, `kvpage-server --help` lists all"
 VERSION = f"kvpage-server {__version__}, page core: {core.NAME}\n"
 
 
@@ -81,14 +82,14 @@ class TestWords:
         assert run("--check-config", str(CONF)).stdout == "the configuration is valid\n"
         assert run("--check-config", str(CONF), "--port", "9222").returncode == 0
         assert refused("--check-config", "--port", "x").startswith("port must be")
-        assert refused("--check-config", str(CONF), "--nosuch", "1") == "unknown parameter 'nosuch'"
+        assert refused("--check-config", str(CONF), "--nosuch", "1") == f"unknown parameter 'nosuch'; {NO_SUCH}"
 
 
 class TestBadConfiguration:
     @pytest.mark.parametrize(
         ("line", "message"),
         [
-            ("nosuch yes", "unknown parameter 'nosuch'"),
+            ("nosuch yes", f"unknown parameter 'nosuch'; {NO_SUCH}"),
             *(
                 (f"{name} x", f"unknown parameter '{name}'; {NO_MAPS}")
                 for name in ("cluster-config", "cluster-node", "Cluster-Node")
@@ -138,7 +139,7 @@ class TestBadConfiguration:
     def test_it_is_refused_with_a_reason(self, tmp_path: Path) -> None:
         file = tmp_path / "kvpage.conf"
         file.write_text("port 9221\nnosuch yes\n", encoding="utf-8")
-        assert refused(str(file)) == f"{file}, line 2: unknown parameter 'nosuch'"
+        assert refused(str(file)) == f"{file}, line 2: unknown parameter 'nosuch'; {NO_SUCH}"
 
     def test_a_file_that_is_not_there_is_named(self, tmp_path: Path) -> None:
         assert refused(str(tmp_path / "none.conf")) == f"{tmp_path}/none.conf: No such file or directory"

@@ -274,7 +274,7 @@ def test_a_request_that_cannot_be_served_is_one_line(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for words, complaint in (
-            (["--model", str(tiny), "--port", str(port)], f"cannot listen on 127.0.0.1 port {port}: "),
+            (["--model", str(tiny), "--port", str(port)], f"port {port}: Address already in use: stop the program"),
             (["--model", str(tmp_path), "--port", "0"], "it has no config.json"),
             (["--model", "no/such-model", "--port", "0"], "neither a directory nor the id of a model"),
             (["--model", str(tiny), "--port", "0", "--token-file", str(tmp_path / "none")], "cannot read the tokens"),

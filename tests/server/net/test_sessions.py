@@ -437,7 +437,7 @@ def refused(*options: str) -> subprocess.CompletedProcess[str]:
 def test_a_port_in_use_is_named(quiet: RunningServer) -> None:
     result = refused("--bind", "127.0.0.1", "--port", str(quiet.port))
     assert result.returncode == 1
-    assert f"cannot listen on 127.0.0.1:{quiet.port}: " in result.stderr
+    assert f"cannot listen on 127.0.0.1:{quiet.port}: Address already in use: stop the program that" in result.stderr
     assert "in use" in result.stderr
     assert "Traceback" not in result.stderr
 
