@@ -21,7 +21,7 @@ ALL = (
     "without_ids",
     "prompt_cache",
 )
-TOOLS = ("profile", "states", "vllm_policies")  # benchmarks that run only if they are named
+TOOLS = ("kv_events", "profile", "states", "vllm_policies")  # benchmarks that run only if they are named
 
 
 def main() -> None:

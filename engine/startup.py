@@ -16,6 +16,7 @@ from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import hf_repo_to_path
 
+from kvpage_server.kv_events import Event
 from kvpage_server.system.durable import private_directory
 
 from .agent_engine import AgentEngine
@@ -52,6 +53,7 @@ class Options:
     in_turns: bool = False  # never compute several prompts in one batch
     adapter: Path | None = None  # a directory with an adapter of mlx-lm for the model
     models: int = 1  # in this process, which have equal parts of `memory`
+    publish: Callable[[Event], None] | None = None  # gets the KV events of blocks in memory
 
     def weights_on_disk(self) -> int:
         """Return the bytes of the model's weights. Raises UnknownModelError if there is no such model."""
@@ -105,7 +107,7 @@ class Engine:
         pages = PageTier(options.store, spec, pool, restore_within=within) if options.store else None
         cold = SafetensorsCacheAdapter(spec, pool, options.cold) if options.cold else None
         config = CacheConfig(keep=options.keep, restore_within=within)
-        store = AgentCacheStore(spec, pool, pages=pages, cold=cold, config=config)
+        store = AgentCacheStore(spec, pool, pages=pages, cold=cold, config=config, publish=options.publish)
         store.publish_statistics()
         batch = BlockPoolBatchEngine(model, tokenizer, spec, pool)
         agents = AgentEngine(batch, store)

@@ -11,7 +11,8 @@ import secrets
 import signal
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +38,7 @@ from kvpage_server.configuration.config import (
     from_arguments,
 )
 from kvpage_server.configuration.kinds import AUTO
+from kvpage_server.kv_events import KVEvents, KVEventsError, events_of_store
 from kvpage_server.net.companion import Companion, missing
 from kvpage_server.net.connection_memory import keep_large_blocks_apart
 from kvpage_server.net.listener import Listener, ListenError, name_of, open_all
@@ -130,11 +132,34 @@ def _run(config: Config) -> None:
     apply(server, (name for name in config.parameters() if name != "requirepass"))
     while server.keyspace.quotas.go_on():
         pass  # count the bytes of each quota before the first write
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with _kv_events(server), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             runner.run(serve(server, upstream))
         finally:
             ignore_all_signals(runner.get_loop())
+
+
+@contextmanager
+def _kv_events(server: Server) -> Iterator[None]:
+    """Publish the changes of blocks in a `with` block if `kv-events` is set, first the blocks on disk. Raises
+    ConfigError.
+    """
+    config, index = server.config, server.keyspace.contents.index
+    if not config.kv_events:
+        yield
+        return
+    try:
+        events = KVEvents(config.kv_events, config.kv_events_replay, events_of_store)
+    except KVEventsError as error:
+        raise ConfigError(f"kv-events: {error}") from None
+    for req_id, pages in index.requests.items():
+        for page in pages:
+            events.put((True, req_id, page))
+    index.on_change = events.put
+    try:
+        yield
+    finally:
+        events.close()
 
 
 def _usage() -> str:
@@ -149,6 +174,10 @@ def _check(config: Config) -> None:
     if isinstance(config.maxdisk, int) and 0 < config.maxdisk < SMALLEST_DISK:
         least = human(SMALLEST_DISK)
         raise ConfigError(f"maxdisk must be auto, 0 or at least {least}, got {config.maxdisk} bytes")
+    if config.kv_events_replay and not config.kv_events:
+        raise ConfigError("kv-events-replay needs kv-events")
+    if config.kv_events and config.store == "cluster":
+        raise ConfigError("kv-events: with `store cluster`, no blocks are stored here")
     _load_users(Server(config, Keyspace()))
     certificates.load(config)
     _upstream(config)

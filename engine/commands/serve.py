@@ -7,13 +7,15 @@ import os
 import signal
 import socket
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import quote, urlsplit
 
 from kvpage_server import tracing
+from kvpage_server.kv_events import Event, KVEvents, KVEventsError
 from kvpage_server.system.process import raise_descriptor_limit
 from kvpage_server.system.program import cannot_listen
 from kvpage_server.system.text import log_to_standard_error
@@ -82,6 +84,12 @@ def add_to(commands: Any) -> None:
     add("--max-from-address", type=count, default=256, metavar="N", help="connections of one address (%(default)s)")
     add("--timeout", type=seconds, default=600.0, metavar="S", help="seconds to answer a request (%(default)g)")
     add("--grace", type=seconds, default=30.0, metavar="S", help="seconds for running requests at a stop (%(default)g)")
+    add(
+        "--kv-events",
+        metavar="ADDRESS",
+        help="address of ZMQ, such as tcp://*:5557, on which blocks in memory are published as vLLM does",
+    )
+    add("--kv-events-replay", metavar="ADDRESS", help="address from which subscribers get the last events again")
     parser.set_defaults(run=serve)
 
 
@@ -91,7 +99,7 @@ def serve(args: argparse.Namespace) -> NoReturn:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _stop_at_once)  # there is no context to save yet
     log_to_standard_error("%(asctime)s %(name)s: %(message)s")
-    with _listen(args.host, args.port) as listener:
+    with _listen(args.host, args.port) as listener, _kv_events(args) as events:
         import_engine()
         from ..api.auth import TokenFileError, Tokens
         from ..api.server import ServeError, run
@@ -116,7 +124,8 @@ def serve(args: argparse.Namespace) -> NoReturn:
         asked["volatile_lines"] = args.volatile_lines
         try:
             tokens = Tokens.read(args.token_file) if args.token_file else Tokens({})
-            code = run(_models(args), listener, tokens, limits, **asked)
+            models = {name: replace(one, publish=events.put if events else None) for name, one in _models(args).items()}
+            code = run(models, listener, tokens, limits, **asked)
         except (TokenFileError, ServeError) as error:
             raise Failure(str(error)) from error
     # All contexts are written. An ordinary exit can abort: MLX's threads outlive the thread that started them.
@@ -125,6 +134,24 @@ def serve(args: argparse.Namespace) -> NoReturn:
         with suppress(OSError):  # a full disk, or a closed pipe
             stream.flush()
     os._exit(code)
+
+
+@contextmanager
+def _kv_events(args: argparse.Namespace) -> Iterator[KVEvents[Event] | None]:
+    """Publish the events of blocks in memory during a `with` block, if that is asked for. Raises Failure."""
+    if not args.kv_events:
+        if args.kv_events_replay:
+            raise Failure("--kv-events-replay needs --kv-events")
+        yield None
+        return
+    try:
+        events: KVEvents[Event] = KVEvents(args.kv_events, args.kv_events_replay or "", list)
+    except KVEventsError as error:
+        raise Failure(f"--kv-events: {error}") from error
+    try:
+        yield events
+    finally:
+        events.close()
 
 
 def _models(args: argparse.Namespace) -> dict[str, Options]:

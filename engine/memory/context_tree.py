@@ -13,18 +13,19 @@ import sys
 import time
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvpage_server.kv_events import Event, hash_of, removed, stored
 from kvpage_server.page import unix_ms
 from kvpage_server.store.eviction.prefix import Prefix
 from kvpage_server.store.eviction.queues import BURST
 
-from ..chains import Chain, common_prefix
+from ..chains import Chain, common_prefix, is_unnamed
 from ..pool import BlockPool
 from ..spec import ModelCacheSpec
 from .blocks import AgentBlocks, KVBlock, block_names
@@ -99,12 +100,20 @@ class ContextTree:
     Not thread-safe: callers hold the store's lock.
     """
 
-    def __init__(self, spec: ModelCacheSpec, pool: BlockPool, max_bytes: int) -> None:
+    def __init__(
+        self,
+        spec: ModelCacheSpec,
+        pool: BlockPool,
+        max_bytes: int,
+        publish: Callable[[Event], None] | None = None,
+    ) -> None:
+        """Create an empty tree. `publish` is called with the KV events of full blocks."""
         self.hits = 0  # prompts with a prefix in the tree
         self.nbytes = 0
         self._spec = spec
         self._pool = pool
         self._max_bytes = max_bytes
+        self._publish = publish
         self._nodes: dict[str, _Node] = {}  # by chain hash
         self._children: dict[str, list[_Node]] = {}  # by the parent's name or the root, in the order of their tokens
         self._order = Prefix()  # the eviction policy, with the same keys as the nodes
@@ -160,7 +169,7 @@ class ContextTree:
         path = self._nodes_of(context)
         blocks = [self._known(node).block for node in path]
         self._pool.share((block.block_id for block in blocks), context.agent_id)
-        self._add(path)
+        self._add(path, context.agent_id)
         self._note_seen(context.agent_id, path)
         while self.nbytes > self._max_bytes and (self.evict() or self.evict(kept=True)):
             pass
@@ -384,6 +393,7 @@ class ContextTree:
             return False
         self._order.evicted(victim.key)
         self._drop(victim)
+        self._publish_removed([victim])
         return True
 
     def forget(self, context: AgentBlocks, others: Iterable[AgentBlocks]) -> None:
@@ -395,7 +405,7 @@ class ContextTree:
         self.forget_blocks(self.names(context.agent_id, context.tokens))
         for other in others:
             if common_prefix(other.tokens, context.tokens):
-                self._add(self._nodes_of(other))
+                self._add(self._nodes_of(other), other.agent_id)
 
     def forget_blocks(self, names: Sequence[str]) -> None:
         """Drop the blocks with these names from the last on, until one that an agent references or another context
@@ -409,6 +419,7 @@ class ContextTree:
             if node:
                 self._order.removed(node.key)
                 self._drop(node)
+                self._publish_removed([node])
 
     def context_of(self, name: str) -> AgentBlocks | None:
         """Return the blocks up to the full block `name`; None if they are not all in the tree."""
@@ -447,8 +458,10 @@ class ContextTree:
     def clear(self) -> None:
         """Drop all blocks."""
         self._order.clear()
-        for node in list(self._nodes.values()):
+        every = list(self._nodes.values())
+        for node in every:
             self._drop(node)
+        self._publish_removed(every)
 
     # -- searching -------------------------------------------------------------------------------------------------
 
@@ -580,18 +593,50 @@ class ContextTree:
         self.nbytes -= node.block.nbytes
         self._pool.free([node.block.block_id], HOLDER)
 
-    def _add(self, path: Sequence[_Node]) -> None:
-        """Add the nodes of a context. Only new nodes count as used. If they replace a shorter node, a client continues
-        this context, and they count as used again.
+    def _add(self, path: Sequence[_Node], agent_id: str) -> None:
+        """Add the nodes of an agent's context. Only new nodes count as used. If they replace a shorter node, a client
+        continues this context, and they count as used again.
         """
         size = len(self._nodes)
         put = list(map(self._put, path))
         new = [node for node in put if node.key not in self._order]
         self._use(new)
         self._order.follows([node.key for node in put])
+        self._publish_stored(new, "" if is_unnamed(agent_id) else agent_id)
         if len(self._nodes) < size + len(new):
             self._order.now += BURST
             self._use(new)
+
+    def _publish_stored(self, nodes: Sequence[_Node], session: str) -> None:
+        """Publish an event for each chain of full blocks among new nodes, which are in the order of their tokens."""
+        if self._publish is None:
+            return
+        chain = list[_Node]()
+        for node in (*nodes, None):
+            is_full = node is not None and len(node.tokens) == self._spec.block_tokens
+            if chain and not (node and is_full and node.parent == chain[-1].name):
+                self._publish(
+                    stored(
+                        [hash_of(one.name) for one in chain],
+                        parent=hash_of(chain[0].parent) if chain[0].parent else None,
+                        tokens=[token for one in chain for token in one.tokens],
+                        block_size=self._spec.block_tokens,
+                        session=session,
+                        **self._where,
+                    )
+                )
+                chain = []
+            if node and is_full:
+                chain.append(node)
+
+    def _publish_removed(self, nodes: Sequence[_Node]) -> None:
+        full = [hash_of(node.name) for node in nodes if len(node.tokens) == self._spec.block_tokens]
+        if self._publish is not None and full:
+            self._publish(removed(full, **self._where))
+
+    @property
+    def _where(self) -> dict[str, Any]:
+        return {"medium": "GPU", "locality": "LOCAL", "ownership": f"kvpage:{self._spec.model_id}"}
 
     def _use(self, path: Sequence[_Node]) -> None:
         self._order.used_all([node.key for node in path])

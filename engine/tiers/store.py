@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, get_args
 
+from kvpage_server.kv_events import Event
 from kvpage_server.page import unix_ms
 from kvpage_server.system.process import trim_malloc
 from kvpage_server.system.text import plural
@@ -132,8 +133,9 @@ class AgentCacheStore:
         pages: PageTier | None = None,
         cold: SafetensorsCacheAdapter | None = None,
         config: CacheConfig | None = None,
+        publish: Callable[[Event], None] | None = None,
     ) -> None:
-        """Create the store, which takes over `pages` and `cold`."""
+        """Create the store, which takes over `pages` and `cold`. `publish` gets the KV events of blocks in memory."""
         config = config or CacheConfig()
         hot_bytes, queue_bytes, tree_bytes = config.sizes(spec, pool)
         self.spec = spec
@@ -147,7 +149,7 @@ class AgentCacheStore:
         self._loop = pages.loop if pages else EventLoop()
         self._hot = HotTier(pool, config.max_hot_agents, hot_bytes, queue_bytes)
         self._lock = self._hot.lock  # also of the tree, and of `_versions`
-        self._tree = ContextTree(spec, pool, tree_bytes)
+        self._tree = ContextTree(spec, pool, tree_bytes, publish)
         self._flusher = Flusher(self._hot, self._loop, pages, cold, self._tally, queue_bytes)
         self.claims = Claims(spec, pages, self._loop)
         self._sources = LoadSources(spec, pool, pages, cold, self._loop, self._tally, self._make_room_for)

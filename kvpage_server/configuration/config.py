@@ -273,6 +273,10 @@ class Config:
         yes_no, False, "refuse a body that is not page_size x head_dim x itemsize bytes", mutable=True
     )
     notify_keyspace_events: str = option(letters("KEg$lshzxeAtdmn"), "", "keyspace events to publish", mutable=True)
+    kv_events: str = option(
+        text, "", "address of ZMQ, such as tcp://*:5557, on which blocks that are stored and removed are published"
+    )
+    kv_events_replay: str = option(text, "", "address of ZMQ from which subscribers get the last events again")
     tracking_table_max_keys: int = option(
         integer(0, 2**31), 1_000_000, "keys that CLIENT TRACKING remembers; 0 is no limit in number", mutable=True
     )

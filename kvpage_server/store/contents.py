@@ -415,7 +415,7 @@ class Contents:
             return self._put_one(pages, at)
         catalogue.key_bytes += put.key_bytes
         if put.made:
-            index.note_made(put.made, put.name_bytes)
+            index.note_made(put.blocks, put.made, put.name_bytes)
         if fresh:
             catalogue.list_all(fresh)
         if expires := pages.expires(at):

@@ -6,9 +6,12 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
+import httpx
+from api_engines import start_engine, write_tiny
 from documents import blocks
-from servers import start_server
+from servers import free_port, start_server
 from vllm_process import ENVIRONMENT, PYTHON, ROOT, needs_vllm
 
 pytestmark = needs_vllm
@@ -87,3 +90,63 @@ def test_verify_saves_and_restores_a_context() -> None:
     print(output)
     assert "prompt of 1025 tokens: 1024 restored by another process\n" in output
     assert "kvpage: the names of blocks begin with vllm.lbhnc-" in output
+
+
+READ_EVENTS = """
+import json, sys
+import msgspec, zmq
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, ZmqEventPublisher
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+socket = zmq.Context().socket(zmq.DEALER)
+socket.connect(sys.argv[1])
+found = []
+decoder, encoder = msgspec.msgpack.Decoder(KVEventBatch), msgspec.msgpack.Encoder()
+while len(found) < int(sys.argv[2]):
+    socket.send_multipart([b"", bytes(8)])
+    found, next_number = [], 0
+    while (frames := socket.recv_multipart())[2] != ZmqEventPublisher.END_SEQ:
+        assert int.from_bytes(frames[2], "big") == next_number
+        next_number += 1
+        batch = decoder.decode(frames[3])
+        assert batch.data_parallel_rank == 0
+        as_vllm_sends, ours = (msgspec.msgpack.decode(one) for one in (encoder.encode(batch), frames[3]))
+        assert as_vllm_sends == ours, (as_vllm_sends, ours)
+        found += batch.events
+assert type(found[0]) is AllBlocksCleared
+assert {type(event) for event in found} <= {AllBlocksCleared, BlockRemoved, BlockStored}
+print("RESULT", json.dumps([msgspec.to_builtins(event) for event in found]))
+print("HASH", maybe_convert_block_hash(BlockHash(bytes.fromhex("ab" * 24 + "0123456789abcdef"))))
+"""
+
+
+def read_events(address: str, at_least: int) -> tuple[list[Any], int]:
+    """Read all events with the types of vLLM. Return them, and the hash that vLLM publishes for a block of ours."""
+    output = run_python("-c", READ_EVENTS, address, str(at_least))
+    result, block = (line.partition(" ")[2] for line in output.splitlines() if line.startswith(("RESULT ", "HASH ")))
+    return json.loads(result), int(block)
+
+
+def test_vllm_reads_the_events_of_the_server() -> None:
+    """Decode with vLLM's types, and encode again: vLLM must send the same fields."""
+    replay, name = f"tcp://127.0.0.1:{free_port()}", "vllm.lbhnc-vec.31d70e42848e5546." + "ab" * 24 + "0123456789abcdef"
+    options = ["--kv-events", f"tcp://127.0.0.1:{free_port()}", "--kv-events-replay", replay]
+    with start_server(*options) as server, server.client() as client:
+        client.execute_command("KVPAGESET", name, 0, 0, 0, 0, 1, 1, 8, 0, b"x" * 16)
+        client.execute_command("KVPAGEDEL", name)
+        client.execute_command("KVPAGESET", "chat", 0, 0, 3, 0, 1, 1, 8, 0, b"x" * 16)
+        (_, stored, removed, of_request), block = read_events(replay, 4)
+    assert stored["block_hashes"] == removed["block_hashes"] == [block]
+    assert (stored["medium"], stored["locality"]) == ("STORAGE", "REMOTE")
+    assert stored["ownership"] == removed["ownership"] == "kvpage:vllm.lbhnc-vec.31d70e42848e5546"
+    assert of_request["session_id"] == "chat"
+
+
+def test_vllm_reads_the_events_of_the_engine(tmp_path: Path) -> None:
+    replay = f"tcp://127.0.0.1:{free_port()}"
+    options = ["--kv-events", f"tcp://127.0.0.1:{free_port()}", "--kv-events-replay", replay]
+    with start_engine(write_tiny(tmp_path / "tiny", max_position_embeddings=8192), *options) as engine:
+        body = {"model": "tiny", "prompt": "a" * 1000, "max_tokens": 1, "user": "reader"}
+        assert httpx.post(f"{engine.url}/v1/completions", json=body, timeout=60).status_code == 200
+        (_, stored, *_), _ = read_events(replay, 2)
+    assert len(stored["token_ids"]) == len(stored["block_hashes"]) * stored["block_size"]
+    assert (stored["medium"], stored["session_id"]) == ("GPU", "reader")

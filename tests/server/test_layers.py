@@ -28,6 +28,7 @@ MAY_KNOW = {
     "bounded": "",
     "address": "",
     "layouts": "page",
+    "kv_events": "",
     "core": "page",
     "resp": "core",
     "store": "core glob page system",
@@ -37,7 +38,7 @@ MAY_KNOW = {
     "gateway": "client commands core page resp store system",
     "net": "commands configuration core resp system",
     "service": "commands configuration core net page store system",
-    "app": "client commands configuration core gateway net service store system",
+    "app": "client commands configuration core gateway kv_events net service store system",
     "client": "address core page tracing",
     "snapshot": "address bounded client page system",
     "replay": "bounded page store system",
@@ -62,6 +63,7 @@ ENGINE_MAY_KNOW = {
     "http",
     "web",
     "tracing",
+    "kv_events",
     "__init__",
 }
 

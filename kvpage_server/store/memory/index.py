@@ -461,6 +461,8 @@ class PageIndex:
         self.unloaded_pages = 0  # number of pages in unloaded blocks
         self.name_bytes = 0  # sum of the lengths of `req_id` of all blocks
         self.on_load: Callable[[Block, bytes], None] | None = None  # adds the pages of such rows to a new block
+        # Called with each block that was added (True) or removed, its request and page id; with None for all.
+        self.on_change: Callable[[tuple[bool, bytes, int] | None], None] | None = None
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -479,6 +481,8 @@ class PageIndex:
             block = request[page] = Block(req_id, page)
             self.blocks += 1
             self.name_bytes += len(req_id)
+            if self.on_change is not None:
+                self.on_change((True, req_id, page))
         elif type(block) is not Block:
             block = self._load_block(req_id, page)
         return block
@@ -533,6 +537,8 @@ class PageIndex:
         self.name_bytes -= len(block.req_id)
         if not request:
             del self.requests[block.req_id]
+        if self.on_change is not None:
+            self.on_change((False, block.req_id, block.page))
 
     def scan(self, cursor: int, count: int, now: int) -> tuple[int, list[bytes]]:
         """Return the next cursor, 0 at the end, and the requests in the next `count` places of the order of scans."""
@@ -566,11 +572,16 @@ class PageIndex:
         """Whether a client scans requests: then new blocks must be created by `open`."""
         return self._scans.current is not None
 
-    def note_made(self, count: int, name_bytes: int) -> None:
-        """Count blocks that the core has added to `requests`. `name_bytes` is the sum of the lengths of `req_id`."""
+    def note_made(self, blocks: Sequence[Block], count: int, name_bytes: int) -> None:
+        """Count blocks that the core has added to `requests`. `name_bytes` is the sum of the lengths of `req_id`. Of
+        `blocks`, at least `count` are new.
+        """
         self.blocks += count
         self.name_bytes += name_bytes
         self._order = None
+        if self.on_change is not None:
+            for block in blocks:
+                self.on_change((True, block.req_id, block.page))
 
     def of(self, req_id: bytes) -> list[Block]:
         """Return the blocks of a request in the order of their page ids, loaded."""
@@ -607,4 +618,6 @@ class PageIndex:
         self._scans.clear()
         self._order = None
         self.blocks = self.unloaded_pages = self.name_bytes = 0
+        if self.on_change is not None:
+            self.on_change(None)
         return old

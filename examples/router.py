@@ -1,0 +1,98 @@
+"""A router: it sends a chat to the engine that has the longest beginning of it in memory, by the engines' KV events.
+
+pip install '.[engine,events]' httpx
+kvpage-engine serve --port 8001 --kv-events tcp://*:5501 --kv-events-replay tcp://*:5601
+kvpage-engine serve --port 8002 --kv-events tcp://*:5502 --kv-events-replay tcp://*:5602
+python examples/router.py models/smollm2 8000 127.0.0.1:8001:5501:5601 127.0.0.1:8002:5502:5602
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from threading import Thread
+from typing import Any
+
+import httpx
+import msgspec
+import uvicorn
+import zmq
+from starlette.applications import Starlette
+from starlette.background import BackgroundTask
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.routing import Route
+from transformers import AutoTokenizer
+
+
+class Engine:
+    """An engine, and the blocks in its memory: the hash of each, by the hash of the block before it and its tokens."""
+
+    def __init__(self, host: str, port: str, events: str, replay: str) -> None:
+        self.url, self.prompts, self.size, self.next, self.time = f"http://{host}:{port}", 0, 1, 0, 0.0
+        self.blocks: dict[Any, int] = {}
+        self.keys: dict[int, Any] = {}  # of `blocks`, by hash
+        self.subscriber, self.replayer = map(zmq.Context.instance().socket, (zmq.SUB, zmq.DEALER))
+        self.subscriber.subscribe(b"")
+        self.subscriber.connect(f"tcp://{host}:{events}")
+        self.replayer.connect(f"tcp://{host}:{replay}")
+        Thread(target=self.follow, daemon=True).start()
+
+    def follow(self) -> None:
+        self.catch_up()
+        while True:
+            _, number, payload = self.subscriber.recv_multipart()
+            if msgspec.msgpack.decode(payload)[0] > self.time:  # others were replayed
+                if int.from_bytes(number, "big") == self.next:
+                    self.apply(number, payload)
+                else:  # batches were lost, or the engine was restarted
+                    self.catch_up()
+
+    def catch_up(self) -> None:
+        self.blocks.clear()
+        self.replayer.send_multipart([b"", bytes(8)])
+        while self.replayer.poll(1000) and (batch := self.replayer.recv_multipart())[3]:
+            self.apply(*batch[2:])
+
+    def apply(self, number: bytes, payload: bytes) -> None:
+        self.next = int.from_bytes(number, "big") + 1
+        self.time, events, _ = msgspec.msgpack.decode(payload)
+        for event in events:
+            if event["type"] == "AllBlocksCleared":
+                self.blocks.clear()
+            parent, tokens = event.get("parent_block_hash"), event.get("token_ids")
+            for i, block in enumerate(event.get("block_hashes", ())):
+                self.blocks.pop(self.keys.pop(block, None), None)
+                if event["type"] == "BlockStored":
+                    self.size = event["block_size"]
+                    self.keys[block] = parent, tuple(tokens[i * self.size : (i + 1) * self.size])
+                    self.blocks[self.keys[block]] = parent = block
+
+    def count(self, tokens: list[int]) -> int:
+        """Return how many blocks with the first tokens of a prompt are in memory."""
+        count, block = 0, None
+        while block := self.blocks.get((block, tuple(tokens[count * self.size : (count + 1) * self.size]))):
+            count += 1
+        return count
+
+
+def router(model: str, engines: list[Engine]) -> Starlette:
+    tokenizer, client = AutoTokenizer.from_pretrained(model), httpx.AsyncClient(timeout=None)
+
+    async def chat(request: Request) -> StreamingResponse:
+        body = await request.body()
+        messages = json.loads(body)["messages"]
+        tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        engine = max(engines, key=lambda one: (one.count(tokens), -one.prompts))  # new chats are shared equally
+        engine.prompts += 1
+        asked = client.build_request("POST", engine.url + request.url.path, content=body)
+        reply = await client.send(asked, stream=True)
+        headers = {"content-type": reply.headers["content-type"], "x-engine": engine.url}
+        return StreamingResponse(reply.aiter_raw(), reply.status_code, headers, background=BackgroundTask(reply.aclose))
+
+    return Starlette(routes=[Route("/v1/chat/completions", chat, methods=["POST"])])
+
+
+if __name__ == "__main__":
+    model, port, *engines = sys.argv[1:]
+    uvicorn.run(router(model, [Engine(*one.split(":")) for one in engines]), port=int(port))

@@ -1,0 +1,261 @@
+"""KV events over ZMQ: which blocks were stored and removed, as vLLM 0.32 publishes them.
+
+A PUB socket sends batches, each in three frames: a topic; a sequence number of 8 bytes, big-endian, from 0 on; and
+MessagePack of ``[unix seconds, events, 0]``. An event is a map with the ``type`` BlockStored, BlockRemoved or
+AllBlocksCleared. Each process begins with AllBlocksCleared. A ROUTER socket sends the last batches again: a request is
+a sequence number, and the replies are the same three frames, from this number on. The last one has no topic, the number
+END, and no batch. Source of the format: ``vllm/distributed/kv_events.py``.
+
+pyzmq and msgspec are imported when events are published (extra ``events``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from itertools import groupby
+from typing import Any, Generic, TypeVar
+
+TOPIC = b"kvpage"
+END = (-1).to_bytes(8, "big", signed=True)
+MOST_BATCHES = 10_000  # that can be sent again
+MOST_CHANGES = 256  # in a batch, which takes less than a millisecond of Python's lock
+_GATHER = 0.02  # seconds between two batches, in which changes gather
+_UNREAD = 100_000  # batches for a subscriber that does not read; it loses later ones
+_LINGER = 200  # milliseconds for unsent batches at the end
+_JOIN = 2.0  # seconds until the thread has ended
+
+log = logging.getLogger("kvpage")
+
+Event = dict[str, Any]
+T = TypeVar("T")
+
+
+class KVEventsError(ValueError):
+    """Error: an address cannot be used, or a package is not installed."""
+
+
+# -- Events ------------------------------------------------------------------------------------------------------------
+
+CLEARED: Event = {"type": "AllBlocksCleared"}
+
+_HASH = re.compile(rb"(?:(.*)\.)?[0-9a-f]{0,240}([0-9a-f]{16})\Z", re.DOTALL)
+
+
+def hash_of(name: str) -> int:
+    """Return the hash of a block in events from its name in hexadecimal digits: the last 64 bits, as vLLM does."""
+    return int(name[-16:], 16)
+
+
+def stored(
+    hashes: Sequence[int | bytes],
+    *,
+    medium: str,
+    locality: str,
+    ownership: str,
+    parent: int | None = None,
+    tokens: Sequence[int] = (),
+    block_size: int = 0,
+    group: int | None = None,
+    session: str = "",
+) -> Event:
+    """Return a BlockStored. `tokens` are those of all blocks, `block_size` is their number in each block."""
+    event: Event = {
+        "type": "BlockStored",
+        "block_hashes": hashes,
+        "parent_block_hash": parent,
+        "token_ids": tokens,
+        "block_size": block_size,
+        "lora_id": None,
+        "medium": medium,
+        "lora_name": None,
+        "locality": locality,
+        "ownership": ownership,
+    }
+    if group is not None:
+        event["group_idx"] = group
+    if session:
+        event["session_id"] = session
+    return event
+
+
+def removed(
+    hashes: Sequence[int | bytes], *, medium: str, locality: str, ownership: str, group: int | None = None
+) -> Event:
+    """Return a BlockRemoved."""
+    event: Event = {
+        "type": "BlockRemoved",
+        "block_hashes": hashes,
+        "medium": medium,
+        "locality": locality,
+        "ownership": ownership,
+    }
+    if group is not None:
+        event["group_idx"] = group
+    return event
+
+
+# A change of the server's store: whether a block was added, its request and its page id. None if all were removed.
+Change = tuple[bool, bytes, int] | None
+_Run = tuple[bool, str, str, int | None] | None  # added, ownership, session, group
+
+
+def events_of_store(changes: Iterable[Change]) -> list[Event]:
+    """Return the events of a server's changes, in order, one for each run of changes of the same kind.
+
+    A name that ends with a hash of 16 or more hexadecimal digits is that of a block by its contents: the page id is the
+    group of the KV cache, and the name before the hash belongs to the ownership. Other blocks belong to a session,
+    which is the request, and their hash is the name ``REQUEST:PAGE``.
+    """
+    events = list[Event]()
+    for run, blocks in groupby(map(_named, changes), key=lambda block: block[0]):
+        if run is None:
+            events.append(CLEARED)
+            continue
+        was_added, ownership, session, group = run
+        place: dict[str, Any] = {"medium": "STORAGE", "locality": "REMOTE", "ownership": ownership}
+        hashes = list(dict.fromkeys(found for _, found in blocks))
+        if was_added:
+            events.append(stored(hashes, group=group, session=session, **place))
+        else:
+            events.append(removed(hashes, group=group, **place))
+    return events
+
+
+def _named(change: Change) -> tuple[_Run, int | bytes]:
+    if change is None:
+        return None, 0
+    was_added, req_id, page = change
+    if found := _HASH.match(req_id):
+        space, digits = found.groups()
+        return (was_added, f"kvpage:{_text(space)}" if space else "kvpage", "", page), int(digits, 16)
+    return (was_added, "kvpage", _text(req_id), None), b"%b:%d" % (req_id, page)
+
+
+def _text(name: bytes) -> str:
+    return name.decode("utf-8", "backslashreplace")
+
+
+# -- Publication -------------------------------------------------------------------------------------------------------
+
+
+class KVEvents(Generic[T]):
+    """Publisher of events. A thread sends them in batches, so `put` never waits for the network.
+
+    `describe` returns the events of some changes, on this thread. Addresses are ZMQ's, such as ``tcp://*:5557``, on
+    which the publisher listens. With ``>`` before it, `endpoint` is the address of a subscriber that listens, to which
+    the publisher connects.
+    """
+
+    def __init__(self, endpoint: str, replay: str, describe: Callable[[list[T]], list[Event]]) -> None:
+        """Listen on `endpoint`, and on `replay` unless it is empty. Raises KVEventsError."""
+        self._zmq, msgspec = _library("zmq", "pyzmq"), _library("msgspec", "msgspec")
+        self._encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
+        self._describe = describe
+        self._changes: deque[T] = deque()
+        self._batches: deque[tuple[bytes, bytes]] = deque(maxlen=MOST_BATCHES)  # sequence numbers, and payloads
+        self._sent = 0
+        self._is_awake = False  # whether the thread is going to look at `_changes`
+        self._is_closing = False
+        self._context = self._zmq.Context()
+        self._replayer: Any = None
+        try:
+            self._publisher: Any = self._open(self._zmq.PUB, endpoint, _UNREAD)
+            if replay:
+                self._replayer = self._open(self._zmq.ROUTER, replay, MOST_BATCHES + 1)
+        except KVEventsError:
+            self._context.destroy(linger=0)
+            raise
+        self._sleeping, self._waking = os.pipe()
+        self._send([CLEARED])
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread.start()
+
+    def put(self, change: T) -> None:
+        """Publish the events of a change soon. The events of one thread stay in their order. Thread-safe."""
+        self._changes.append(change)
+        if not self._is_awake:
+            self._is_awake = True
+            os.write(self._waking, b"\0")
+
+    def close(self) -> None:
+        """Send the events of all changes, and end."""
+        self._is_closing = True
+        os.write(self._waking, b"\0")
+        self._thread.join(_JOIN)
+        self._is_awake = True  # later changes are not published
+        os.close(self._waking)
+
+    def _open(self, kind: int, address: str, most_unread: int) -> Any:
+        socket = self._context.socket(kind)
+        socket.setsockopt(self._zmq.LINGER, _LINGER)
+        socket.setsockopt(self._zmq.SNDHWM, most_unread)
+        socket.setsockopt(self._zmq.IPV6, 1)
+        try:
+            if kind == self._zmq.PUB and address.startswith(">"):
+                socket.connect(address[1:])
+            else:
+                socket.bind(address)
+        except (self._zmq.ZMQError, TypeError, ValueError) as error:
+            raise KVEventsError(f"{address}: {error}; an address is, for example, tcp://*:5557") from None
+        return socket
+
+    # -- on the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = self._zmq.Poller()
+        poller.register(self._sleeping, self._zmq.POLLIN)
+        if self._replayer is not None:
+            poller.register(self._replayer, self._zmq.POLLIN)
+        while not self._is_closing or self._changes:
+            try:
+                ready = dict(poller.poll())
+                if self._replayer in ready:
+                    self._replay()
+                if self._sleeping in ready:
+                    os.read(self._sleeping, 64)
+                    if not self._is_closing:
+                        time.sleep(_GATHER)
+                    self._is_awake = False  # before the changes are taken, so that none is left behind
+                    self._publish()
+            except Exception:
+                log.exception("KV events: some were not published")
+        for socket in filter(None, (self._publisher, self._replayer)):
+            socket.close()
+        self._context.term()
+        os.close(self._sleeping)
+
+    def _publish(self) -> None:
+        while self._changes:
+            some = [self._changes.popleft() for _ in range(min(len(self._changes), MOST_CHANGES))]
+            self._send(self._describe(some))
+
+    def _send(self, events: list[Event]) -> None:
+        number, payload = self._sent.to_bytes(8, "big"), self._encode([time.time(), events, 0])
+        self._sent += 1
+        self._batches.append((number, payload))
+        self._publisher.send_multipart([TOPIC, number, payload])
+
+    def _replay(self) -> None:
+        """Answer a request of a REQ socket, or of a DEALER with its empty frame: identity, empty frame, number."""
+        identity, *rest = self._replayer.recv_multipart()
+        if len(rest) != 2 or rest[0] or len(rest[1]) != 8:
+            log.warning("KV events: a request for batches is an empty frame and a number of 8 bytes")
+            return
+        for number, payload in self._batches:
+            if number >= rest[1]:
+                self._replayer.send_multipart([identity, b"", TOPIC, number, payload])
+        self._replayer.send_multipart([identity, b"", b"", END, b""])
+
+
+def _library(module: str, package: str) -> Any:
+    with suppress(ImportError):
+        return importlib.import_module(module)
+    raise KVEventsError(f"{package} is not installed: pip install '.[events]' in a checkout of kvpage")

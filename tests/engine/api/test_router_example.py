@@ -1,0 +1,102 @@
+"""examples/router.py with two engines: conversations stay where their contexts are, and have the same text."""
+
+from __future__ import annotations
+
+import random
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from api_engines import start_engine, write_tiny
+from documents import ROOT
+from forked import begin
+from servers import free_port
+from waiting import until
+
+Chat = list[dict[str, str]]
+CHATS, TURNS = 4, 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("router") / "tiny", max_position_embeddings=8192)
+
+
+@contextmanager
+def routed(model: Path, directory: Path) -> Iterator[str]:
+    """Two engines, and the router before them."""
+    with ExitStack() as stack:
+        places = list[str]()
+        for _ in range(2):
+            events, replay = free_port(), free_port()
+            options = ["--kv-events", f"tcp://127.0.0.1:{events}", "--kv-events-replay", f"tcp://127.0.0.1:{replay}"]
+            engine = stack.enter_context(start_engine(model, *options))
+            places.append(f"127.0.0.1:{engine.port}:{events}:{replay}")
+        port = free_port()
+        log = stack.enter_context((directory / "router.log").open("wb"))
+        command = [sys.executable, str(ROOT / "examples" / "router.py"), str(model), str(port), *places]
+        router = begin(command, log)
+        try:
+            until(lambda: _listens(port, router))
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            router.terminate()
+            router.wait()
+
+
+def _listens(port: int, router: Any) -> bool:
+    assert router.poll() is None, "the router has ended"
+    with socket.socket() as tried:
+        return tried.connect_ex(("127.0.0.1", port)) == 0
+
+
+def ask(url: str, chat: Chat, **options: Any) -> httpx.Response:
+    body = {"model": "tiny", "messages": chat, "temperature": 0, "max_tokens": 12, **options}
+    reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    return reply
+
+
+def text_of(reply: httpx.Response) -> str:
+    return str(reply.json()["choices"][0]["message"]["content"])
+
+
+def new_chats() -> list[Chat]:
+    return [[{"role": "system", "content": f"Number {number}. " + "Be brief. " * 20}] for number in range(CHATS)]
+
+
+def test_turns_reach_the_engine_that_has_the_context(model: Path, tmp_path: Path) -> None:
+    """In each turn, the conversations have another order, so that a router without events would mix them."""
+    chats, last = new_chats(), [""] * CHATS
+    right, reused = 0, 0
+    with routed(model, tmp_path) as url:
+        for turn in range(TURNS):
+            for number in random.Random(turn).sample(range(CHATS), CHATS):
+                chat = chats[number]
+                chat.append({"role": "user", "content": f"Question {turn}?"})
+                reply = ask(url, chat)
+                chat.append({"role": "assistant", "content": text_of(reply)})
+                if turn:
+                    right += reply.headers["x-engine"] == last[number]
+                    reused += reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 150
+                last[number] = reply.headers["x-engine"]
+    later = CHATS * (TURNS - 1)
+    assert right >= 0.9 * later, f"{right} of {later} turns reached the engine with their context"
+    assert reused >= 0.9 * later
+    assert len(set(last)) == 2, "new conversations are shared equally"
+    with start_engine(model) as alone:
+        for chat in chats:
+            texts = [text_of(ask(alone.url, chat[:end])) for end in range(2, len(chat), 2)]
+            assert texts == [message["content"] for message in chat if message["role"] == "assistant"]
+
+
+def test_streams_pass_the_router(model: Path, tmp_path: Path) -> None:
+    with routed(model, tmp_path) as url:
+        text = ask(url, [{"role": "user", "content": "Go"}], stream=True).text
+        assert text.startswith("data: ")
+        assert text.rstrip().endswith("data: [DONE]")

@@ -1,0 +1,262 @@
+"""KV events of the server: their form, their order, and batches that are sent again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import redis
+import zmq
+from event_readers import Subscriber, hashes, subscribed
+from servers import RunningServer, free_port, start_server
+
+from kvpage_server import app, kv_events
+from kvpage_server.kv_events import KVEvents, KVEventsError, events_of_store
+
+HASH = "ab" * 32
+HIGH = 0xABABABABABABABAB
+SPACE = "vllm.lbhnc-vec.31d70e42848e5546"
+
+
+@contextmanager
+def publishing(*options: str, directory: Path | None = None) -> Iterator[tuple[RunningServer, redis.Redis, Subscriber]]:
+    events, replay = free_port(), free_port()
+    address = f"tcp://127.0.0.1:{events}", f"tcp://127.0.0.1:{replay}"
+    asked = ["--kv-events", address[0], "--kv-events-replay", address[1], *options]
+    with (
+        start_server(*asked, directory=directory) as server,
+        server.client() as client,
+        subscribed(events, replay) as found,
+    ):
+        yield server, client, found
+
+
+def set_page(client: redis.Redis, name: str, page: int = 0, head: int = 0) -> None:
+    client.execute_command("KVPAGESET", name, 0, head, page, 0, 1, 1, 8, 0, b"x" * 16)
+
+
+def test_a_block_is_an_event_in_the_form_of_vllm() -> None:
+    with publishing() as (_, client, subscriber):
+        for head in range(3):
+            set_page(client, f"{SPACE}.{HASH}", 2, head)
+        cleared, found = subscriber.until(lambda events: len(events) == 2)
+        assert cleared == {"type": "AllBlocksCleared"}
+        assert found == {
+            "type": "BlockStored",
+            "block_hashes": [HIGH],
+            "parent_block_hash": None,
+            "token_ids": [],
+            "block_size": 0,
+            "lora_id": None,
+            "medium": "STORAGE",
+            "lora_name": None,
+            "group_idx": 2,
+            "locality": "REMOTE",
+            "ownership": f"kvpage:{SPACE}",
+        }
+
+
+def test_a_block_of_a_request_belongs_to_a_session() -> None:
+    with publishing() as (_, client, subscriber):
+        set_page(client, "chat", 7)
+        _, found = subscriber.until(lambda events: len(events) == 2)
+        assert (found["block_hashes"], found["session_id"]) == ([b"chat:7"], "chat")
+        assert found["ownership"] == "kvpage"
+
+
+def test_removed_blocks_are_events() -> None:
+    with publishing() as (_, client, subscriber):
+        for name in "abc":
+            set_page(client, name)
+        client.delete("kv:a:0:0:0:0")
+        client.execute_command("KVPAGEDEL", "b")
+        client.flushall()
+        set_page(client, "d")
+        found = subscriber.until(lambda events: hashes(events) == {b"d:0"})
+        changes = [(event["type"], block) for event in found for block in event.get("block_hashes", [b""])]
+        assert changes == [
+            ("AllBlocksCleared", b""),
+            *[("BlockStored", name) for name in (b"a:0", b"b:0", b"c:0")],
+            *[("BlockRemoved", name) for name in (b"a:0", b"b:0")],
+            ("AllBlocksCleared", b""),
+            ("BlockStored", b"d:0"),
+        ]
+        (removed, *_) = (event for event in found if event["type"] == "BlockRemoved")
+        assert removed["block_hashes"][0] == b"a:0"
+        assert {name: value for name, value in removed.items() if name != "block_hashes"} == {
+            "type": "BlockRemoved",
+            "medium": "STORAGE",
+            "locality": "REMOTE",
+            "ownership": "kvpage",
+        }
+
+
+def test_evicted_blocks_are_removed() -> None:
+    with publishing("--maxmemory", "1mb", "--store", "memory") as (_, client, subscriber):
+        for number in range(400):
+            client.execute_command("KVPAGESET", f"r{number}", 0, 0, 0, 0, 1, 16, 256, 0, b"x" * 8192)
+        stored = {f"{key[3:].split(b':')[0].decode()}:0".encode() for key in client.scan_iter("kv:*:0")}
+        assert 0 < len(stored) < 400
+        subscriber.until(lambda events: hashes(events) == stored)
+
+
+def test_blocks_on_disk_are_published_after_a_restart(tmp_path: Path) -> None:
+    with publishing("--store", "tiered", directory=tmp_path) as (_, client, _):
+        for number in range(3):
+            set_page(client, f"r{number}")
+    with publishing("--store", "tiered", directory=tmp_path) as (_, client, subscriber):
+        assert hashes(subscriber.until(lambda events: len(hashes(events)) == 3)) == {b"r0:0", b"r1:0", b"r2:0"}
+        set_page(client, "r0", head=1)  # the block is not new
+        set_page(client, "r3")
+        found = subscriber.until(lambda events: b"r3:0" in hashes(events))
+        assert hashes(found) == {b"r3:0"}
+
+
+def test_a_subscriber_that_dies_misses_none_of_10000_events() -> None:
+    """One subscriber is killed while it reads. Another one begins after the first number that it has not confirmed."""
+    program = textwrap.dedent(
+        """
+        import sys
+        from event_readers import Subscriber, hashes
+        subscriber = Subscriber(*map(int, sys.argv[1:]))
+        while True:
+            subscriber.until(lambda events: len(hashes(events)) >= 1000)
+            print(subscriber.next, flush=True)
+        """
+    )
+    with publishing() as (server, client, subscriber):
+        ports = [socket.split(":")[-1] for socket in _addresses(server)]
+        path = f"import sys; sys.path[:0] = {sys.path!r}\n"
+        dying = subprocess.Popen(
+            [sys.executable, "-c", path + program, *ports], stdout=subprocess.PIPE, encoding="utf-8"
+        )
+        assert dying.stdout
+        with client.pipeline(transaction=False) as pipe:
+            for number in range(10_000):
+                pipe.execute_command("KVPAGESET", f"r{number}", 0, 0, 0, 0, 1, 1, 8, 0, b"x" * 16)
+                if number % 500 == 499:
+                    pipe.execute()
+                if number == 3_999:
+                    subscriber.next = int(dying.stdout.readline())
+                    dying.kill()
+                    dying.wait()
+        dying.stdout.close()
+        before = list(subscriber.replay(0))[: subscriber.next]
+        known = [event for _, events in before for event in events]
+        wanted = {b"r%d:0" % number for number in range(10_000)}
+        after = subscriber.until(lambda events: len(hashes(known + events)) == 10_000)
+        assert 0 < len(hashes(known)) < 10_000
+        assert hashes(known + after) == wanted
+        stored = [block for event in known + after for block in event.get("block_hashes", ())]
+        assert len(stored) == 10_000, "each block is published once"
+
+
+def _addresses(server: RunningServer) -> list[str]:
+    with server.client() as client:
+        return [client.config_get(name)[name] for name in ("kv-events", "kv-events-replay")]
+
+
+# -- the publisher by itself -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def publisher(endpoint: str = "", replay: bool = True) -> Iterator[tuple[KVEvents[kv_events.Change], int, int]]:
+    ports = free_port(), free_port()
+    address = [f"tcp://127.0.0.1:{port}" for port in ports]
+    found: KVEvents[kv_events.Change] = KVEvents(endpoint or address[0], address[1] if replay else "", events_of_store)
+    try:
+        yield found, *ports
+    finally:
+        found.close()
+
+
+def test_all_events_are_sent_before_the_end() -> None:
+    with publisher() as (events, *ports), subscribed(*ports) as subscriber:
+        subscriber.until(lambda found: bool(found))
+        events.put((True, b"first", 0))
+        subscriber.live()  # the subscription has arrived
+        for number in range(3000):
+            events.put((True, b"r", number))
+        events.close()
+        found = 0
+        while found < 3000:
+            found += sum(len(event["block_hashes"]) for event in subscriber.live()[1])
+        events.put((True, b"late", 0))
+        events.close = lambda: None  # type: ignore[method-assign]
+
+
+def test_the_publisher_connects_to_a_listening_subscriber() -> None:
+    context, port = zmq.Context(), free_port()
+    listening = context.socket(zmq.SUB)
+    listening.setsockopt(zmq.RCVTIMEO, 60_000)
+    listening.bind(f"tcp://127.0.0.1:{port}")
+    listening.subscribe(b"")
+    with publisher(f">tcp://127.0.0.1:{port}", replay=False) as (events, *_):
+        while not listening.poll(100):
+            events.put((True, b"r", 0))
+        assert msgspec.msgpack.decode(listening.recv_multipart()[2])[1]
+    context.destroy(linger=0)
+
+
+def test_other_requests_for_batches_are_ignored() -> None:
+    with publisher() as (_, _, port), zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.RCVTIMEO, 60_000)
+        socket.connect(f"tcp://127.0.0.1:{port}")
+        for request in ([b""], [b"", b"\0"], [b"x", bytes(8)], [b"", bytes(8), b""], [b"", bytes(8)]):
+            socket.send_multipart(request)
+        assert [socket.recv_multipart()[2] for _ in range(2)] == [bytes(8), kv_events.END]
+        assert not socket.poll(100)
+
+
+def test_the_first_reply_is_enough_for_a_req_socket() -> None:
+    """vLLM's replay is asked by REQ sockets, too."""
+    with publisher() as (_, _, port), zmq.Context() as context, context.socket(zmq.REQ) as socket:
+        socket.connect(f"tcp://127.0.0.1:{port}")
+        socket.send((10**6).to_bytes(8, "big"))
+        assert socket.recv_multipart() == [b"", kv_events.END, b""]
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:x", "nonsense", "tcp://198.51.100.1:5557", ">"])
+def test_an_unusable_address_is_named(address: str) -> None:
+    with pytest.raises(KVEventsError, match="an address is, for example, tcp://"):
+        KVEvents(address, "", list)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    with pytest.raises(KVEventsError, match=r"pyzmq is not installed: pip install '\.\[events\]'"):
+        KVEvents("tcp://127.0.0.1:*", "", list)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--kv-events-replay", "tcp://*:1"], "kv-events-replay needs kv-events"),
+        (["--kv-events", "tcp://*:1", "--store", "cluster", "--cluster-nodes", "a:1"], "no blocks are stored here"),
+        (["--kv-events", "nonsense", "--store", "memory"], "kv-events: nonsense"),
+    ],
+)
+def test_a_wrong_configuration_is_refused(options: list[str], error: str) -> None:
+    with pytest.raises(SystemExit, match=error):
+        app.main(["--port", "0", *options])
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        (HASH, ("kvpage", HIGH)),
+        (f"lmcache.model@1@0@{HASH}@", ("kvpage", f"lmcache.model@1@0@{HASH}@:3".encode())),
+        ("ab" * 7, ("kvpage", ("ab" * 7 + ":3").encode())),
+        (f"a.b.{HASH[:31]}", ("kvpage:a.b", int(HASH[15:31], 16))),
+        (f"a.b.{HASH}".upper(), ("kvpage", f"a.b.{HASH}".upper().encode() + b":3")),
+    ],
+)
+def test_names_with_hashes_are_recognised(name: str, found: tuple[str, int | bytes]) -> None:
+    (event,) = events_of_store([(True, name.encode(), 3)])
+    assert (event["ownership"], event["block_hashes"][0]) == found
