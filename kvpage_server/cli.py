@@ -303,8 +303,8 @@ def parser() -> argparse.ArgumentParser:
     completion_.add_argument("shell", choices=SHELLS)
     connectors_ = add("connectors", connectors, "check that an engine saves a context here, and restores it unchanged")
     connectors_.add_argument("action", choices=["verify"])
-    connectors_.add_argument("engine", choices=["vllm", "lmcache"])
-    connectors_.add_argument("--model", metavar="FOLDER", help="model that vLLM runs")
+    connectors_.add_argument("engine", choices=["vllm", "lmcache", "sglang", "mlx-lm"])
+    connectors_.add_argument("--model", metavar="FOLDER", help="model that vLLM or mlx-lm runs")
     help = "use the tier below vLLM's offloading to RAM, for GPUs; otherwise the connector, for the CPU"
     connectors_.add_argument("--tier", action="store_true", help=help)
     help = 'options of vllm.LLM in JSON, such as \'{"dtype": "bfloat16"}\''
@@ -523,13 +523,17 @@ def connectors(store: redis.Redis, args: argparse.Namespace) -> bool:
     Raises RedisError if the store does not answer, LookError if the engine is not installed.
     """
     store.ping()
-    if not find_spec(args.engine):
+    package = args.engine.replace("-", "_")
+    if not find_spec(package):
         raise LookError(f"{args.engine} is not installed in the environment of {sys.executable}")
-    verify = import_module(f"kvpage_connectors.{args.engine}_verify").verify
-    if args.engine == "vllm" and not args.model:
-        raise LookError("verify vllm needs --model")
-    options = {"model": args.model, "tier": args.tier, "options": args.options} if args.engine == "vllm" else {}
-    failures = verify(args.url, **options)
+    options = dict[str, Any]()
+    if args.engine in ("vllm", "mlx-lm"):
+        if not args.model:
+            raise LookError(f"verify {args.engine} needs --model")
+        options["model"] = args.model
+    if args.engine == "vllm":
+        options |= {"tier": args.tier, "options": args.options}
+    failures = import_module(f"kvpage_connectors.{package}_verify").verify(args.url, **options)
     for failure in failures:
         print(f"kvpage: {failure}", file=sys.stderr)
     return not failures

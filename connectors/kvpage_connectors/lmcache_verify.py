@@ -2,71 +2,43 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import select
-import subprocess
-import sys
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvpage_connectors.verify import WITHIN, Job, answer_job, body_of, verify_objects
+
+MODULE = "kvpage_connectors.lmcache_verify"
 OBJECTS, NBYTES = 64, 256 * 1024
-_WITHIN = 60.0  # seconds for a task
-_RESULT = "kvpage-result "
 
 
 def verify(url: str) -> list[str]:
     """Print the result of two processes, and return the failures."""
-    model, seconds = f"verify-{uuid.uuid4().hex}", dict[str, float]()
-    for step in ("store", "load"):
-        result, error = _start({"url": url, "model": model, "step": step})
-        if result is None:
-            return [f"the process that should {step} failed:\n{error}"]
-        if result["failures"]:
-            return list(result["failures"])
-        seconds |= result["seconds"]
-        if step == "store":
-            print(result["versions"])
-    print(
-        f"{OBJECTS} objects of {NBYTES // 1024} KiB: stored in {seconds['store']:.3f} s, found in "
-        f"{seconds['lookup']:.3f} s, loaded in {seconds['load']:.3f} s by another process, bytes equal"
-    )
-    return []
-
-
-def _start(job: dict[str, str]) -> tuple[dict[str, Any] | None, str]:
-    """Run a process. Return its result, or the last lines of its output. A pipe carries the job: it has a password."""
-    command = [sys.executable, "-m", __name__]
-    done = subprocess.run(command, input=json.dumps(job), capture_output=True, encoding="utf-8", errors="replace")
-    lines = [line for line in done.stdout.splitlines() if line.startswith(_RESULT)]
-    if done.returncode or not lines:
-        return None, "\n".join((done.stdout + done.stderr).splitlines()[-20:])
-    result: dict[str, Any] = json.loads(lines[-1].removeprefix(_RESULT))
-    return result, ""
+    return verify_objects(f"{OBJECTS} objects of {NBYTES // 1024} KiB", MODULE, url)
 
 
 # -- in a process of its own -------------------------------------------------------------------------------------------
 
 
-def run_lmcache(job: dict[str, str]) -> dict[str, Any]:
-    """Store, or look up and load and delete, objects with bytes that follow from their number."""
+def run_lmcache(job: Job) -> Job:
+    """Store, or look up and load and delete, the objects."""
     import lmcache
     from lmcache.v1.distributed.api import ObjectKey
 
     from kvpage_connectors.lmcache_l2 import KvpageL2Adapter
 
-    adapter = KvpageL2Adapter({"url": job["url"], "lookup_seconds": _WITHIN, "transfer_seconds": _WITHIN})
+    adapter = KvpageL2Adapter({"url": job["url"], "lookup_seconds": WITHIN, "transfer_seconds": WITHIN})
     keys = [ObjectKey(at.to_bytes(32, "little"), job["model"], 0) for at in range(OBJECTS)]
-    wanted = [bytes([at]) * NBYTES for at in range(OBJECTS)]
+    wanted = [body_of(at, NBYTES) for at in range(OBJECTS)]
     objects: list[Any] = [_Memory(bytearray(body) if job["step"] == "store" else bytearray(NBYTES)) for body in wanted]
     failures, seconds = list[str](), dict[str, float]()
 
     def timed(name: str, fd: int, task: int, query: Callable[[], Any]) -> Any:
         begun, poll = time.perf_counter(), select.poll()
         poll.register(fd, select.POLLIN)
-        poll.poll(1000 * 2 * _WITHIN)
+        poll.poll(1000 * 2 * WITHIN)
         seconds[name] = time.perf_counter() - begun
         return query()
 
@@ -108,10 +80,5 @@ class _Memory:
         return len(self.byte_array)
 
 
-def main() -> None:
-    """Run the job on standard input, and print the result."""
-    print(_RESULT + json.dumps(run_lmcache(json.load(sys.stdin))), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    answer_job(run_lmcache)

@@ -43,7 +43,9 @@ def test_a_connector_has_fewer_than_400_lines(path: Path) -> None:
 
 def test_the_core_works_without_an_engine() -> None:
     """Import the core in a new process, and look for modules of engines."""
-    program = "import sys, kvpage_connectors.names, kvpage_connectors.jobs; print(*sys.modules)"
+    program = (
+        "import sys, kvpage_connectors.names, kvpage_connectors.jobs, kvpage_connectors.verify; print(*sys.modules)"
+    )
     path = f"import sys; sys.path[:0] = {sys.path!r}; "
     loaded = subprocess.run([sys.executable, "-c", path + program], check=True, capture_output=True, encoding="utf-8")
     assert {name.partition(".")[0] for name in loaded.stdout.split()}.isdisjoint({"vllm", "torch", "sglang", "engine"})

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
+from kvpage_connectors import verify as verify_core
 from kvpage_connectors import vllm_verify
-from kvpage_connectors.vllm_verify import Run, transfer_config, verify
+from kvpage_connectors.verify import Run
+from kvpage_connectors.vllm_verify import transfer_config, verify
 from servers import RunningServer
 
 from kvpage_server import cli
@@ -19,12 +22,12 @@ def runs(monkeypatch: pytest.MonkeyPatch, *found: Run | str) -> list[dict[str, A
     """Replace the processes of vLLM by their results. Return the jobs that they get."""
     jobs: list[dict[str, Any]] = []
 
-    def start(job: dict[str, Any]) -> tuple[Run | None, str]:
+    def start(module: str, job: dict[str, Any], environment: Any) -> tuple[dict[str, Any] | None, str]:
         run = found[len(jobs)]
         jobs.append(job)
-        return (None, run) if isinstance(run, str) else (run, "")
+        return (None, run) if isinstance(run, str) else (asdict(run), "")
 
-    monkeypatch.setattr(vllm_verify, "_start", start)
+    monkeypatch.setattr(verify_core, "in_process", start)
     return jobs
 
 

@@ -1,0 +1,63 @@
+"""`kvpage connectors verify mlx-lm`: two processes of the real mlx-lm, on a real server."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from api_engines import write_tiny
+from kvpage_connectors import mlx_lm_verify, verify
+from servers import RunningServer
+
+from kvpage_server import cli
+
+
+@pytest.fixture(autouse=True)
+def checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [str(Path(__file__).parents[2] / "connectors"), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+
+
+def run(*options: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["connectors", "verify", "mlx-lm", *options])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_another_process_restores_the_context(
+    server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_tiny(tmp_path / "tiny", max_position_embeddings=8192)
+    assert run("--url", server.url, "--model", str(model)) == 0, capsys.readouterr()
+    versions, restored, first, answers = capsys.readouterr().out.splitlines()
+    assert versions.startswith("mlx-lm 0.32")
+    assert restored == "prompt of 1025 tokens: 1024 restored by another process"
+    assert first.startswith("first token: ")
+    assert answers.startswith("answers of 16 tokens are equal")
+
+
+def test_a_lost_context_is_a_failure(
+    server: RunningServer,
+    client: redis.Redis,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    in_process = verify.in_process
+
+    def lose(*arguments: Any) -> object:
+        client.flushall()
+        return in_process(*arguments)
+
+    monkeypatch.setattr(verify, "in_process", lose)
+    assert run("--url", server.url, "--model", str(write_tiny(tmp_path / "tiny", max_position_embeddings=8192))) == 1
+    assert capsys.readouterr().err == "kvpage: nothing was restored\n"
+
+
+def test_an_untried_version_is_refused(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlx_lm_verify, "version", lambda package: "0.33.0")
+    assert mlx_lm_verify.verify(server.url, "tiny") == ["mlx-lm 0.33.0 was not tried, only 0.32"]
