@@ -5,9 +5,9 @@ on disk, so it survives a restart. It counts for a tenant, which may have a shar
 the unit is evicted before all others, unless it was used since.
 
 Leases and lifetimes belong to no client and are never shortened: a client cannot end a lease that another client relies
-on. The protected bytes are limited in memory and on disk (see `Protection` in `keyspace`), so that some units can
-always be evicted. Protection does not prevent deletion and expiry. Costs: O(log leases) for a lease or a lifetime; O(1)
-for a pin, a lookup and a change of size.
+on. Only the command that made a lease can undo it, before it replies. The protected bytes are limited in memory and on
+disk (see `Protection` in `keyspace`), so that some units can always be evicted. Protection does not prevent deletion
+and expiry. Costs: O(log leases) for a lease or a lifetime; O(1) for a pin, a lookup and a change of size.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class Lease:
     on_disk: int  # bytes of the unit on disk when it was first protected
     in_index: int = 0  # bytes of the unit in the index when it was first protected
     until: int = 0  # the lease's end in monotonic milliseconds; 0 without a lease
+    ticket: int = 0  # of the last call that leased the unit; see `Leases.withdraw`
     pinned: bool = False
     kept_until: int = 0  # the lifetime's end in monotonic milliseconds; 0 without a lifetime
     ends: int = 0  # the lifetime's end in unix milliseconds
@@ -89,10 +90,10 @@ class Leases:
         self.most: Callable[[Unit], Bytes] = lambda _: _NO_LIMIT  # the limit of a unit's account
         # Heap of (end, ticket, unit, lease), with one entry for each lease, for the first end of lease and lifetime. If
         # that is extended, the entry stays, and there is a new one at its time. An entry is stale if the unit's
-        # protection was removed, or if its time is not the lease's `due`. Tickets are consecutive numbers, which make
-        # entries with the same end comparable.
+        # protection was removed, or if its time is not the lease's `due`. Tickets are consecutive numbers from 1, which
+        # make entries with the same end comparable.
         self._due: list[tuple[int, int, Unit, Lease]] = []
-        self._tickets = count()
+        self._tickets = count(1)
 
     def __len__(self) -> int:
         return len(self.by_unit)
@@ -148,10 +149,25 @@ class Leases:
         lease = self._lease(unit, size, most)
         if lease is None:
             return False
+        lease.ticket = next(self._tickets)
         if until > lease.until:
             lease.until = until
             self._schedule(unit, lease)
         return True
+
+    def withdraw(self, unit: Unit, ticket: int, before: tuple[int, int]) -> None:
+        """Undo the lease of a unit with this `ticket`: its end and its ticket are those `before` again, 0 for no lease.
+
+        If the unit was leased again since, the lease stays, because another client may rely on it.
+        """
+        lease = self.by_unit.get(unit)
+        if lease is None or lease.ticket != ticket:
+            return
+        lease.until, lease.ticket = before
+        if lease.until or lease.pinned or lease.kept_until:
+            self._schedule(unit, lease)
+        else:
+            self.removed(unit)
 
     def pin(self, unit: Unit, size: Bytes, most: Bytes) -> bool:
         """Protect a unit until it is unpinned. Return False as `lease` does."""

@@ -7,7 +7,7 @@ deletion. `store/keyspace.py` limits the bytes that they may take together.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvpage_server.commands.arguments import check_batch, integer_in, plain
@@ -79,8 +79,9 @@ def kvpageprefix(client: Client, args: list[Argument]) -> Reply:
 
     LENGTHS is for models with states or windows, which continue only where a state is stored. The state `req page`
     needs the first `need` blocks, and several states may need as many. The reply is an array of the lengths, in
-    ascending order, of which all blocks and all states are complete; a state is complete as KVBLOCKEXISTS says. Only
-    the blocks and states of the longest length are leased. If they can't be leased, it is not in the reply.
+    ascending order, of which all blocks and all states are complete; a state is complete as KVBLOCKEXISTS says.
+    Exactly the blocks and states of the longest length are leased. A length that can't be leased, because too much is
+    leased already or because a block has changed meanwhile, is not in the reply.
     """
     keyspace = client.keyspace
     pages_per_block = integer_in("pages_per_block", args[0], 1, MAX_U32)
@@ -106,7 +107,7 @@ def kvpageprefix(client: Client, args: list[Argument]) -> Reply:
         if not wanted:
             return len(found)
         complete = yield from _complete_states(keyspace, wanted, len(found))
-        return (yield from _lease_longest(keyspace, found, complete, milliseconds))
+        return (yield from _lease_longest(keyspace, found, pages_per_block, complete, milliseconds))
 
     # a state may have very many pages
     return stepwise(steps(), small=len(args) <= WORDS_PER_STEP and not states)
@@ -148,30 +149,54 @@ def _complete_states(keyspace: Keyspace, wanted: Sequence[State], most: int) -> 
     return complete
 
 
+Granted = tuple[Block, int, tuple[int, int]]  # the arguments of `Leases.withdraw`
+
+
 def _lease_longest(
-    keyspace: Keyspace, blocks: Sequence[Block], states: dict[int, list[Block]], milliseconds: int
+    keyspace: Keyspace, blocks: Sequence[Block], pages_per_block: int, states: dict[int, list[Block]], milliseconds: int
 ) -> Steps[Reply]:
-    """Lease the longest length, and return all lengths in ascending order. `states` are by length."""
+    """Lease the longest length that can be leased, and nothing else. Return all lengths up to it in ascending order.
+
+    `blocks` and `states` were complete in an earlier step, the states by length. So each is leased only if it still is.
+    """
     lengths = yield from ascending([*states])
-    if milliseconds and lengths:
-        leased = yield from _lease(keyspace, blocks[: lengths[-1]], milliseconds)
-        lengths = lengths[: bisect_right(lengths, leased)]
-        while lengths:
-            own = states[lengths[-1]]
-            if (yield from _lease(keyspace, own, milliseconds)) == len(own):
+    if not (milliseconds and lengths):
+        return lengths
+
+    def lease_all(wanted: Sequence[Block], is_whole: Callable[[Block], bool]) -> Steps[list[Granted]]:
+        """Lease blocks in steps, from the first one to the first that cannot be leased."""
+        leased: list[Granted] = []
+        for at, block in enumerate(wanted):
+            if at % STEP == 0:
+                yield ()
+            is_there = keyspace.reader.block(block.req_id, block.page) is block
+            lease = keyspace.leases.of(block)
+            before = lease.until, lease.ticket
+            if not (is_there and is_whole(block) and keyspace.protection.lease(block, milliseconds)):
                 break
-            lengths.pop()
+            leased.append((block, keyspace.leases.of(block).ticket, before))
+        return leased
+
+    leased = yield from lease_all(blocks[: lengths[-1]], lambda block: block.pages == pages_per_block)
+    lengths = lengths[: bisect_right(lengths, len(leased))]
+    while lengths:
+        yield from _withdraw(keyspace, leased, lengths[-1])
+        own = states[lengths[-1]]
+        of_states = yield from lease_all(own, lambda state: state.shape_known and state.shape is not None)
+        if len(of_states) == len(own):
+            return lengths
+        yield from _withdraw(keyspace, of_states, 0)
+        lengths.pop()
+    yield from _withdraw(keyspace, leased, 0)
     return lengths
 
 
-def _lease(keyspace: Keyspace, blocks: Sequence[Block], milliseconds: int) -> Steps[int]:
-    """Lease blocks in steps. Return the number of leased blocks, from the first one."""
-    for at, block in enumerate(blocks):
-        if at % STEP == 0:
+def _withdraw(keyspace: Keyspace, leased: list[Granted], most: int) -> Steps[None]:
+    """Undo leases in steps, from the last one, until `most` are left."""
+    while len(leased) > most:
+        keyspace.leases.withdraw(*leased.pop())
+        if len(leased) % STEP == 0:
             yield ()
-        if not (keyspace.index.still_has(block) and keyspace.protection.lease(block, milliseconds)):
-            return at
-    return len(blocks)
 
 
 def _count_misses(client: Client, names: list[tuple[bytes, int]], pages_per_block: int) -> Steps[None]:

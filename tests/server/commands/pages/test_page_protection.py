@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import redis
 from servers import start_server, with_constants
-from stored_pages import ask, fill, held, prefix, set_block, set_page, small_store
+from stored_pages import Here, ask, fill, held, prefix, set_block, set_page, small_store
 
+from kvpage_server.commands.dispatch.run import run
+from kvpage_server.commands.specs import find
 from kvpage_server.core.arguments import PageName
 from kvpage_server.page import PageKey, unix_ms
+from kvpage_server.resp import Stream
 from kvpage_server.store.eviction.leases import Bytes, Leases
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.memory.entry import is_page
+from kvpage_server.store.memory.index import Block
 from kvpage_server.system.text import monotonic_ms
 
 
@@ -104,6 +109,120 @@ def test_lengths_that_cannot_be_leased_are_omitted() -> None:
         fill(client)
         assert held(client, "r")[: len(leased)] == list(pages)[: len(leased)]
         assert leased[-1] - 1 in held(client, "state")
+
+
+def leased_blocks(client: redis.Redis) -> int:
+    return int(client.info("kvpage")["leased_or_pinned"])
+
+
+def test_a_length_that_does_not_fit_leases_nothing() -> None:
+    with small_store() as client:
+        for page in range(8):
+            set_block(client, "r", page, size=5000)  # six of them fit into the room for leases
+        for page in (0, 1):
+            set_state(client, "state", page)
+        assert lengths(client, 8, ("state", 0, 2), ("state", 1, 8)) == [2, 8]
+        assert lengths(client, 8, ("state", 1, 8), lease_ms=60_000) == []
+        assert leased_blocks(client) == 0
+        assert lengths(client, 8, ("state", 0, 2), ("state", 1, 8), lease_ms=60_000) == [2]
+        assert leased_blocks(client) == 3
+
+
+def test_room_that_blocks_took_is_free_for_a_shorter_length() -> None:
+    with small_store() as client:
+        for page in range(6):
+            set_block(client, "r", page, size=5000)
+        for page in (0, 1):
+            set_block(client, "state", page, size=5000)
+        assert lengths(client, 6, ("state", 0, 5), ("state", 1, 6), lease_ms=60_000) == [5]
+        assert leased_blocks(client) == 6
+
+
+def steps_of(here: Here, *given: Any) -> Iterator[Any]:
+    """Run a command up to its first step, if it has steps, and return the others."""
+    words = [word if isinstance(word, bytes) else str(word).encode() for word in given]
+    reply = run(here.client, find(words), list(words))
+    return iter(reply.items) if isinstance(reply, Stream) else iter(())
+
+
+STATES = [word for need in (2, 3, 5) for word in ("state", need, need)]
+LENGTHS = ["KVPAGEPREFIX", 4, 60_000, 5, *(word for page in range(5) for word in ("r", page)), "LENGTHS", 3, *STATES]
+
+
+def five_blocks_and_three_states() -> Here:
+    here = Here()
+    for req, pages in (("r", range(5)), ("state", (2, 3, 5))):
+        for page in pages:
+            here.call("KVBLOCKSET", req, page, 1, 2, 1, 0, 2, 0, 3, 100, 1, 3, 100, bytes(400))
+    return here
+
+
+def leased(here: Here) -> set[tuple[bytes, int]]:
+    here.keyspace.leases.settle(monotonic_ms())
+    blocks = (unit for unit in here.keyspace.leases.by_unit if isinstance(unit, Block))
+    return {(block.req_id, block.page) for block in blocks}
+
+
+def of_length(length: int) -> set[tuple[bytes, int]]:
+    return {(b"r", page) for page in range(length)} | ({(b"state", length)} if length else set())
+
+
+@pytest.mark.parametrize(
+    ("change", "changed", "left"),
+    [
+        (("DEL", "kv:r:0:0:3:0"), (b"r", 3), [2, 3]),
+        (("KVPAGESET", "r", 3, 0, 3, 0, 3, 1, 4, 0, "more"), (b"r", 3), [2, 3]),
+        (("KVPAGEDEL", "r", 3), (b"r", 3), [2, 3]),
+        (("DEL", "kv:state:0:1:5:1"), (b"state", 5), [2, 3]),
+        (("KVPAGEDEL", "state"), (b"state", 5), []),
+    ],
+)
+def test_a_block_that_changes_before_its_lease_is_omitted(
+    change: tuple[Any, ...], changed: tuple[bytes, int], left: list[int]
+) -> None:
+    """At whatever step of the command it changes. Nothing but the longest length of the answer is leased."""
+    answers = []
+    for count in range(len([*steps_of(five_blocks_and_three_states(), *LENGTHS)])):
+        here = five_blocks_and_three_states()
+        steps = steps_of(here, *LENGTHS)
+        for _ in range(count):
+            next(steps)
+        was_leased = changed in leased(here)
+        [*steps_of(here, *change)]
+        *_, answer = steps
+        answers.append(answer)
+        assert answer == ([2, 3, 5] if was_leased else left)
+        wanted = of_length(answer[-1] if answer else 0)
+        assert leased(here) == {name for name in wanted if here.keyspace.index.block(*name)}
+    assert left in answers
+
+
+def test_a_lease_of_another_client_is_not_undone() -> None:
+    """Blocks are leased, and then the state is missing. Another client has leased a block meanwhile, for less time."""
+    steps = len([*steps_of(five_blocks_and_three_states(), *LENGTHS)])
+    for count in range(steps):
+        here = five_blocks_and_three_states()
+        doing = steps_of(here, *LENGTHS)
+        for _ in range(count):
+            next(doing)
+        here.call("KVPAGELEASE", "r", 9000, 4)
+        here.call("DEL", "kv:state:0:0:5:0")
+        *_, answer = doing
+        assert answer == [2, 3]
+        assert leased(here) == {*of_length(3), (b"r", 4)}
+        last = here.keyspace.index.block(b"r", 4)
+        assert last
+        assert here.keyspace.leases.of(last).until > monotonic_ms() + 8000
+
+
+def test_a_block_that_is_named_twice_stays_leased() -> None:
+    with small_store() as client:
+        set_block(client, "r", 0)
+        set_state(client, "state", 0)
+        set_block(client, "large", 0, size=40_000)  # too large for the room for leases
+        words = ["KVPAGEPREFIX", 4, 60_000, 3, *["r", 0] * 3, "LENGTHS", 2, "state", 0, 2, "large", 0, 3]
+        assert client.execute_command(*words) == [2]
+        assert leased_blocks(client) == 2
 
 
 def test_rights_are_needed_for_states_as_well(client: redis.Redis) -> None:
@@ -341,3 +460,30 @@ def test_a_lease_of_a_missing_block_protects_nothing() -> None:
     guards.settle(80)
     assert not guards.spares(b"key", 80)
     assert (guards.bytes, len(guards)) == (0, 0)
+
+
+def test_only_the_last_lease_of_a_unit_can_be_undone() -> None:
+    guards, size, most = Leases(lambda unit: None), Bytes(100, 0), Bytes(150, 10_000)
+
+    def lease(until: int) -> tuple[int, tuple[int, int]]:
+        before = guards.of(b"key").until, guards.of(b"key").ticket
+        assert guards.lease(b"key", size, until, most)
+        return guards.of(b"key").ticket, before
+
+    first, second = lease(50), lease(80)
+    guards.withdraw(b"key", *first)
+    assert guards.spares(b"key", 60)
+    guards.withdraw(b"key", *second)
+    assert guards.spares(b"key", 40)
+    assert not guards.spares(b"key", 60)
+    guards.withdraw(b"key", *first)
+    assert (guards.bytes, len(guards)) == (0, 0)
+    other, longer = lease(50), lease(80)
+    guards.settle(60)
+    guards.withdraw(b"key", *longer)
+    guards.settle(61)
+    assert (guards.bytes, len(guards)) == (0, 0)
+    guards.withdraw(b"key", *other)
+    guards.pin(b"key", size, most)
+    guards.withdraw(b"key", *lease(80))
+    assert guards.of(b"key").pinned
