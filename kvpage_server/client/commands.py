@@ -180,6 +180,12 @@ class BlobCommands:
         """Raise Unsupported."""
         raise self._unsupported("count the complete blocks of a prefix")
 
+    def examine(
+        self, names: Sequence[BlockName], states: Sequence[BlockName], pages_per_block: int, lease_ms: int
+    ) -> Request[tuple[int, list[bool]]]:
+        """Raise Unsupported."""
+        raise self._unsupported("count the complete blocks of a prefix")
+
     def lease(self, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Request[int]:
         """Raise Unsupported: a plain Redis has no leases."""
         raise self._unsupported("lease blocks")
@@ -292,6 +298,27 @@ class PageCommands(BlobCommands):
         return Request(
             _one_piece(command(b"KVPAGEPREFIX", *words)), Values, lambda values: ascending(len(names))(values[0])
         )
+
+    def examine(
+        self, names: Sequence[BlockName], states: Sequence[BlockName], pages_per_block: int, lease_ms: int
+    ) -> Request[tuple[int, list[bool]]]:
+        """Count the complete blocks of `names` as `prefix` does, and find out for each state whether it is complete.
+        With `lease_ms`, a state counts only if it is leased, too.
+        """
+        words = [(b"KVPAGEPREFIX", pages_per_block, lease_ms, len(names), *_flat(names))] if names else []
+        for req_id, page in states:
+            if lease_ms:
+                words.append((b"KVPAGELEASE", req_id, lease_ms, page))
+            words.append((b"KVBLOCKEXISTS", req_id, page))
+
+        def read(values: list[Any]) -> tuple[int, list[bool]]:
+            count = up_to(len(names))(values[0]) if names else 0
+            answers = _yes_no(values[1:] if names else values)
+            width = 2 if lease_ms else 1
+            return count, [all(answers[i : i + width]) for i in range(0, len(answers), width)]
+
+        text = b"".join(command(*some) for some in words)
+        return Request(_one_piece(text), lambda: Values(len(words)), read)
 
     def lease(self, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Request[int]:
         """Lease all blocks of a request, or those with these page ids, for `lease_ms` milliseconds. The result is their

@@ -158,13 +158,6 @@ def check_states(names: Sequence[BlockName], states: Sequence[StateName]) -> Non
         check_range("need", state[2], 1, MAX_U32)
 
 
-def restorable(states: Sequence[StateName], complete: Sequence[bool], blocks: int) -> list[int]:
-    """Return the lengths up to `blocks` of which every state is complete, in ascending order."""
-    needs = [need for _, _, need in states]
-    incomplete = {need for need, is_complete in zip(needs, complete, strict=True) if not is_complete}
-    return sorted({need for need in needs if need <= blocks} - incomplete)
-
-
 def sized_blocks(
     names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[BlockBody], ttl: int
 ) -> list[list[memoryview]]:

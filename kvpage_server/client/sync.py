@@ -221,7 +221,8 @@ class PageClient:
         deadline: float | None = None,
     ) -> list[int]:
         """Return the lengths at which a model with states or windows can continue, in ascending order: numbers of
-        complete blocks from the first name on, with all states that need as many. The longest is leased as in `prefix`.
+        complete blocks from the first name on, with all states that need as many. With `lease_ms`, exactly the blocks
+        and states of the longest are leased, and lengths that cannot be leased are omitted.
 
         A state is (req_id, page_id, need), complete if it is a complete block of any shape. Several states may have the
         same need. Raises Unsupported on a plain Redis.

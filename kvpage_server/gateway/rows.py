@@ -12,8 +12,7 @@ from typing import TypeVar
 
 from kvpage_server.client import BlockName
 from kvpage_server.client.cluster import commands as cluster
-from kvpage_server.client.cluster.plan import Failed, Timed
-from kvpage_server.client.page import StateName, restorable
+from kvpage_server.client.cluster.plan import Failed, Timed, carried_out, restorable_lengths
 from kvpage_server.client.wire.exchange import Piece, word
 from kvpage_server.client.wire.reply import Answer
 from kvpage_server.commands.arguments import WRONG_TYPE, check_batch, integer_in, plain, plain_all
@@ -305,20 +304,12 @@ class PagesBehind:
         blocks, of_states = checked_prefix(args)
         names = yield from each(args[3 : blocks.stop], block_names, 2)
         states = yield from each(args[of_states.start : of_states.stop], state_names, 3)
-        found = yield from self._prefix(names, pages_per_block, 0 if states else milliseconds)
-        if not states:
-            yield found
-            return
-        openings = yield from self.upstream.each(
-            states, lambda some: self.upstream.plans.ask([cluster.get_opening(name) for name in _blocks(some)])
-        )
-        complete = [isinstance(one, memoryview) and cluster.shape_of(one) is not None for one in openings]
-        lengths = restorable(states, complete, found)
-        if milliseconds and lengths:
-            yield from self._prefix(names[: lengths[-1]], pages_per_block, milliseconds)
-            own = _blocks([state for state in states if state[2] == lengths[-1]])
-            yield from self.upstream.do(self.upstream.plans.calls.prefix(own, pages_per_block, milliseconds))
-        yield lengths
+        if states:
+            calls = self.upstream.plans.calls
+            chunks = restorable_lengths(calls, names, states, pages_per_block, milliseconds)
+            yield (yield from carried_out(chunks, self.upstream.do))
+        else:
+            yield (yield from self._prefix(names, pages_per_block, milliseconds))
 
     def _prefix(self, names: list[BlockName], pages_per_block: int, milliseconds: int) -> Steps[int]:
         """Count the complete blocks from the first name on, and lease them."""
@@ -365,10 +356,6 @@ class PagesBehind:
             written = [set_page(name.key, slot) for name, slot in zip(names, pages.slots, strict=True)]
             blocks = [(name.req_id, name.page) for name in names]
             yield from self.upstream.do(self.upstream.plans.calls.put_pages(written, blocks))
-
-
-def _blocks(states: Sequence[StateName]) -> list[BlockName]:
-    return [(req_id, page) for req_id, page, _ in states]
 
 
 def _key(args: Sequence[Argument]) -> PageKey:

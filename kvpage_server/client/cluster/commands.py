@@ -264,13 +264,13 @@ def get_block(name: BlockName, place: Place) -> Command:
     return Command(block_key(name), lambda: iter((text,)), place)
 
 
-def get_opening(name: BlockName) -> Command:
+def get_opening(name: BlockName, *, at_primary: bool = False) -> Command:
     """Return the command that reads the opening of a block, which has its shape."""
-    return get_range(block_key(name), 0, OPENING_SIZE - 1)
+    return get_range(block_key(name), 0, OPENING_SIZE - 1, at_primary=at_primary)
 
 
-def get_range(key: bytes, first: int, last: int) -> Command:
-    return simple(b"GETRANGE", key, b"%d" % first, b"%d" % last)
+def get_range(key: bytes, first: int, last: int, *, at_primary: bool = False) -> Command:
+    return simple(b"GETRANGE", key, b"%d" % first, b"%d" % last, at_primary=at_primary)
 
 
 def set_block(name: BlockName, shape: BlockShape, body: Sequence[memoryview], ttl: int, created_ms: int) -> Command:

@@ -9,6 +9,7 @@ because the unavailable one may become available again with old values.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,10 +22,19 @@ from typing_extensions import Buffer
 
 from kvpage_server.address import urls_of
 from kvpage_server.client.calls import Call, Calls, count_misses
-from kvpage_server.client.cluster.plan import GONE, Failed, NodeRequest, Plan, Round, timed
+from kvpage_server.client.cluster.plan import (
+    GONE,
+    Failed,
+    NodeRequest,
+    Plan,
+    Round,
+    carried_out,
+    restorable_lengths,
+    timed,
+)
 from kvpage_server.client.commands import BlobCommands, Kept, ask_dialect
 from kvpage_server.client.errors import Disconnected, PageClientError, Refused
-from kvpage_server.client.page import BlockBody, BlockName, Page, StateName, check_names, check_states, restorable
+from kvpage_server.client.page import BlockBody, BlockName, Page, StateName, check_names, check_states
 from kvpage_server.client.raw_commands import BlockCommands, RawCommand, ask, key_of
 from kvpage_server.client.wire.connection import Deadline
 from kvpage_server.client.wire.exchange import Request
@@ -190,23 +200,40 @@ class SideBySideCalls:
         pages_per_block: int,
         lease_ms: int,
     ) -> Plan[list[int]]:
-        """Return the lengths of which all blocks and states are complete. Blocks are leased as in `prefix`, and then
-        the states of the longest length.
-        """
+        """Return the lengths of which all blocks and states are complete, and lease the longest."""
         check_states(names, states)
-        blocks = yield from self.prefix(names, pages_per_block, lease_ms)(end)
-        asked = [self.words.exists((req_id, page)) for req_id, page, _ in states]
-        complete = yield from self.ask(asked, again=True)(end)
-        lengths = restorable(states, [answer == 1 for answer in complete], blocks)
-        while lease_ms and lengths:
-            own = [(req_id, page) for req_id, page, need in states if need == lengths[-1]]
-            leased = 0
-            for req_id, page in own:
-                leased += yield from self.lease(req_id, lease_ms, [page])(end)
-            if leased == len(own):
-                break
-            lengths.pop()
-        return lengths
+        chunks = restorable_lengths(self, names, states, pages_per_block, lease_ms)
+        return (yield from carried_out(chunks, lambda plan: plan(end)))
+
+    @timed
+    def examine(
+        self,
+        end: Deadline,
+        names: Sequence[BlockName],
+        states: Sequence[StateName],
+        pages_per_block: int,
+        lease_ms: int,
+    ) -> Plan[tuple[int, list[bool]]]:
+        """Return as `Examines.examine`. Each server leases its blocks up to its first incomplete one, and its states.
+
+        If the room for leases of one server ends, the leases of the others stay until they end.
+        """
+        every = [*names, *((req_id, page) for req_id, page, _ in states)]
+
+        def call(some: list[int]) -> Call[tuple[int, list[bool]]]:
+            cut = bisect_left(some, len(names))
+            parts = _of(every, some[:cut]), _of(every, some[cut:])
+            return Call("examine", [slice(None)], lambda to, _: to.examine(*parts, pages_per_block, lease_ms), _one)
+
+        blocks, complete = len(names), [False] * len(states)
+        for part, answer in (yield from self._ask(self._parts([req_id for req_id, _ in every], call))):
+            count, answers = (0, ()) if isinstance(answer, Failed) else answer
+            cut = bisect_left(part.items, len(names))
+            if count < cut:
+                blocks = min(blocks, part.items[count])
+            for i, is_complete in zip(part.items[cut:], answers, strict=False):
+                complete[i - len(names)] = is_complete
+        return blocks, complete
 
     @timed
     def lease(self, end: Deadline, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Plan[int]:
@@ -364,3 +391,8 @@ def _all_done(answers: Sequence[tuple[_Part, Any]]) -> list[Any]:
         if isinstance(answer, Failed):
             raise answer.error.again()
     return [answer for _, answer in answers]
+
+
+def _one(results: list[T]) -> T:
+    (result,) = results
+    return result

@@ -18,7 +18,7 @@ from kvpage_server.client.calls import Calls, count_misses, count_sent
 from kvpage_server.client.cluster import commands
 from kvpage_server.client.cluster.commands import Command, Router, Scattered, Write, block_key, block_writes, simple
 from kvpage_server.client.cluster.nodes import SILENCE, Peers
-from kvpage_server.client.cluster.plan import GONE, Failed, Plan, timed
+from kvpage_server.client.cluster.plan import GONE, TOGETHER, Failed, Plan, carried_out, restorable_lengths, timed
 from kvpage_server.client.cluster.side_by_side import Rendezvous, SideBySideCalls, lists_several, servers_of
 from kvpage_server.client.cluster.topology import SCHEMES, Address, Node
 from kvpage_server.client.commands import Kept
@@ -35,7 +35,6 @@ from kvpage_server.client.page import (
     mismatch,
     pages_of_block,
     places,
-    restorable,
     sized,
     sized_blocks,
 )
@@ -52,8 +51,7 @@ from kvpage_server.page import HEADER_SIZE, BlockShape, PageHeader, PageKey, uni
 # page would belong to, a write of a block deletes its pages that were written one by one, and reads prefer the block.
 # So a read finds the last written value, or nothing.
 
-_APART = 256  # commands that are sent together, at most, so that other tasks have their turn
-_ENCODED = 4096  # the same limit for commands that are encoded without a Python object for each
+_ENCODED = 4096  # commands that are sent together, at most, if they are encoded without a Python object for each
 
 
 def _memory(nbytes: int) -> memoryview:
@@ -229,16 +227,29 @@ class ClusterCalls:
     ) -> Plan[list[int]]:
         """Return the lengths of which all blocks and states were stored whole. The TTL of the longest is extended."""
         check_states(names, states)
+        chunks = restorable_lengths(self, names, states, pages_per_block, lease_ms)
+        return (yield from carried_out(chunks, lambda plan: plan(end)))
+
+    @timed
+    def examine(
+        self,
+        end: Deadline,
+        names: Sequence[BlockName],
+        states: Sequence[StateName],
+        pages_per_block: int,
+        lease_ms: int,
+    ) -> Plan[tuple[int, list[bool]]]:
+        """Return as `Examines.examine`. A lease extends the TTL, and the block is read after it."""
         of_states = [(req_id, page) for req_id, page, _ in states]
         every = [*names, *of_states]
-        shapes = _shapes(every, (yield from self.router.ask([commands.get_opening(name) for name in every], end)))
-        blocks = _complete(names, shapes, pages_per_block)
-        lengths = restorable(states, [name in shapes for name in of_states], blocks)
-        if lease_ms and lengths:
-            own = [name for name, (_, _, need) in zip(of_states, states, strict=True) if need == lengths[-1]]
-            leased = [_lease(name, lease_ms, at_primary=True) for name in (*names[: lengths[-1]], *own)]
-            yield from self.router.ask(leased, end)
-        return lengths
+        leased = [_lease(name, lease_ms, at_primary=True) for name in every] if lease_ms else []
+        opened = [commands.get_opening(name, at_primary=bool(lease_ms)) for name in every]
+        answers = yield from self.router.ask([*leased, *opened], end)
+        shapes = _shapes(every, answers[len(leased) :])
+        for name, answer in zip(every, answers[: len(leased)], strict=False):
+            if isinstance(answer, Failed):
+                shapes.pop(name, None)
+        return _complete(names, shapes, pages_per_block), [name in shapes for name in of_states]
 
     @timed
     def lease(self, end: Deadline, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Plan[int]:
@@ -315,7 +326,7 @@ class ClusterCalls:
                 yield from self._singly((asked[i] for i in left), end)
 
     def _singly(self, asked: Iterator[Command], end: Deadline) -> Plan[None]:
-        while some := [*islice(asked, _APART)]:
+        while some := [*islice(asked, TOGETHER)]:
             yield from self._integers(some, end)
 
     def _read_pages(

@@ -40,6 +40,7 @@ from benchmarks.valkey_cluster import Cluster, Node
 from kvpage_server.cli import main
 from kvpage_server.client import AsyncPageClient, Page, PageClient, Refused, Unsupported
 from kvpage_server.client.cluster.commands import OPENING_SIZE, Scattered, block_key, head_size
+from kvpage_server.client.cluster.store import ClusterCalls
 from kvpage_server.client.cluster.topology import Node as NodeAddress
 from kvpage_server.client.cluster.topology import has_tag, redirection, slot_of
 from kvpage_server.client.page import pages_of_block
@@ -110,6 +111,49 @@ def test_a_prefix_ends_at_a_missing_block_and_leases_extend_ttls(pages: PageClie
     assert 190 < node_of(cluster, NAMES[1]).ask("TTL", block_key(NAMES[1])) <= 200
     assert pages.lease(NAMES[1][0], 1_000, [NAMES[1][1]]) == 1
     assert node_of(cluster, NAMES[1]).ask("TTL", block_key(NAMES[1])) > 190
+
+
+def with_ttl(cluster: Cluster, names: list[tuple[bytes, int]]) -> list[bool]:
+    """Return whether each block has at least a minute to live."""
+    return [node_of(cluster, name).ask("TTL", block_key(name)) > 60 for name in names]
+
+
+def test_exactly_the_longest_length_is_leased(pages: PageClient, cluster: Cluster) -> None:
+    names, states = NAMES[:16], [(*name, need) for name, need in zip(NAMES[16:20], (3, 7, 7, 12), strict=True)]
+    stored = [name for name in NAMES[:20] if name != NAMES[9]]
+    pages.mset_blocks(stored, SHAPE, bodies(len(stored)), ttl=50)
+    assert pages.lengths(names, states, pages_per_block=SHAPE.pages) == [3, 7]
+    assert not any(with_ttl(cluster, stored))
+    before = trips(pages)
+    assert pages.lengths(names, states, pages_per_block=SHAPE.pages, lease_ms=90_000) == [3, 7]
+    assert trips(pages) - before <= 2 * 3
+    assert with_ttl(cluster, NAMES[:20]) == [True] * 7 + [False] * 10 + [True] * 2 + [False]
+
+
+def test_lengths_of_very_many_blocks_and_states(pages: PageClient) -> None:
+    names = [(b"{prompt-%d}" % (i // 4), i) for i in range(700)]
+    small = BlockShape(1, 1, 1, SHAPE.planes[:1])
+    pages.mset_blocks(names, small, [bytes(small.nbytes)] * len(names))
+    states = [(*(names[0] if need % 2 else (b"nobody's", 0)), need) for need in range(1, 1000)]
+    random.Random(1).shuffle(states)
+    assert pages.lengths(names, states, pages_per_block=1, lease_ms=1000) == [*range(1, 701, 2)]
+
+
+@pytest.mark.parametrize("lost", [NAMES[3], NAMES[10], NAMES[11]])
+def test_a_length_that_is_lost_before_its_lease_is_omitted(
+    pages: PageClient, monkeypatch: pytest.MonkeyPatch, lost: tuple[bytes, int]
+) -> None:
+    pages.mset_blocks(NAMES, SHAPE, bodies())
+    examine = ClusterCalls.examine
+
+    def delete_before(calls: ClusterCalls, names: Any, states: Any, count: int, lease_ms: int) -> Any:
+        if lease_ms:
+            pages.delete_request(lost[0], [lost[1]])
+        return examine(calls, names, states, count, lease_ms)
+
+    monkeypatch.setattr(ClusterCalls, "examine", delete_before)
+    states = [(*NAMES[10], 5), (*NAMES[11], 5), (*NAMES[12], 2)]
+    assert pages.lengths(NAMES[:8], states, pages_per_block=SHAPE.pages, lease_ms=60_000) == [2]
 
 
 def test_a_page_is_the_blob_that_it_is_everywhere(pages: PageClient, cluster: Cluster) -> None:

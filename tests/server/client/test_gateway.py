@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import Mock
 
 import numpy as np
@@ -34,11 +35,13 @@ from benchmarks import valkey_cluster
 from benchmarks.valkey_cluster import Cluster
 from kvpage_server.cli import main
 from kvpage_server.client import PageClient
+from kvpage_server.client.cluster.plan import TOGETHER
 from kvpage_server.commands.specs import TABLE
-from kvpage_server.gateway.rows import StringsBehind
+from kvpage_server.gateway.rows import PagesBehind, StringsBehind
 from kvpage_server.gateway.upstream import MOST, Upstream
-from kvpage_server.page import PageKey, decode_page
+from kvpage_server.page import BlockShape, PageKey, decode_page
 
+T = TypeVar("T")
 PAGE = (0, 0, 7, 0, 1, 2, 1, 0)  # the words between the request and the body in KVPAGESET
 
 
@@ -472,6 +475,40 @@ def test_del_of_many_pages_counts_each_once(client: Any) -> None:
     assert client.exists(*keys) == 6
     assert client.delete(*keys) == 4
     assert client.exists(*keys) == 0
+
+
+def test_lengths_of_very_many_blocks_and_states(client: Any, pages: PageClient) -> None:
+    names = [(b"{chat-%d}" % (i // 4), i) for i in range(600)]
+    small = BlockShape(1, 1, 1, SHAPE.planes[:1])
+    pages.mset_blocks(names, small, [bytes(small.nbytes)] * len(names), ttl=50)
+    states = [(*(names[0] if need % 2 else (b"nobody's", 0)), need) for need in range(1, 900)]
+    random.Random(1).shuffle(states)
+    assert pages.lengths(names[:500], states, pages_per_block=1, lease_ms=90_000) == [*range(1, 501, 2)]
+    left = [client.ttl(f"kv:{req_id.decode()}:0:0:{page}:0") for req_id, page in names]
+    assert [ttl > 60 for ttl in left] == [True] * 499 + [False] * 101
+
+
+def test_lengths_are_found_in_small_parts() -> None:
+    sizes: list[int] = []
+
+    def examine(names: Sequence[object], states: Sequence[object], _: int, lease_ms: int) -> tuple[int, list[bool]]:
+        sizes.append(len(names) + len(states))
+        return len(names), [True] * len(states)
+
+    def do(found: T) -> Generator[object, None, T]:
+        yield ()
+        return found
+
+    upstream = Mock()
+    upstream.plans.calls.examine, upstream.do = examine, do
+    names = [word for page in range(2000) for word in (b"r", b"%d" % page)]
+    states = [word for need in range(1, 2001) for word in (b"s", b"0", b"%d" % need)]
+    args = [b"1", b"1000", b"2000", *names, b"LENGTHS", b"2000", *states]
+    *steps, reply = PagesBehind(upstream, Mock()).kvpageprefix(Mock(), args)
+    assert reply == [*range(1, 2001)]
+    assert sum(sizes) == 4000 + 2001
+    assert max(sizes) <= TOGETHER
+    assert len(steps) >= len(sizes)
 
 
 @pytest.mark.parametrize("command", ["del", "exists", "touch"])

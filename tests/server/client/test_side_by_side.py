@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -29,7 +30,9 @@ from test_page_client import (  # noqa: F401 - these tests of one server apply t
 from waiting import until
 
 from kvpage_server.client import BadBuffer, Disconnected, PageClient, PageClientError, Refused
-from kvpage_server.client.cluster.side_by_side import Rendezvous, segment_of, servers_of
+from kvpage_server.client.cluster.side_by_side import Rendezvous, SideBySideCalls, segment_of, servers_of
+from kvpage_server.client.page import StateName
+from kvpage_server.page import BlockShape, PageKey
 
 NAMES = [(b"{segment-%d}%d" % (i // 4, i), i) for i in range(160)]  # 40 segments: servers have random names
 BODIES = [block_body(i) for i in range(len(NAMES))]
@@ -140,6 +143,86 @@ def test_a_prefix_over_all_servers_ends_at_the_first_hole(pages: PageClient) -> 
     states = [(*NAMES[2], 3), (b"nobody's", 0, 4), (*NAMES[4], 5), (*NAMES[5], 5)]
     assert pages.lengths(NAMES, states, pages_per_block=SHAPE.pages, lease_ms=1000) == [3, 5]
     assert pages.lease(NAMES[3][0], 1000) == 1
+
+
+# -- lengths -----------------------------------------------------------------------------------------------------------
+
+
+def state(number: int, need: int) -> StateName:
+    return b"{state-%d}" % number, 0, need
+
+
+def set_states(pages: PageClient, *numbers: int) -> None:
+    pages.mset_blocks([state(number, 1)[:2] for number in numbers], SHAPE, BODIES[: len(numbers)])
+
+
+def leased(servers: list[RunningServer]) -> set[tuple[bytes, int]]:
+    """Return the names of leased blocks and states on all servers."""
+    found = set()
+    for server in servers:
+        with server.client() as client:
+            for req_id in {key.split(b":")[1] for key in client.scan_iter("kv:*", count=10_000)}:
+                for block in client.execute_command("KVPAGEINDEX", req_id):
+                    stat = client.execute_command("KVPAGESTAT", req_id, 0, 0, block[b"page"], 0)
+                    if stat[b"lease_left_ms"] > 0:
+                        found.add((req_id, block[b"page"]))
+    return found
+
+
+def test_exactly_the_longest_length_is_leased(pages: PageClient, servers: list[RunningServer]) -> None:
+    pages.mset_blocks([*NAMES[:9], *NAMES[10:]], SHAPE, [*BODIES[:9], *BODIES[10:]])
+    set_states(pages, *range(8))
+    states = [*(state(number, 5) for number in range(4)), state(4, 7), state(9, 7), state(5, 3), state(6, 20)]
+    asked = {"pages_per_block": SHAPE.pages, "lease_ms": 60_000}
+    assert pages.lengths(NAMES, states, pages_per_block=SHAPE.pages) == [3, 5]
+    assert leased(servers) == set()
+    assert pages._several
+    before = pages._several.peers.round_trips
+    assert pages.lengths(NAMES, states, **asked) == [3, 5]
+    assert pages._several.peers.round_trips - before <= 2 * len(servers)
+    assert leased(servers) == {*NAMES[:5], *(state(number, 5)[:2] for number in range(4))}
+
+
+def test_lengths_of_very_many_blocks_and_states(pages: PageClient) -> None:
+    names = [(b"{segment-%d}" % (i // 4), i) for i in range(700)]
+    small = BlockShape(1, 1, 1, SHAPE.planes[:1])
+    pages.mset_blocks(names, small, [bytes(small.nbytes)] * len(names))
+    set_states(pages, 0)
+    states = [state(need % 2, need) for need in range(1, 1000)]
+    random.Random(1).shuffle(states)
+    assert pages.lengths(names, states, pages_per_block=1, lease_ms=1000) == [*range(2, 701, 2)]
+
+
+@pytest.mark.parametrize("lost", [NAMES[3], state(0, 5)[:2], state(1, 5)[:2]])
+def test_a_length_that_is_lost_before_its_lease_is_omitted(
+    pages: PageClient, servers: list[RunningServer], monkeypatch: pytest.MonkeyPatch, lost: tuple[bytes, int]
+) -> None:
+    pages.mset_blocks(NAMES[:8], SHAPE, BODIES[:8])
+    set_states(pages, 0, 1, 2)
+    examine = SideBySideCalls.examine
+
+    def delete_before(calls: SideBySideCalls, names: Any, states: Any, count: int, lease_ms: int) -> Any:
+        if lease_ms:
+            pages.delete([PageKey(lost[0], 2, 1, lost[1], 1)])
+        return examine(calls, names, states, count, lease_ms)
+
+    monkeypatch.setattr(SideBySideCalls, "examine", delete_before)
+    states = [state(0, 5), state(1, 5), state(2, 2)]
+    assert pages.lengths(NAMES[:8], states, pages_per_block=SHAPE.pages, lease_ms=60_000) == [2]
+    assert {*NAMES[:2], state(2, 2)[:2]} <= leased(servers)
+
+
+def test_a_length_for_which_a_server_has_no_room_is_omitted() -> None:
+    """At most half of a server's memory can be leased, and the second state has more."""
+    with ExitStack() as stack:
+        small = [stack.enter_context(start_server("--maxmemory", "256kb")) for _ in range(2)]
+        pages = stack.enter_context(PageClient(url_of(small), deadline=30))
+        names, states = NAMES[:2], [state(0, 1), state(1, 2)]
+        pages.mset_blocks([*names, states[0][:2]], SHAPE, BODIES[:3])
+        large = BlockShape(1, 1, 1200, SHAPE.planes[:1])
+        pages.set_block(states[1][:2], large, bytes(large.nbytes))
+        assert pages.lengths(names, states, pages_per_block=SHAPE.pages) == [1, 2]
+        assert pages.lengths(names, states, pages_per_block=SHAPE.pages, lease_ms=60_000) == [1]
 
 
 # -- unavailable servers -----------------------------------------------------------------------------------------------
