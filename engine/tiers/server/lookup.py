@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import nlargest
+from itertools import takewhile
 
 from ...chains import common_prefix
 from ...generation.tokens import token_ids
@@ -126,6 +128,7 @@ class Lookup:
 
     async def lease(self, digests: dict[str, str]) -> Plan:
         """Return a plan whose blocks exist and are leased; if computing is faster, only the blocks in memory."""
+        found = set[BlockPlace]()
         while True:
             plan = self._offer.plan(digests, self.limit)
             beyond = max(self.in_memory.reach, self._request.beyond)
@@ -140,9 +143,13 @@ class Lookup:
                 if not self.report.decision.fetch:
                     self.report.missed("recompute")
                     return self.in_memory
-            lost = await self._lease_all(wanted)
+            stored = [place for place in wanted if self.remote.layout.nbytes(place)]
+            if found.issuperset(stored):
+                return plan
+            leased, lost = await self._lease_all(plan, stored)
             if not lost:
                 return plan
+            found.update(leased)
             self.report.missed("gap")
             for place in lost:
                 del digests[place.seal]
@@ -200,27 +207,59 @@ class Lookup:
                     digests |= {place.seal: digest for place, digest in places.items()}
         return branches, digests
 
-    async def _lease_all(self, places: Sequence[BlockPlace]) -> list[BlockPlace]:
-        """Lease blocks and states, of each kind up to the first that is missing. Return the places that are not
-        leased."""
+    async def _lease_all(
+        self, plan: Plan, stored: Sequence[BlockPlace]
+    ) -> tuple[Sequence[BlockPlace], Sequence[BlockPlace]]:
+        """Lease the places of a plan that are `stored` on the server: blocks, and the furthest state. Return the leased
+        places, and the lost ones: blocks from the first missing one on, or, with states, the states after which the
+        context cannot be restored. If the furthest one is lost, the next usable one is leased.
+        """
         connection, layout = self.remote.connection, self.remote.layout
-        stored = [place for place in places if layout.nbytes(place)]
-        kinds = [kind for of_state in (False, True) if (kind := [p for p in stored if p.of_state == of_state])]
         rate = connection.rates.link_rate
         expected = layout.nbytes(*stored) / rate if rate else 0.0
         milliseconds = round(1000 * (connection.deadline + 2 * expected))
-        lost = []
-        for kind in kinds:
-            count = await self._lease_prefix(kind, milliseconds)
-            if count < len(kind):  # the limit of leases may be reached
-                count = await self._lease_prefix(kind, 0)
-            lost += kind[count:]
-        return lost
+        blocks = [place for place in stored if not place.of_state]
+        states = self._states_in(plan, blocks)
+        if not states:
+            count = await self._lease_longest(stored, {}, milliseconds)
+            return stored[:count], stored[count:]
+        names, ends, upcoming = list[BlockPlace](), dict[int, BlockPlace](), deque(states)
+        for block in blocks:
+            names.append(block)
+            while upcoming and upcoming[0].end <= block.end:
+                if len(names) in ends:  # one of several states of a block: a length of its own, so that one is enough
+                    names.append(block)
+                ends[len(names)] = upcoming.popleft()
+        count = await self._lease_longest(names, ends, milliseconds)
+        reach = ends[count].end if count else 0
+        return [*names[:count], *([ends[count]] if count else [])], [place for place in states if place.end > reach]
 
-    async def _lease_prefix(self, places: Sequence[BlockPlace], milliseconds: int) -> int:
-        connection, pages = self.remote.connection, self.remote.layout.block(places[0]).pages
-        count = await connection.server.prefix(
-            [place.block for place in places], pages_per_block=pages, lease_ms=milliseconds
-        )
-        connection.progressed()
+    def _states_in(self, plan: Plan, blocks: Sequence[BlockPlace]) -> list[BlockPlace]:
+        """Return the states of a plan, in order, that are neither in memory nor before one in memory, and that need
+        some of `blocks`.
+        """
+        missing = takewhile(lambda place: place.seal not in self.digests_in_memory, plan.states)
+        return [place for place in missing if blocks and place.end > blocks[0].start][::-1]
+
+    async def _lease_longest(
+        self, places: Sequence[BlockPlace], ends: Mapping[int, BlockPlace], milliseconds: int
+    ) -> int:
+        """Lease places, up to the first that is missing. With `ends`, lease the most places after which the state is
+        stored, and this state; `ends` has the states by number of places. Return the number of places.
+
+        If not all of them are leased, the limit of leases may be reached. So count again without a lease.
+        """
+        connection = self.remote.connection
+        names, pages = [place.block for place in places], self.remote.layout.block(places[0]).pages
+        states = [(*state.block, need) for need, state in ends.items()]
+        count = 0
+        for lease_ms in (milliseconds, 0):
+            options = {"pages_per_block": pages, "lease_ms": lease_ms}
+            if states:
+                count = max(await connection.server.lengths(names, states, **options), default=0)
+            else:
+                count = await connection.server.prefix(names, **options)
+            connection.progressed()
+            if count == len(names):
+                break
         return count
