@@ -42,6 +42,8 @@ class Asked:
     heard: Callable[[Asked, Any], None] | None = None  # receives a correct reply, in addition
     unclear: set[bytes] = field(default_factory=set)  # keys that it changes, whose value before is unknown
     unsure: set[bytes] = field(default_factory=set)  # keys of unknown kind when it was run
+    leases: dict[tuple[bytes, int], int] | None = None  # the ends of leases when it was run, of blocks that it names
+    leasing: int = 0  # number of commands so far that may have leased blocks
 
 
 @dataclass(eq=False)

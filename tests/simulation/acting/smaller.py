@@ -3,7 +3,8 @@
 A quota is then counted in steps, many values leave memory one by one, and several jobs load values from disk. Some
 seeds have some of these, drawn by a chance of their own. The pages of a batch that become visible in one step are few
 where the program has such batches (`programs/batches.py`): as many with either page core, whose own numbers differ.
-There a client's turn ends after each step of a reply, so that others have theirs between two parts of a batch.
+There, and where it has prefixes with states (`programs/protections.py`), a client's turn ends after each step of a
+reply, so that others have theirs between two steps.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import random
 import sys
 from importlib import import_module
 
-from tests.simulation.programs import batches
+from tests.simulation.programs import batches, protections
 
 _PAGES = "kvpage_server.commands.families.pages."
 _STORE = "kvpage_server.store."
@@ -43,6 +44,7 @@ def make_smaller(seed: int) -> None:
     """Give this process the constants of a seed. Other modules may have taken them over by name."""
     if pages := batches.at_once(seed):
         vars(import_module(_PAGES + "page")).update(PAGES_PER_STEP=pages, _DECIDED_PAGES_PER_STEP=pages)
+    if pages or protections.has_lengths(seed):
         for name in ("run_queue", "session"):
             vars(import_module(f"kvpage_server.net.{name}"))["TURN"] = 0
     rng = random.Random(f"smaller {seed}")

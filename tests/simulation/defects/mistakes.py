@@ -67,6 +67,22 @@ MISTAKES = [
         "eviction takes what is leased",
     ),
     Mistake(
+        "undone-lease-stays",
+        _COMMANDS + "families.pages.lease",
+        "_withdraw",
+        "keyspace.leases.withdraw(*leased.pop())",
+        "leased.pop()",
+        "KVPAGEPREFIX with LENGTHS leases blocks that the longest length of its reply does not need",
+    ),
+    Mistake(
+        "states-are-not-leased",
+        _COMMANDS + "families.pages.lease",
+        "_lease_longest",
+        "if len(of_states) == len(own):\n            return lengths",
+        "if len(of_states) == len(own):\n            yield from _withdraw(keyspace, of_states, 0)\n            return lengths",
+        "eviction takes the state of a leased length",
+    ),
+    Mistake(
         "evicted-is-still-listed",
         _STORE + "contents",
         "Contents.remove_block",

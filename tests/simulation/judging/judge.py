@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,7 @@ _CHANGE = frozenset(
 )
 _NOT_ON_DISK = "MISCONF Errors writing to disk: "  # and the connection ends
 _ANY_SIZE = 1 << 40  # bytes
+_LEASES = frozenset((b"kvpageprefix", b"kvpagelease", b"exec"))
 _SLACK = 100  # milliseconds that looks at the clock may cost between a lease and the end of its command
 
 
@@ -68,6 +69,7 @@ class Judge:
         self._messages = Messages(self.model, self.fail)
         self.let_go = self.model.let_go  # since this process began
         self.violation: Violation | None = None
+        self._leasing = 0  # number of commands that may have leased blocks
 
     def begin(self, process: Process) -> None:
         """Another process serves."""
@@ -235,6 +237,7 @@ class Judge:
         if asked.end > before:
             self._note_moment()
         asked.streamed = isinstance(reply, Stream)
+        self._note_leasing(asked)
         if asked.changes:
             self._note_stored(asked)
         elif command[0].lower() == b"config" and b"maxmemory" in command:
@@ -332,10 +335,16 @@ class Judge:
     def _note_protection(self, asked: Asked, reply: Any) -> None:
         """Note pins and leases that the reply confirms."""
         name, model = asked.words[0].lower(), self.model
-        if name == b"kvpageprefix" and type(reply) is int and len(model.store.log) == asked.at:
-            names = zip(asked.words[4::2], map(int, asked.words[5::2]), strict=True)
-            for block, _ in zip(names, range(reply), strict=False):
-                model.protect(*block, asked.elapsed - _SLACK + int(asked.words[2]))
+        if name == b"kvpageprefix" and isinstance(reply, int | list):
+            leased = set(_leased_by(asked.words, reply))
+            if len(model.store.log) == asked.at:
+                for block in leased:
+                    model.protect(*block, asked.elapsed - _SLACK + int(asked.words[2]))
+            if asked.leases is not None and asked.leasing == self._leasing:
+                ends = self._ends_of_leases(asked.leases)
+                more = {block for block, end in ends.items() if end > asked.leases[block]} - leased
+                if more:
+                    self.fail(f"{shown(asked.words)} was answered {reply!r:.300} and leased {sorted(more)[:3]}, too")
         if name not in (b"kvpagepin", b"kvpagelease") or type(reply) is not int:
             return
         pages = [int(word) for word in asked.words[3 if name == b"kvpagelease" else 2 :]]
@@ -343,6 +352,23 @@ class Judge:
         if reply == len(blocks) and len(model.store.log) == asked.at:
             for block in blocks:
                 model.protect(*block, asked.elapsed - _SLACK + int(asked.words[2]) if name == b"kvpagelease" else 0)
+
+    def _note_leasing(self, asked: Asked) -> None:
+        """Note the leases of the blocks that a prefix names, before its first step, unless another command in steps may
+        lease them, too.
+        """
+        name = asked.words[0].lower()
+        if name not in _LEASES:
+            return
+        self._leasing += 1
+        others = (one for peer in self.peers for one in peer.unanswered if one is not asked)
+        if name == b"kvpageprefix" and asked.streamed and not any(one.words[0].lower() in _LEASES for one in others):
+            asked.leasing, asked.leases = self._leasing, self._ends_of_leases(_named_by(asked.words))
+
+    def _ends_of_leases(self, names: Iterable[tuple[bytes, int]]) -> dict[tuple[bytes, int], int]:
+        keyspace = self.process.server.keyspace
+        blocks = {name: keyspace.index.block(*name) for name in names}
+        return {name: keyspace.leases.of(block).until if block else 0 for name, block in blocks.items()}
 
     def lost(self, peer: Peer) -> None:
         """A connection is over. Its commands in steps may continue."""
@@ -397,3 +423,20 @@ def _differences(expected: Any, reply: Any) -> str:
 
 def _says_full(piece: Any) -> bool:
     return type(piece) is bytes and piece.startswith(b"-OOM")
+
+
+def _named_by(words: Words) -> list[tuple[bytes, int]]:
+    """Return the blocks and states that a KVPAGEPREFIX names."""
+    end = 4 + 2 * int(words[3])
+    blocks = zip(words[4:end:2], map(int, words[5:end:2]), strict=True)
+    return [*blocks, *zip(words[end + 2 :: 3], map(int, words[end + 3 :: 3]), strict=False)]
+
+
+def _leased_by(words: Words, reply: int | list[int]) -> list[tuple[bytes, int]]:
+    """Return the blocks and states that a KVPAGEPREFIX has leased, by its reply."""
+    if not int(words[2]) or reply == []:
+        return []
+    names, count = _named_by(words), int(words[3])
+    longest = reply if isinstance(reply, int) else reply[-1]
+    needs = map(int, words[4 + 2 * count + 4 :: 3])
+    return [*names[:longest], *(state for state, need in zip(names[count:], needs, strict=True) if need == longest)]

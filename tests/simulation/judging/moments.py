@@ -28,10 +28,12 @@ _MOST_CASES = 64  # of values of keys that are uncertain at a moment
 def agreed_meanwhile(model: Model, talk: Conversation, asked: Asked, reply: Any, now: int) -> bool:
     """Whether a reply that was made in steps was right at some moment of these; an array's parts each at one."""
     name = asked.words[0].lower()
-    if name not in _READS | _SETS or not asked.streamed:
+    if name not in _READS | _SETS | {b"kvpageprefix"} or not asked.streamed:
         return False
     model.store.now = now
     model.store.expire()
+    if name == b"kvpageprefix":
+        return _was_restorable(model, talk, asked, reply)
     if name == b"kvpageverify":
         return _was_verified(model, asked, reply)
     if name in _SETS:
@@ -134,6 +136,19 @@ def _was_verified(model: Model, asked: Asked, reply: Any) -> bool:
     corrupt = set(received[b"corrupt"])
     count = received[b"checked"] + received[b"unchecked"]
     return len(least) <= count <= len(most) and corrupt <= (most if model.rotted else set())
+
+
+def _was_restorable(model: Model, talk: Conversation, asked: Asked, reply: Any) -> bool:
+    """Return whether each length of a prefix was restorable at some moment, and all are in the reply that were at every
+    moment. With a lease, lengths behind the longest of the reply may be missing, because it could not be leased.
+    """
+    if not isinstance(reply, list):
+        return False
+    moments = [frozenset(moment) for moment in _replies(model, talk, asked) if isinstance(moment, list)]
+    always, ever = frozenset.intersection(*moments), frozenset().union(*moments)
+    if int(asked.words[2]):
+        always = frozenset(length for length in always if reply and length < reply[-1])
+    return reply == sorted(set(reply)) and always <= set(reply) <= ever
 
 
 def _was_listed(moments: list[list[May]], reply: list[Any]) -> bool:

@@ -270,7 +270,8 @@ class Pages:
             return between(0, count) if limited else count
         states = [*zip(words[end + 2 :: 3], map(int, words[end + 3 :: 3]), map(int, words[end + 4 :: 3]), strict=True)]
         incomplete = {need for req, page, need in states if self._body(self._keys(req, page)) is None}
-        return ANYTHING if limited else sorted({need for *_, need in states if need <= count} - incomplete)
+        lengths = sorted({need for *_, need in states if need <= count} - incomplete)
+        return one_of(lengths[:end] for end in range(len(lengths), -1, -1)) if limited else lengths
 
     def do_kvpagelease(self, req: bytes, milliseconds: bytes, *pages: bytes) -> Any:
         blocks = list(self._blocks(req, *map(int, pages)))
