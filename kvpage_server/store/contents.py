@@ -183,8 +183,9 @@ class Tier:
     def pages_dropped(self, block: Block) -> None:
         """Process the replacement of a block's pages by an extent."""
 
-    def clear(self) -> None:
-        """Process the removal of all keys."""
+    def clear(self) -> tuple[dict[bytes, Any], ...]:
+        """Process the removal of all keys. Return the tables of the tier, which the caller frees in steps."""
+        return ()
 
     def follows(self, blocks: Sequence[Block]) -> None:
         """Note that each of these blocks extends the one before it."""
@@ -799,9 +800,9 @@ class Contents:
 
     def flush(self) -> Flushed:
         """Remove all keys. The result keeps the values until the caller frees them in steps, or drops it."""
-        self.tier.clear()
+        of_tier = self.tier.clear()
         self.notify("flush", b"")
-        flushed = Flushed(*self.catalogue.clear(), self.eviction_order.units.clear())
+        flushed = Flushed(*self.catalogue.clear(), self.eviction_order.units.clear(), *of_tier)
         self.expiry_order.clear()
         self.leases.clear()
         self.ghosts.clear()

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -454,10 +454,10 @@ class DiskTier(Tier):
         self.account.block_removed(block)
         self.stored.remove_all(each_name_in(block))
 
-    def clear(self) -> None:
-        """Remove everything from the disk."""
-        self.stored.clear()
+    def clear(self) -> tuple[dict[bytes, Any], ...]:
+        """Remove everything from the disk. Return the former tables."""
         self.account.chains.clear()
+        return self.stored.clear()
 
     # -- drops and evictions -------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 from kvpage_server.core import Slot
 from kvpage_server.store.disk.encoding import SetExpiry, ShortText, Value
@@ -229,16 +229,14 @@ class DiskUsage:
         self._on_disk_only.clear()
         self._deferred.clear()
 
-    def clear(self) -> None:
-        """Remove all values and expectations."""
-        self._sizes.clear()
-        self._expected.clear()
-        self._replaced.clear()
-        self._blocks.clear()
+    def clear(self) -> tuple[dict[bytes, Any], ...]:
+        """Remove all values and expectations. Return the former tables, which the caller may free in steps."""
+        old = self._sizes, self._expected, self._replaced, self._blocks, self._on_disk_only, self._deferred
+        self._sizes, self._expected, self._replaced, self._blocks = {}, {}, {}, {}
+        self._on_disk_only, self._deferred = OrderedDict(), OrderedDict()
         self._strays.clear()
-        self._on_disk_only.clear()
-        self._deferred.clear()
         self.used = self.expected = self.replaced = 0
+        return old
 
 
 # -- The values on disk, and their queued changes ----------------------------------------------------------------------
@@ -336,10 +334,9 @@ class Stored:
                 self.usage.expect_removals(written, replaced=replaced)
             self.behind.note_removals(written, [*map(_change_size, written)])
 
-    def clear(self) -> None:
-        """Queue the removal of all values from disk."""
-        self.behind.clear()
-        self.usage.clear()
+    def clear(self) -> tuple[dict[bytes, Any], ...]:
+        """Queue the removal of all values from disk. Return the former tables, which the caller may free in steps."""
+        return *self.behind.clear(), *self.usage.clear()
 
 
 def _change_size(name: bytes) -> int:

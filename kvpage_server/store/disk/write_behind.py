@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import chain
 from queue import Empty, SimpleQueue
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from kvpage_server.page import unix_ms
 from kvpage_server.store.disk.database import Disk
@@ -375,11 +375,12 @@ class WriteBehind(Generic[T]):
         self.position += len(names)
         self._changed()
 
-    def clear(self) -> None:
-        """Queue the removal of all values, which replaces all queued changes."""
-        self._next = Batch(clears=True)
+    def clear(self) -> tuple[dict[bytes, Any], ...]:
+        """Queue the removal of all values, which replaces all queued changes. Return these, to be freed in steps."""
+        old, self._next = self._next, Batch(clears=True)
         self.position += 1
         self._changed()
+        return old.changes, old.removed
 
     def _changed(self) -> None:
         """Plan a commit; without a delay if the queued bytes exceed half of the limit."""

@@ -21,7 +21,9 @@ import pytest
 import redis
 from servers import RunningServer, answers, free_port, start_server
 from test_kvpage_cli import kvpage
+from turns import measured
 from waiting import until
+from wire import encode_command
 
 from kvpage_server.app import _open_store
 from kvpage_server.configuration.config import from_arguments
@@ -583,3 +585,12 @@ def test_a_restart_loads_short_strings_only(tmp_path: Path, size: int) -> None:
         client.set("another", "value")
         assert client.dbsize() == 2001
         assert all(client.get(name) == value for name, value in values.items())
+
+
+def test_a_flush_frees_the_tables_of_the_disk_in_steps(tmp_path: Path) -> None:
+    with measured(directory=tmp_path) as turns:
+        contents = turns.server.keyspace.contents
+        values = [word for i in range(500) for word in (b"key:%d" % i, b"v" * 100)]
+        for last in (b"PING", b"SAVE"):
+            turns.cost(encode_command([b"MSET", *values]), encode_command([last]))
+            assert turns.on_loop(lambda: len(contents.flush())) >= 1500  # entries, places of the policy, and names
