@@ -55,7 +55,7 @@ def _write(url: str, shape: tuple[int, int, int], seconds: float) -> tuple[float
             names = (b"vllm.bench.0123456789abcdef.%064x" % (number * BATCH + at // len(spots)) for at in range(BATCH))
             places = (spots[at % len(spots)] for at in range(BATCH))
             pages = [
-                Page(PageKey(name, layer, head, 0, plane), BODY, DType.F16, 64, 128)
+                Page(PageKey(name, layer, head, 0, plane), BODY, DType.FLOAT16, 64, 128)
                 for name, (layer, head, plane) in zip(names, places, strict=True)
             ]
             client.mset(pages)
