@@ -8,7 +8,7 @@ STORE := redis://127.0.0.1:9221
 CORE := setup.py kvpage_server/core/sources.py $(wildcard kvpage_server/core/native/*.p[xy][xd])
 
 .DEFAULT_GOAL := setup
-.PHONY: setup run chat serve demo test test-connectors test-frameworks test-packages test-elsewhere check soak fuzz sanitize lint format docs bench core demo-cluster cluster cluster-stop lock wheels clean help
+.PHONY: setup run chat serve demo site test-site test test-connectors test-frameworks test-packages test-elsewhere check soak fuzz sanitize lint format docs bench core demo-cluster cluster cluster-stop lock wheels clean help
 
 setup: $(VENV)/dev.stamp $(MODEL)  ## everything: server, engine, development tools, the small model
 
@@ -90,6 +90,13 @@ docs: $(VENV)/dev.stamp  ## the references of commands and parameters, from thei
 	"$(BIN)/python" -m kvpage_server.commands.reference > docs/commands.md
 	"$(BIN)/python" -m kvpage_server.configuration.reference > docs/configuration.md
 
+site: $(VENV)/docs.stamp  ## the documentation as a site, in build/site; warnings are errors
+	"$(BIN)/python" -m sphinx --fail-on-warning --keep-going --quiet docs build/site
+	@echo "build/site/index.html"
+
+test-site: $(VENV)/docs.stamp $(VENV)/dev.stamp  ## the site in a browser: both themes, a phone, search without a network
+	"$(BIN)/python" -m pytest tests/docs/test_site.py tests/docs/test_built_site.py
+
 bench: $(VENV)/dev.stamp $(MODEL)  ## prints the tables of docs/performance.md
 	"$(BIN)/python" -m benchmarks
 
@@ -134,6 +141,10 @@ $(VENV)/dev.stamp: pyproject.toml conf/locks/dev.txt $(CORE) $(VENV)/bin/python
 	tests/install-tools.sh
 	conf/install.sh "$(VENV)" dev
 	touch $@ $(VENV)/engine.stamp $(VENV)/server.stamp
+
+$(VENV)/docs.stamp: conf/locks/docs.txt $(VENV)/bin/python
+	"$(BIN)/python" -m pip install --quiet --require-hashes --requirement conf/locks/docs.txt
+	touch $@
 
 $(MODEL): | $(VENV)/engine.stamp
 	"$(BIN)/kvpage-engine" fetch-model smollm2 --to models/smollm2

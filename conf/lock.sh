@@ -12,3 +12,4 @@ uv=$1
 compile dev --upgrade --no-progress
 compile engine --constraint conf/locks/dev.txt
 compile web --constraint conf/locks/dev.txt
+compile docs --constraint conf/locks/dev.txt

@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
-EXTRAS = ["dev", "engine", "web", "wheels"]
+EXTRAS = ["dev", "docs", "engine", "web", "wheels"]
 _OTHERS = {"vllm", "torch", "lmcache", "sglang", "atheris", "agents", "pydantic_ai", "claude_agent_sdk"}
 ELSEWHERE = _OTHERS | {"pydantic_core", "opentelemetry", "matplotlib"}  # a part of pydantic; other extras
 
