@@ -201,12 +201,19 @@ class Jobs:
         pieces = [blocks[piece] for piece in _pieces(len(blocks), nbytes)]
         return self._joined([self._transfer("load", piece, nbytes, self._receive, end) for piece in pieces])
 
-    def save(self, blocks: Sequence[Block], nbytes: int, end: float | None = None) -> Future[list[bool]]:
+    def save(
+        self, blocks: Sequence[Block], nbytes: int, end: float | None = None, *, threads: int = 1
+    ) -> Future[list[bool]]:
         """Begin to store blocks of `nbytes` bytes each, whose memory must not change until the result has arrived: for
-        each block whether it was stored. They have the same number of pages, and one thread calls them all, so that
-        another is free for loads.
+        each block whether it was stored. They have the same number of pages. At most `threads` threads share the save:
+        while one waits for the server, another sends. The others are free for loads. Only a save of one thread can be
+        abandoned.
         """
-        return self._transfer("save", blocks, nbytes, self._send, end)
+        if threads == 1:
+            return self._transfer("save", blocks, nbytes, self._send, end)
+        step = max(1, -(-len(blocks) // threads))
+        parts = [blocks[start : start + step] for start in range(0, len(blocks), step)]
+        return self._joined([self._transfer("save", part, nbytes, self._send, end) for part in parts])
 
     def abandon(self, saves: Iterable[Future[list[bool]]]) -> None:
         """Cancel saves that wait in the queue, and wait for the others, because their memory will change."""

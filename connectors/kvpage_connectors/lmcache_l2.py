@@ -41,6 +41,7 @@ if lmcache.__version__ not in TRIED:
 _BEGIN = "lmcache."
 _GIB = 1024**3
 _CLOSE = 5.0  # seconds for stores in progress
+_SAVING = 2  # threads that share a store; the others are free for loads
 _STORE, _LOOKUP, _LOAD = "store", "lookup", "load"
 _REMEMBERED = 100_000  # objects whose sizes an adapter knows
 _Part = tuple[Sequence[int], Future[list[bool]]]  # positions of keys in a task, and whether their job did each of them
@@ -132,7 +133,7 @@ class KvpageL2Adapter(L2AdapterInterface):
     # -- tasks ---------------------------------------------------------------------------------------------------------
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        start = partial(_started, self._jobs.save, keys, objects)
+        start = partial(_started, partial(self._jobs.save, threads=_SAVING), keys, objects)
         return self._begin(_STORE, len(keys), start, partial(self._stored, keys, objects))
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:

@@ -44,6 +44,7 @@ logger = logging.getLogger("sglang.kvpage")
 
 _TRIED = "0.5."  # versions of SGLang
 _SHUTDOWN = 4.0  # seconds for transfers in progress
+_SAVING = 2  # threads that share a save; the others are free for loads
 _FRESH = 1.0  # seconds after which a process reads again when the pages were cleared
 _OPTIONS = (  # of `extra_config`; the others are those of SGLang
     "url", "username", "password", "threads", "lookup_seconds", "transfer_seconds", "lease_ms",
@@ -302,7 +303,7 @@ class KvpageHiCache(HiCacheStorage):
     def batch_set_v1(
         self, keys: list[str], host_indices: Any, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        return self._moved([(PoolName.KV, keys, host_indices)], self._jobs.save)[0]
+        return self._moved([(PoolName.KV, keys, host_indices)], partial(self._jobs.save, threads=_SAVING))[0]
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
@@ -312,7 +313,7 @@ class KvpageHiCache(HiCacheStorage):
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        return self._moved_v2(transfers, self._jobs.save)
+        return self._moved_v2(transfers, partial(self._jobs.save, threads=_SAVING))
 
     def _moved_v2(self, transfers: list[PoolTransfer], move: _Move) -> dict[str, list[bool]]:
         pages = [(one.name, one.keys or [], one.host_indices) for one in transfers]
@@ -347,7 +348,7 @@ class KvpageHiCache(HiCacheStorage):
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        moved = self._moved_flat(keys, values, self._jobs.save)
+        moved = self._moved_flat(keys, values, partial(self._jobs.save, threads=_SAVING))
         return len(moved) == len(keys) and all(moved)
 
     @guarded(lambda: list[bool]())

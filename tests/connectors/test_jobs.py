@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from threading import Event, Timer
+from threading import Barrier, Event, Timer
 from typing import Any
 
 import numpy as np
@@ -261,6 +261,22 @@ def test_counts_are_taken_once(engine: Engine) -> None:
     assert engine.load([0, 1], [0, 1]) == [True, False]
     assert engine.jobs.take_counts() == {"load/ok": 1, "load/absent": 1, "load/bytes": NBYTES}
     assert engine.jobs.take_counts() == {}
+
+
+def test_threads_share_a_save(server: RunningServer) -> None:
+    """Two blocks of four wait for each other, which one thread alone could not do."""
+    together = Barrier(2, timeout=60)
+
+    def meet(block: int) -> list[Page]:
+        together.wait()
+        return engine.pages(block, block)
+
+    with engine_on(server.url) as engine:
+        engine.compute()
+        blocks = [partial(meet, 0), partial(engine.pages, 1, 1), partial(meet, 2), partial(engine.pages, 3, 3)]
+        assert engine.jobs.save(blocks, NBYTES, threads=2).result(60) == [True] * 4
+        assert engine.count([0, 1, 2, 3]) == 4
+        assert engine.jobs.save([], NBYTES, threads=2).result(60) == []
 
 
 def test_abandoned_saves_end_or_never_begin(server: RunningServer) -> None:
