@@ -44,7 +44,7 @@ test: $(VENV)/dev.stamp $(MODEL)  ## every test, with real servers, clients and 
 	KVPAGE_CORE=python "$(BIN)/python" -m pytest -n $(WORKERS) -m "not soak and not alone" $(ON_BOTH_CORES)
 	"$(BIN)/python" tests/elsewhere.py --short
 
-test-connectors: $(VENV)/dev.stamp $(MODEL)  ## the connectors with the real vLLM on the CPU; QUICK=1: two contexts, no failures
+test-connectors: $(VENV)/dev.stamp $(MODEL)  ## the connectors with the real vLLM, LMCache and SGLang on the CPU; QUICK=1: two contexts in vLLM, no failures
 	PYTHON="$(BIN)/python" QUICK="$(QUICK)" tests/connectors/run.sh
 
 test-frameworks: $(VENV)/dev.stamp $(MODEL)  ## agent frameworks with the real small model, in an environment of their own

@@ -11,6 +11,7 @@ from benchmarks.findings import Finding, show, write
 from benchmarks.pages import tables
 from benchmarks.pages.batches import absent_findings, batch_findings, block_findings
 from benchmarks.pages.client_costs import client_findings
+from benchmarks.pages.hicache import hicache_findings
 from benchmarks.pages.rounds import Plan
 from benchmarks.pages.single_commands import (
     latency_findings,
@@ -46,7 +47,11 @@ KINDS = {
     ),
     "latency": Kind(latency_findings, "one KVPAGEGET beside redis-server's GET"),
     "small_commands": Kind(small_command_findings, "PING, SET and GET by redis-benchmark, beside redis-server"),
-    "lmcache": Kind(lmcache_findings, "LMCache's own benchmark; the variable LMCACHE says where its command is"),
+    "lmcache": Kind(
+        lmcache_findings,
+        "LMCache's own benchmark, its clients and the plugin; LMCACHE says where its command is",
+    ),
+    "hicache": Kind(hicache_findings, "SGLang's HiCache backend beside PageClient"),
     "default_store": Kind(default_store_findings, "memory and disk beside memory alone"),
     "clients": Kind(client_findings, "the page clients beside redis-py, and beside bare sockets"),
     "watched": Kind(watched_findings, "a server that is scraped, with open dashboards, beside one that nobody watches"),

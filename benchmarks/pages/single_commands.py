@@ -289,7 +289,8 @@ def _small_commands_compared(
 
 # -- LMCache's own benchmark of a store, `lmcache bench l2` ------------------------------------------------------------
 #
-# By its native client, which nobody here wrote: single SET and GET, four sockets with one command outstanding each.
+# By its native client, which nobody here wrote: single SET and GET, four sockets with one command outstanding each. And
+# by the plugin of this project, compared with the native client and valkey-glide on Valkey.
 
 LMCACHE_KEYS = 64  # a round
 LMCACHE_SIZES = {64: 31, 256: 15, 2048: 3}  # KiB of a value, and rounds
@@ -299,7 +300,10 @@ LMCACHE_TARGETS = {  # relative to Valkey
     **{(256, op): Target(1.3, 0.9) for op in ("store", "load")},
     **{(2048, op): Target(1.05, 1.0) for op in ("store", "load")},
 }
+PLUGIN_TARGETS = {size: Target(speed=1.3) for size in (256, 2048)}  # relative to the native client with Valkey
+PLUGIN, GLIDE = "the plugin", "Valkey by valkey-glide"
 _LMCACHE_TIMEOUT = 120  # seconds of a run, at most
+_ROOT = Path(__file__).parents[2]
 
 
 def lmcache_findings(plan: Plan) -> Iterator[Finding]:
@@ -310,27 +314,39 @@ def lmcache_findings(plan: Plan) -> Iterator[Finding]:
         return
     found: dict[tuple[int, str], Passes] = {}
     with ExitStack() as stack:
-        servers = {
-            name: stack.enter_context(start())
-            for name, start in ((OURS, start_kvpage), (VALKEY, start_valkey), (REDIS, start_redis))
-        }
+        ours, valkey, redis = map(stack.enter_context, (start_kvpage(), start_valkey(), start_redis()))
+        runs = {name: (server, _native(server)) for name, server in ((OURS, ours), (VALKEY, valkey), (REDIS, redis))}
+        runs[PLUGIN] = ours, _plugin(ours)
+        runs[GLIDE] = valkey, {"type": "valkey", "startup_nodes": f"127.0.0.1:{valkey.port}", "num_workers": 4}
         for size in (64,) if plan.quick else LMCACHE_SIZES:
             for turn in range(2 * plan.sets):  # twice, because two runs may differ by a third
                 print(f"LMCache, values of {size} KB, round {turn + 1} ...", flush=True)
-                for name, server in servers.items():
+                for name, (server, adapter) in runs.items():
                     for op in ("store", "load"):
-                        passes = found.setdefault((size, op), {each: [] for each in servers})
-                        passes[name].append(_run_lmcache(command, server, op, size))
+                        passes = found.setdefault((size, op), {each: [] for each in runs})
+                        passes[name].append(_run_lmcache(command, server, adapter, op, size))
                     server.admin.flushall()
     for (size, op), passes in found.items():
+        work = f"LMCache, {op} values of {size} KB"
         for other in (VALKEY, REDIS):
             target = LMCACHE_TARGETS[size, op] if other == VALKEY else NO_TARGET
-            yield from beside(f"LMCache, {op} values of {size} KB", passes, OURS, other, target)
+            yield from beside(work, passes, OURS, other, target)
+        for other in (VALKEY, GLIDE):
+            target = PLUGIN_TARGETS.get(size, NO_TARGET) if other == VALKEY else NO_TARGET
+            yield from beside(f"{work} by the plugin", passes, PLUGIN, other, target)
 
 
-def _run_lmcache(command: str, server: Server, op: str, size: int) -> Pass:
+def _native(server: Server) -> dict[str, Any]:
+    return {"type": "resp", "host": "127.0.0.1", "port": server.port, "num_workers": 4}
+
+
+def _plugin(server: Server) -> dict[str, Any]:
+    module = {"module_path": "kvpage_connectors.lmcache_l2", "class_name": "KvpageL2Adapter"}
+    return {"type": "plugin", **module, "adapter_params": {"url": server.url, "transfer_seconds": 60}}
+
+
+def _run_lmcache(command: str, server: Server, adapter: dict[str, Any], op: str, size: int) -> Pass:
     """Run LMCache's benchmark once. Raises CalledProcessError if it fails, AssertionError if an operation failed."""
-    adapter = {"type": "resp", "host": "127.0.0.1", "port": server.port, "num_workers": 4}
     rounds = LMCACHE_SIZES[size]
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "result.json")
@@ -345,9 +361,15 @@ def _run_lmcache(command: str, server: Server, op: str, size: int) -> Pass:
             "--output",
             str(file),
         ]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), str(_ROOT / "connectors")])}
         before = server.cpu_seconds()
         subprocess.run(
-            [command, *words, *options], check=True, capture_output=True, timeout=_LMCACHE_TIMEOUT, cwd=directory
+            [command, *words, *options],
+            check=True,
+            capture_output=True,
+            timeout=_LMCACHE_TIMEOUT,
+            cwd=directory,
+            env=environment,
         )
         cpu = server.cpu_seconds() - before
         result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["metrics"]["op_0"]

@@ -1,4 +1,4 @@
-"""LMCache, an unmodified client: its native RESP client byte for byte, and LMCache itself if it is installed.
+"""LMCache, an unmodified client: its native RESP client byte for byte. `make test-connectors` runs LMCache itself.
 
 That client compares bytes, has one command outstanding on a connection, sends no handshake, and treats any other reply
 as fatal; see `csrc/storage_backends/redis` in LMCache 0.5.
@@ -6,17 +6,11 @@ as fatal; see `csrc/storage_backends/redis` in LMCache 0.5.
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import shutil
 import socket
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-import documents
 import pytest
 from servers import RunningServer, start_server
 from wire import encode_command
@@ -143,95 +137,6 @@ def test_asking_for_everything_does_not_protect_everything() -> None:
         with server.client() as client:
             assert client.info("memory")["used_memory"] <= 17 * MIB
         native.close()
-
-
-PORT = 9221  # of the documented configurations, which are tested
-ADAPTERS = documents.blocks("docs/lmcache.md", "json")
-(REMOTE,) = documents.blocks("docs/lmcache.md", "yaml")
-
-
-def test_documented_configurations_name_plugin_and_clients() -> None:
-    assert [json.loads(adapter)["type"] for adapter in ADAPTERS] == ["plugin", "resp", "valkey"]
-    assert f'remote_url: "redis://127.0.0.1:{PORT}"' in REMOTE
-
-
-ROOT = documents.ROOT
-PLUGIN = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "connectors")])}  # of LMCache's process
-LMCACHE = os.environ.get("LMCACHE") or shutil.which("lmcache")
-needs_lmcache = pytest.mark.skipif(
-    not LMCACHE, reason="needs LMCache: several GB with torch; LMCACHE=... says where its command is"
-)
-
-
-@needs_lmcache
-@pytest.mark.lmcache
-@pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: json.loads(adapter)["type"])
-def test_lmcache_by_its_storage_adapters(adapter: str) -> None:
-    """Its own benchmark, which stores, looks up, reads and compares."""
-    with start_server("--maxmemory", "2gb") as server:
-        description = adapter.replace(str(PORT), str(server.port))
-        words = ["bench", "l2", "--l2-adapter", description, "--num-keys", "32", "--data-size-kb", "256"]
-        options = ["--rounds", "3", "--no-skip-verify", "--lookup-max-hit-rate", "1.0"]
-        command = [str(LMCACHE), *words, *options]
-        environment = {**os.environ, **PLUGIN}
-        result = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=100, env=environment)
-        assert result.returncode == 0, result.stdout + result.stderr
-        with server.client() as client:
-            assert client.info("stats")["keyspace_hits"] >= 96
-
-
-@needs_lmcache
-@pytest.mark.lmcache
-@pytest.mark.parametrize(("faults", "loaded"), [([], 8), ([2, 5], 6)], ids=["plugin", "plugin with faults"])
-def test_lmcache_checks_the_plugin(faults: list[int], loaded: int) -> None:
-    """Its own check, also through its adapter that makes loads fail."""
-    python = Path(str(LMCACHE)).with_name("python")
-    with start_server() as server:
-        adapter = json.loads(ADAPTERS[0].replace(str(PORT), str(server.port)))
-        if faults:
-            adapter = {"type": "fault_inject", "gap_indices": faults, "inner": adapter}
-        command = [python, "-m", "lmcache.v1.basic_check", "--mode", "test_l2_adapter", "--model", "m"]
-        result = subprocess.run(
-            [*command, "--num-keys", "8", "--l2-adapter", json.dumps(adapter)],
-            capture_output=True,
-            encoding="utf-8",
-            timeout=100,
-            env={**os.environ, **PLUGIN},
-        )
-    found = [line.strip() for line in result.stdout.splitlines() if "Validation" in line]
-    assert found == [
-        "Validation: 8/8 correctly absent",
-        "Validation: 8/8 found",
-        f"Validation (loaded): {loaded}/8",
-        f"Validation (content): {loaded}/8",
-    ]
-
-
-@needs_lmcache
-@pytest.mark.lmcache
-def test_lmcache_by_its_remote_backend(tmp_path: Path) -> None:
-    """Its own check of a remote, which goes through redis-py."""
-    python = Path(str(LMCACHE)).with_name("python")
-    with start_server() as server:
-        config = tmp_path / "lmcache.yaml"
-        config.write_text(REMOTE.replace(str(PORT), str(server.port)), encoding="utf-8")
-        process = subprocess.Popen(
-            [python, "-m", "lmcache.v1.basic_check", "--mode", "test_remote"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            encoding="utf-8",
-            env={**os.environ, "LMCACHE_CONFIG_FILE": str(config)},
-        )
-        assert process.stdout
-        received = []
-        for line in process.stdout:
-            received.append(line)
-            if "Performance Results" in line:  # its threads keep it from ending, whatever server it talked to
-                break
-        process.kill()
-        process.wait()
-        process.stdout.close()
-        assert "  Validation (content correct): 5/5 passed (100.0%)\n" in received, "".join(received)
 
 
 def test_a_reply_is_never_split_by_another(server: RunningServer) -> None:
