@@ -23,7 +23,7 @@ class EvictionOrder:
         self._policy = policy
         self._index = index
         every = POLICIES[policy].order()
-        self.quotas = Quotas((), every, POLICIES[policy].order, IN_MEMORY)
+        self.quotas = Quotas((), every, IN_MEMORY)
         self.has_quotas = False
         self._changes = False  # whether a change of policy is not complete
         self.units: Queues | Quotas = every  # `quotas` if there are any
@@ -53,7 +53,7 @@ class EvictionOrder:
         """
         old = {quota.pattern: quota for quota in self.quotas.all}
         every = self._policies()[0]
-        self.quotas = Quotas(rules, every, self.rules.order, index_costs)
+        self.quotas = Quotas(rules, every, index_costs)
         self.has_quotas = bool(rules)
         self.units = self.quotas if rules else every
         for quota in self.quotas.all:
@@ -104,12 +104,13 @@ class EvictionOrder:
             return False
         self.quotas.every = successor(policies[0], kind)
         for quota in self.quotas.all:
-            quota.units = successor(quota.units, kind)
+            if quota.known_units is not None:
+                quota.known_units = successor(quota.known_units, kind)
         self.units = self.quotas if self.has_quotas else self.quotas.every
         return True
 
     def _policies(self) -> list[Queues]:
-        """Return the policy of all units, and then the policy of each quota."""
+        """Return the policy of all units, and then the policy of each quota that has one."""
         if isinstance(self.units, Quotas):
-            return [self.units.every, *(quota.units for quota in self.units.all)]
+            return [self.units.every, *(quota.units for quota in self.units.all if quota.known_units is not None)]
         return [self.units]

@@ -54,17 +54,36 @@ class Rule(NamedTuple):
 class Quota:
     """The units whose names match a pattern, their sizes, and the policy that orders their eviction."""
 
-    __slots__ = ("bytes", "costs", "evicted", "index", "index_costs", "limit", "pattern", "sizes", "units")
+    __slots__ = (
+        "_begin",
+        "bytes",
+        "costs",
+        "evicted",
+        "index",
+        "index_costs",
+        "known_units",
+        "limit",
+        "pattern",
+        "sizes",
+    )
 
-    def __init__(self, rule: Rule, units: Queues, index_costs: IndexCosts) -> None:
+    def __init__(self, rule: Rule, begin: Callable[[], Queues], index_costs: IndexCosts) -> None:
         self.pattern, self.limit = rule.pattern, rule.limit
         self.bytes = 0  # the sum of `sizes`
         self.sizes: dict[Unit, int] = {}  # bytes of every unit that was counted
         self.index = 0  # the sum of `costs`
         self.costs: dict[Unit, int] = {}  # bytes of the index of every unit in `sizes`
         self.index_costs = index_costs
-        self.units = units  # the policy
         self.evicted = 0  # number of keys that were evicted because of this quota
+        self._begin = begin  # creates the policy
+        self.known_units: Queues | None = None  # the policy, None before its first use
+
+    @property
+    def units(self) -> Queues:
+        """The policy. The first use creates it, because a thousand of them would take 30 ms."""
+        if self.known_units is None:
+            self.known_units = self._begin()
+        return self.known_units
 
     @property
     def is_over(self) -> bool:
@@ -91,18 +110,21 @@ class Quotas:
     The object has the methods of a policy. It passes uses and removals to `every` and to the policy of a unit's quota.
     """
 
-    def __init__(
-        self, rules: Sequence[Rule], every: Queues, make: Callable[[], Queues], index_costs: IndexCosts
-    ) -> None:
+    def __init__(self, rules: Sequence[Rule], every: Queues, index_costs: IndexCosts) -> None:
         self.every = every
-        self._quotas = [Quota(rule, make(), index_costs) for rule in rules]
+        self._quotas = [Quota(rule, self._begin, index_costs) for rule in rules]
         self.limits = sum(quota.limit for quota in self._quotas)  # bytes of all limits together
         self._numbers = {quota: number for number, quota in enumerate(self._quotas)}
         self._patterns = Patterns[Quota]()
         for rule, quota in zip(rules, self._quotas, strict=True):
             self._patterns.add(rule.pattern, quota, rule.matches)
-            quota.units.now = every.now
         self._names: dict[bytes, Quota | None] = {}  # cached results of `named`
+
+    def _begin(self) -> Queues:
+        """Return a new policy of the class of the whole store's."""
+        units = type(self.every)()
+        units.now = self.every.now
+        return units
 
     def __len__(self) -> int:
         return len(self.every)
@@ -128,7 +150,8 @@ class Quotas:
         if now != self.every.now:
             self.every.now = now
             for quota in self._quotas:
-                quota.units.now = now
+                if quota.known_units is not None:
+                    quota.known_units.now = now
 
     # -- quotas of units --------------------------------------------------------------------------------------------
 
@@ -208,5 +231,6 @@ class Quotas:
         for quota in self._quotas:
             quota.bytes = quota.index = 0
             quota.sizes, quota.costs = {}, {}
-            quota.units.clear()
+            if quota.known_units is not None:
+                quota.known_units.clear()
         return self.every.clear()

@@ -457,6 +457,19 @@ def test_many_quotas_cost_a_command_nothing() -> None:
     assert count(1000) < 1.1 * count(1)
 
 
+def test_a_quota_without_values_has_no_policy_of_its_own() -> None:
+    here = Here()
+    patterns = [b"a*", b"b*", b"c*"]
+    here.keyspace.quotas.set_rules([Rule(pattern, 10**6, glob(pattern)) for pattern in patterns])
+    here.call("SET", "b", "x")
+    here.call("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+    here.keyspace.sweep(0, 100)
+    a, b, c = here.keyspace.eviction_order.quotas.all
+    assert (a.known_units, c.known_units) == (None, None)
+    assert [type(quota.units) for quota in (a, b, c)] == [type(here.keyspace.eviction_order.quotas.every)] * 3
+    assert [*b.units] == [b"b"]
+
+
 def test_a_batch_that_fits_is_not_refused_half_way(client: redis.Redis) -> None:
     """The first values grow past the quota for as long as the last has not become smaller."""
     client.config_set("maxmemory-policy", "noeviction")
