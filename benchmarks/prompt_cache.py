@@ -23,7 +23,6 @@ from benchmarks.servers import start_kvpage
 ADDED_MS = 2.0  # target: milliseconds that an API adds to the first token of a chat, at most
 PREWARMED = 1.1  # target: the first token of a pre-warmed prompt, in those of a hot one, at most
 ANSWER = 2  # tokens
-WORDS = 400  # of the system's text
 SETTLE_SECONDS = 0.3  # after an answer, for the writes of its context
 INTRO = (
     "SmolLM2-135M in float32 over HTTP, the page server and the engine a process each; milliseconds to the first token "
@@ -167,8 +166,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args(arguments).quick
     words = files("engine.demo").joinpath("handbook.txt").read_text(encoding="utf-8").split() * 2
-    rounds, prompts = (8, 6) if quick else (40, 24)
-    systems = [f"Copy {i}. {' '.join(words[i : i + WORDS])}" for i in range(prompts)]
+    rounds, prompts, length = (4, 4, 40) if quick else (40, 24, 400)
+    systems = [f"Copy {i}. {' '.join(words[i : i + length])}" for i in range(prompts)]
     with start_kvpage() as store, ours(store.url) as api:
         findings = [*added(api, systems[0][::-1], rounds), *prewarmed(api, systems)]
     show(findings, "The prompt cache over HTTP")
