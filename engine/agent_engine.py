@@ -77,6 +77,7 @@ class Answer:
     kept: KeptContext | None = None  # the part with a lifetime, if the prompt has lifetimes
     block: str | None = None  # the name of the last full block of the context
     hints: Sequence[tuple[str, str]] | None = None  # ids and results of the request's hints
+    states: tuple[int, ...] | None = None  # positions at which other prompts can continue its context; None for all
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,6 +388,7 @@ class AgentEngine:
                         job.tokens,
                         within=self._store.restore_within - job.restore_seconds,
                         named=job.keep,
+                        lifetimes=job.lifetimes,
                     )
                 job.loading.add_done_callback(self.wake)
                 ahead += 1
@@ -526,7 +528,8 @@ class AgentEngine:
         def publish(blocks: AgentBlocks) -> None:
             if len(blocks) > job.reach:
                 claim, job.claim = job.claim, None  # the store releases the claim when the server has the blocks
-                store.publish(blocks, claim, label=None if job.keep else job.label)
+                inherited = None if job.lifetimes is None else job.lifetimes.of_context(())
+                store.publish(blocks, claim, label=None if job.keep else job.label, lifetimes=inherited)
             self._release(job)
 
         return publish
@@ -550,6 +553,8 @@ class AgentEngine:
         if self._store and done.blocks.blocks:
             names = None if job.keep else self._store.names_of(done.blocks)
             answer = replace(answer, context=names, block=self._store.block_name(done.blocks))
+        if self._batch.spec.has_state:
+            answer = replace(answer, states=tuple(done.blocks.states))
         if self._store and not done.error:
             self._store.answered(answer.reuse.tier, answer.reuse.tokens, computed)
         lifetimes = None if done.error else job.lifetimes

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -112,7 +113,9 @@ class Contexts:
         worker, store = self.model.worker, self.model.engine.store
         assert worker
         asked = None if tokens is None else [*tokens, 0]  # of a prompt, the last token is never loaded
-        loading = await asyncio.to_thread(store.begin_load, agent_id, asked, named=tokens is None)
+        lifetimes = Lifetimes((), self.tenant.name, self.service.tokens.count)
+        begin = partial(store.begin_load, agent_id, asked, named=tokens is None, lifetimes=lifetimes)
+        loading = await asyncio.to_thread(begin)
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         loading.add_done_callback(lambda: loop.call_soon_threadsafe(ended.set))
         await ended.wait()

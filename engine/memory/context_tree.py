@@ -74,6 +74,7 @@ class _Lifetime(NamedTuple):
     seconds: int
     tokens: int  # of the block that are to be kept, from its beginning
     tenant: str
+    share: int  # bytes that may be kept for the tenant
 
 
 class _Seen(NamedTuple):
@@ -271,10 +272,10 @@ class ContextTree:
         """Keep the first blocks of a context of the tree for their lifetimes: others are evicted before them. All kept
         blocks take at most half of the tree's memory, and those of a tenant its share of that.
         """
+        self._settle()
         now, wall = time.monotonic(), unix_ms()
-        protected = self._protected()
-        sizes = self._sizes(protected)
-        most, tenant, total = self._max_bytes // 2, lifetimes.tenant, sizes.total()
+        protected, most = self._protected(), self._max_bytes // 2
+        tenant, share, sizes = lifetimes.tenant, most // lifetimes.tenants, self._sizes(protected)
         end, tokens, until = 0, 0, 0
         for one in self._nodes_of(context):
             start, end = end, end + len(one.tokens)
@@ -283,16 +284,14 @@ class ContextTree:
             node = self._holder(one)
             if node is None:
                 return KeptContext(tokens, until, "the engine's memory has no room for the context")
-            known = self._kept.get(node.name)
             if node.name not in protected:
                 sizes[tenant] += node.block.nbytes
-                total += node.block.nbytes
-                if total > most or sizes[tenant] > most // lifetimes.tenants:
+                if sizes.total() > most or sizes[tenant] > share:
                     return KeptContext(tokens, until, FULL)
             count = min(end, lifetimes.end(seconds)) - start
-            if known:
+            if known := self._kept.get(node.name):
                 seconds, count = max(seconds, known.seconds), max(count, known.tokens)
-            self._kept[node.name] = _Lifetime(now + seconds, seconds, count, tenant)
+            self._kept[node.name] = _Lifetime(now + seconds, seconds, count, tenant, share)
             self._ended.pop(node.name, None)
             self._first_end = min(self._first_end, now + seconds)
             if start < lifetimes.tokens:
@@ -328,15 +327,12 @@ class ContextTree:
             sizes[tenant] += self._nodes[name].block.nbytes
         return sizes
 
-    def renew(self, context: AgentBlocks) -> bool:
-        """Begin the lifetimes of a context's blocks anew, because a prompt has reused them. Return whether any has
-        one.
-        """
+    def renew(self, context: AgentBlocks) -> None:
+        """Begin the lifetimes of a context's blocks anew, because a prompt has reused them."""
         self._settle()
         now, names = time.monotonic(), self.names(context.agent_id, context.tokens)
         kept = {name: self._kept[name] for name in names if name in self._kept}
         self._kept |= {name: one._replace(until=now + one.seconds) for name, one in kept.items()}
-        return bool(kept)
 
     def lifetimes(self, context: AgentBlocks) -> list[tuple[int, int]]:
         """Return pairs of the first tokens of a context and the seconds of their lifetime, up to the first block
@@ -407,19 +403,20 @@ class ContextTree:
             if common_prefix(other.tokens, context.tokens):
                 self._add(self._nodes_of(other), other.agent_id)
 
-    def forget_blocks(self, names: Sequence[str]) -> None:
+    def forget_blocks(self, names: Sequence[str]) -> int:
         """Drop the blocks with these names from the last on, until one that an agent references or another context
-        continues.
+        continues. Return the number of names up to that block.
         """
         held = {found.block_id for found in self._pool.references() if found.agent_id != HOLDER}
-        for name in reversed(names):
-            node = self._nodes.get(name)
-            if node and (node.block.block_id in held or name in self._children):
-                break
+        for i in reversed(range(len(names))):
+            node = self._nodes.get(names[i])
+            if node and (node.block.block_id in held or names[i] in self._children):
+                return i + 1
             if node:
                 self._order.removed(node.key)
                 self._drop(node)
                 self._publish_removed([node])
+        return 0
 
     def context_of(self, name: str) -> AgentBlocks | None:
         """Return the blocks up to the full block `name`; None if they are not all in the tree."""
@@ -552,38 +549,39 @@ class ContextTree:
         known = self._nodes.get(node.name)
         if known and (known.covers(node) or (known.block.state is not None and node.block.state is None)):
             return known
-        lifetime: _Lifetime | None = None
+        lifetimes: list[_Lifetime | None] = []  # of the nodes that it replaces
         pin: _Pin | None = None
         # A longer sibling may cover this node, and this node may cover shorter siblings.
         longer, shorter = self._sides(node.parent, node.tokens)
         if known:
             node.used, node.stored = known.used, known.stored and known.block.states == node.block.states
             node.withheld = known.withheld
-            lifetime, pin = self._kept.get(known.name), self._pins.get(known.name)
-            self._drop(known)
+            pin = self._pins.get(known.name)
+            lifetimes.append(self._drop(known))
         elif covering := next((other for other in longer if other.covers(node)), None):
             return covering
         for other in shorter:
             if len(other.tokens) < len(node.tokens) and node.covers(other):
-                lifetime = self._kept.get(other.name, lifetime)
                 self._order.removed(other.key)
-                self._drop(other)
+                lifetimes.append(self._drop(other))
         self._pool.share([node.block.block_id], HOLDER)
         self._nodes[node.name] = node
-        if lifetime:
-            self._kept[node.name] = lifetime
         if pin:
             self._pins[node.name] = pin
+        for lifetime in sorted(filter(None, lifetimes)):  # the last one ends last
+            sizes = self._sizes(self._protected() | {node.name: lifetime.tenant})
+            if sizes.total() <= self._max_bytes // 2 and sizes[lifetime.tenant] <= lifetime.share:
+                self._kept[node.name] = lifetime
         at, siblings = self._place(node.parent, node.tokens)
         siblings.insert(at, node)
         self._children[node.parent] = siblings
         self.nbytes += node.block.nbytes
         return node
 
-    def _drop(self, node: _Node) -> None:
-        """Remove a node from the tree. The caller updates the eviction policy."""
+    def _drop(self, node: _Node) -> _Lifetime | None:
+        """Remove a node from the tree, and return its lifetime. The caller updates the eviction policy."""
         del self._nodes[node.name]
-        self._kept.pop(node.name, None)
+        lifetime = self._kept.pop(node.name, None)
         self._ended.pop(node.name, None)
         self._pins.pop(node.name, None)
         at, siblings = self._place(node.parent, node.tokens)
@@ -592,6 +590,7 @@ class ContextTree:
             del self._children[node.parent]
         self.nbytes -= node.block.nbytes
         self._pool.free([node.block.block_id], HOLDER)
+        return lifetime
 
     def _add(self, path: Sequence[_Node], agent_id: str) -> None:
         """Add the nodes of an agent's context. Only new nodes count as used. If they replace a shorter node, a client

@@ -45,6 +45,12 @@ class Lifetimes:
         """Keep the first tokens of the context for the lifetimes that they have from earlier requests, too."""
         self._inherited = pairs
 
+    def of_context(self, pairs: Sequence[tuple[int, int]]) -> Lifetimes:
+        """Return lifetimes for the same tenant: `pairs` of tokens and seconds that a context has already."""
+        found = Lifetimes((), self.tenant, self.tenants)
+        found.inherit(pairs)
+        return found
+
     @property
     def tokens(self) -> int:
         """The number of tokens for which the request wants a lifetime. The report is about these."""

@@ -41,6 +41,7 @@ class Publication:
     names: tuple[str, ...]  # of its blocks
     on_end: Callable[[], object] | None = None  # called once: when it is written, or when the server fails
     lifetimes: Lifetimes | None = None  # for which the server keeps it
+    answering: bool = False  # whether it is the prompt of an answer that is not complete
 
     @property
     def nbytes(self) -> int:
@@ -284,7 +285,9 @@ class Flusher:
             async def save(context: AgentBlocks) -> int | None:
                 nonlocal failed
                 assert self._pages
-                saved = await self._pages.publish_async(context, label=publication.label)
+                saved = await self._pages.publish_async(
+                    context, label=publication.label, answering=publication.answering
+                )
                 failed = saved is None
                 if saved and publication.lifetimes:
                     kept = await self._pages.keep_async(context, publication.lifetimes)

@@ -22,16 +22,17 @@ are detected, wherever the fault occurred. A mismatch is a miss, with its reason
 from __future__ import annotations
 
 import uuid
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import Any, Protocol, TypeVar
 
 from kvpage_server.client import Refused, Unsupported
 from kvpage_server.client.cluster.plan import GONE
-from kvpage_server.client.raw_commands import RawCommand, ok_or_not, text, up_to
+from kvpage_server.client.raw_commands import Kept, RawCommand, ok_or_not, text, up_to
+from kvpage_server.client.raw_commands import kept as kept_of
 from kvpage_server.page import SEGMENT, tag_of
 from kvpage_server.tracing import current, span
 
@@ -45,7 +46,7 @@ from .server import block_writer, reference_counts, reference_marks, tails
 from .server.block_writer import Saved, Write
 from .server.connection import OUTAGES, CircuitBreaker, Outage, ServerConnection
 from .server.fetch import Fetch
-from .server.lookup import FetchRequest, Remote
+from .server.lookup import MOST_BRANCHES, FetchRequest, Remote
 from .server.manifest import BlockLayout, BlockPlace, ContextManifest, Miss, manifest_key
 from .server.reference_counts import ManifestMaker, label_key
 from .server.restore_planner import Rates
@@ -55,6 +56,7 @@ T = TypeVar("T")
 Work = Coroutine[Any, Any, T]
 DEADLINE = 5.0  # default time limit of a request, in seconds
 RESTORE_SECONDS = 10.0  # default time limit of a load
+MOST_UNSAVED = 256  # prompts of named agents that are remembered until their answers are saved
 NOT_STORED = "the page server has not stored the next block, which may be evicted or too short"
 
 
@@ -66,8 +68,10 @@ class References(Protocol):
     ) -> Work[Saved]:
         """Write blocks, then the agent's manifest of them."""
 
-    def copy(self, connection: ServerConnection, agent_id: str, new_id: str, fingerprint: int, /) -> Work[bool]:
-        """Give an agent the context of another. Return whether there was one."""
+    def copy(
+        self, connection: ServerConnection, agent_id: str, new_id: str, fingerprint: int, /
+    ) -> Work[Mapping[str, bytes | None] | None]:
+        """Give an agent the context of another. Return its own manifest by key; None if the other has no context."""
 
     def delete(self, connection: ServerConnection, agent_id: str, /) -> Work[dict[str, bytes]]:
         """Delete an agent's contexts, of any model. Return their manifests by key."""
@@ -121,6 +125,9 @@ class PageTier:
         self._references: References = reference_marks if self._connection.several else reference_counts
         self._remote = Remote(self._connection, spec, self._layout, pool)
         self._token = uuid.uuid4().hex  # the value of this engine's claims, by which it recognises them
+        # The prompts of named agents whose answers are not saved, by agent and name of the last block. If an answer is
+        # cancelled, its prompt is forgotten with the agent's context.
+        self._unsaved: OrderedDict[tuple[str, str], ContextNames] = OrderedDict()
 
     @property
     def breaker(self) -> CircuitBreaker:
@@ -194,9 +201,9 @@ class PageTier:
         """Store a context as `save_async` does, and wait for it."""
         return self.loop.run(self.save_async(context))
 
-    def publish(self, context: AgentBlocks, *, label: str | None = "") -> Saved | None:
+    def publish(self, context: AgentBlocks, *, label: str | None = "", answering: bool = False) -> Saved | None:
         """Store a context without a name as `publish_async` does, and wait for it."""
-        return self.loop.run(self.publish_async(context, label=label))
+        return self.loop.run(self.publish_async(context, label=label, answering=answering))
 
     async def save_async(self, context: AgentBlocks) -> Saved | None:
         """Store a context: the missing blocks, the agent's manifest, and the records that name the blocks. Return None
@@ -229,15 +236,19 @@ class PageTier:
         async def record() -> None:
             await tails.record(connection, self._layout, spec, manifest, saved.places)
             await self._forget_records({manifest_key(agent_id, spec.fingerprint): before}, agent_id)
+            await self._forget_unsaved(agent_id)
 
         await self._complete(saved, record())
         return saved  # its blocks and the manifest are stored
 
-    async def publish_async(self, context: AgentBlocks, *, label: str | None = "") -> Saved | None:
+    async def publish_async(
+        self, context: AgentBlocks, *, label: str | None = "", answering: bool = False
+    ) -> Saved | None:
         """Store a context without a name, for all prompts with a common prefix. The agent's manifest is not changed.
 
         A last block with few tokens is not stored (see `least_tail`). `label` is the text that `kvpage ls` shows for
-        the context. It is None for the context of a named agent: then only full blocks are stored.
+        the context. It is None for the context of a named agent: then only full blocks are stored. If the agent is
+        `answering` this prompt, and does not save the answer, the next change of its context forgets the prompt.
         """
         context.validate(self._spec)
         size = self._spec.block_tokens
@@ -248,6 +259,11 @@ class PageTier:
             return Saved(0, 0, 0)
         states = () if label is None else context.stored_states
         manifest, parts = await self.loop.on_block_thread(lambda: self._parts(context, states))
+        if label is None and answering:
+            names = tails.names_of(context.agent_id, context.tokens, self._spec)
+            self._unsaved[context.agent_id, names.blocks[-1]] = names
+            if len(self._unsaved) > MOST_UNSAVED:
+                self._unsaved.popitem(last=False)
         return await self._report_save(self._publish(manifest, parts, label))
 
     async def _publish(self, manifest: ContextManifest, parts: block_writer.Parts, label: str | None) -> Saved:
@@ -285,7 +301,7 @@ class PageTier:
 
     async def _keep(self, manifest: ContextManifest, places: list[BlockPlace], lifetimes: Lifetimes) -> KeptContext:
         keep = partial(self._connection.server.keep, tenant=lifetimes.tenant, tenants=lifetimes.tenants)
-        reach, until = 0, 0
+        reach, ends = 0, list[int]()  # the ends of the lifetimes of the request's tokens
         for seconds, run in _runs(lifetimes, sorted(places, key=lambda place: (place.start, place.end))):
             keys = [(key, place) for place in run for key in self._layout.keys(place)]
             try:
@@ -295,20 +311,29 @@ class PageTier:
             if kept.keys < len(keys):
                 start = keys[kept.keys][1].start
                 if start >= lifetimes.tokens:
-                    return KeptContext(lifetimes.tokens, until or kept.until)
-                until = (until or kept.until) if start else 0
+                    break
+                ends += [kept.until] if kept.keys else []
                 for covering in await self._covering(manifest, start, lifetimes.tokens):
                     again = await keep(covering, seconds)
                     if again.keys == len(covering):
-                        return KeptContext(lifetimes.tokens, min(until or again.until, again.until))
-                return KeptContext(start, until, NOT_STORED if kept.why == "absent" else kept.why)
+                        return KeptContext(lifetimes.tokens, min([*ends, again.until]))
+                why = NOT_STORED if kept.why == "absent" else kept.why
+                return KeptContext(start, min(ends, default=0) if start else 0, why)
             reach = max(place.end for place in run)
+            finding = self._finding(manifest, reach)
+            found = [kept, *await self._keep_each(finding, seconds, lifetimes.tenant, lifetimes.tenants)]
             if run[0].start < lifetimes.tokens:
-                until = min(until or kept.until, kept.until)
-            for key in self._finding(manifest, reach):
-                await keep([key], seconds)
+                if refused := next((one.why for one in found if one.why not in ("", "absent")), ""):
+                    return KeptContext(run[0].start, min(ends, default=0), refused)
+                ends += [one.until for one in found if one.keys]
             self._connection.progressed()
-        return KeptContext(min(reach, lifetimes.tokens), until)
+        return KeptContext(min(reach, lifetimes.tokens), min(ends, default=0))
+
+    async def _keep_each(self, keys: Sequence[bytes], seconds: int, tenant: str = "", tenants: int = 1) -> list[Kept]:
+        """Give the value of each of some keys a lifetime, or begin its own anew with 0 seconds, in one pipeline."""
+        words = "KVPAGEKEEP", tenant, tenants, seconds
+        asked = [RawCommand([*words, key], kept_of(1), key=len(words)) for key in keys]
+        return await self._connection.ask(asked) if asked else []
 
     async def _covering(self, manifest: ContextManifest, start: int, end: int) -> list[list[bytes]]:
         """Return the keys of each longer block that has the tokens of a context between two positions, and the keys of
@@ -317,13 +342,13 @@ class PageTier:
         size, tokens = self._spec.block_tokens, manifest.tokens[start:end]
         if start % size or len(tokens) >= size:
             return []
-        chain = self._spec.chain(manifest.agent_id, manifest.tokens)
-        parent = Parent(manifest.names[: start // size], chain, self._layout.together)
-        found = await tails.covering(self._connection, self._spec, parent, tokens)
-        blocks = [[key for place in places for key in self._layout.keys(place)] for places in found]
-        return [[*keys, *self._finding(manifest, end)] for keys in blocks]
+        found = await tails.reusable(self._connection, self._spec, self._parent(manifest, start), tokens)
+        least = len(tokens) - self._spec.has_state
+        blocks = [places for count, places in found if count >= least]
+        finding = self._finding(manifest, end)
+        return [[*(key for place in places for key in self._layout.keys(place)), *finding] for places in blocks]
 
-    def keep_anew(self, context: AgentBlocks, on_renewed: Callable[[KeptContext], object] = lambda _: None) -> None:
+    def keep_anew(self, context: AgentBlocks, on_renewed: Callable[[KeptContext], object]) -> None:
         """Start to begin the lifetimes anew that the first blocks of a context have on the server. If they have one,
         call `on_renewed` with the part that is kept, on the loop's thread.
         """
@@ -344,23 +369,39 @@ class PageTier:
             kept = await keep([key for key, _ in keys], 0)
         except Unsupported:
             return KeptContext(0, 0)
-        reach = len(context) if kept.keys == len(keys) else keys[kept.keys][1].start
+        reach, ends = len(context), [kept.until] if kept.keys else []
+        others: list[BlockPlace] = []  # of the last block, if the server has another one with the same first tokens
+        if kept.keys < len(keys):
+            reach = keys[kept.keys][1].start
+            rest = manifest.tokens[reach : reach + self._spec.block_tokens]
+            if reach or kept.why == "absent":
+                found = await tails.reusable(self._connection, self._spec, self._parent(manifest, reach), rest)
+                for count, (block, *behind) in found[:MOST_BRANCHES]:
+                    last = await keep(layout.keys(block), 0)
+                    if not last.why:
+                        reach, ends, others = reach + count, [*ends, last.until], behind
+                        break
+        if not reach or not ends:
+            return KeptContext(0, 0)
         states = [*(place.state() for place in blocks), *manifest.inner_places(self._spec, layout.together)]
-        found = [key for place in states if place.end <= reach for key in layout.keys(place)]
-        for key in [*found, *self._finding(manifest, reach)] if reach else ():
-            await keep([key], 0)
-        return KeptContext(reach, kept.until)
+        places = {*others, *(place for place in states if place.end <= reach)}
+        more = [key for place in places for key in layout.keys(place)]
+        await self._keep_each([*more, *self._finding(manifest, reach)], 0)
+        return KeptContext(reach, min(ends))
 
     def _finding(self, manifest: ContextManifest, end: int) -> list[bytes]:
         """Return the keys of strings by which the block of a context is found that ends at `end`: the agent's manifest,
         if there is one, and the records of the block before it.
         """
-        size = self._spec.block_tokens
-        start = (end - 1) // size * size
-        chain = self._spec.chain(manifest.agent_id, manifest.tokens)
-        parent = Parent(manifest.names[: start // size], chain, self._layout.together)
+        start = (end - 1) // self._spec.block_tokens * self._spec.block_tokens
+        parent = self._parent(manifest, start)
         names = [] if is_unnamed(manifest.agent_id) else [manifest_key(manifest.agent_id, self._spec.fingerprint)]
         return [key.encode() for key in (*names, *parent.records(manifest.tokens[start:end], self._spec))]
+
+    def _parent(self, manifest: ContextManifest, start: int) -> Parent:
+        """Return the blocks of a context before the one that begins at `start`."""
+        chain = self._spec.chain(manifest.agent_id, manifest.tokens)
+        return Parent(manifest.names[: start // self._spec.block_tokens], chain, self._layout.together)
 
     def _parts(self, context: AgentBlocks, states: Sequence[int]) -> tuple[ContextManifest, block_writer.Parts]:
         """Return the manifest of a context with states after the positions `states`, and the arrays of its places."""
@@ -394,9 +435,12 @@ class PageTier:
         self.save_failure = next(iter(failures), None)
         return saved
 
-    def forget(self, names: ContextNames) -> None:
-        """Delete a context without a name, except blocks that other contexts continue or a manifest names."""
-        self._ask(tails.forget(self._connection, self._spec, names, self._layout.together))
+    def forget(self, names: ContextNames) -> int:
+        """Delete a context without a name, except blocks that other contexts continue or a manifest names. Return the
+        number of its first blocks that stay, which is all of them if the server does not answer.
+        """
+        left = self._ask(tails.forget(self._connection, self._spec, names, self._layout.together))
+        return len(names.blocks) if left is None else left
 
     # -- agents ----------------------------------------------------------------------------------------------------
 
@@ -408,7 +452,15 @@ class PageTier:
         """
         if root_of(check_agent_id(agent_id)) != root_of(check_agent_id(new_id)):
             raise BlockError(f"a fork belongs to its agent's tenant: {new_id!r} cannot be one of {agent_id!r}")
-        return self._ask(self._references.copy(self._connection, agent_id, new_id, self._spec.fingerprint))
+        return self._ask(self._fork(agent_id, new_id))
+
+    async def _fork(self, agent_id: str, new_id: str) -> bool:
+        replaced = await self._references.copy(self._connection, agent_id, new_id, self._spec.fingerprint)
+        if replaced is None:
+            return False
+        await self._forget_records(replaced, new_id)
+        await self._forget_unsaved(new_id)
+        return True
 
     def delete(self, agent_id: str) -> bool | None:
         """Delete an agent's contexts, of any model, except blocks that others use. Return whether there were any; None
@@ -418,6 +470,7 @@ class PageTier:
     async def _delete(self, agent_id: str) -> bool:
         deleted = await self._references.delete(self._connection, agent_id)
         await self._forget_records(deleted, agent_id)
+        await self._forget_unsaved(agent_id)
         return bool(deleted)
 
     async def _forget_records(self, manifests: Mapping[str, bytes | None], agent_id: str) -> None:
@@ -432,6 +485,11 @@ class PageTier:
                 continue
             names = tails.names_of(manifest.owner, manifest.tokens, spec)
             await tails.forget(self._connection, spec, names, self._layout.together)
+
+    async def _forget_unsaved(self, agent_id: str) -> None:
+        """Delete the prompts of an agent whose answers were not saved, except blocks that others use."""
+        for key in [key for key in self._unsaved if key[0] == agent_id]:
+            await tails.forget(self._connection, self._spec, self._unsaved.pop(key), self._layout.together)
 
     def agents(self) -> list[str]:
         """Return the agents that have a context for this model."""
@@ -539,12 +597,8 @@ def _milliseconds(seconds: float) -> int:
 
 
 def _runs(lifetimes: Lifetimes, places: Sequence[BlockPlace]) -> list[tuple[int, list[BlockPlace]]]:
-    """Return the places that are to be kept, in order, grouped by their seconds."""
-    found: list[tuple[int, list[BlockPlace]]] = []
-    for place in places:
-        if not (seconds := lifetimes.seconds(place.start)):
-            continue
-        if not found or found[-1][0] != seconds:
-            found.append((seconds, []))
-        found[-1][1].append(place)
-    return found
+    """Return the places that are to be kept, in order, grouped by their seconds. Those of the request's tokens are
+    apart from others.
+    """
+    runs = groupby(places, key=lambda place: (lifetimes.seconds(place.start), place.start < lifetimes.tokens))
+    return [(seconds, list(run)) for (seconds, _), run in runs if seconds]

@@ -172,28 +172,36 @@ class AgentCacheStore:
         *,
         within: float | None = None,
         named: bool = True,
+        lifetimes: Lifetimes | None = None,
     ) -> Loading:
         """Begin a load, as `load` does, and return without waiting. It takes at most `within` seconds (default:
         `restore_within`).
 
-        If the agent is not `named`, its id stands for one prompt: it has no context of its own.
+        If the agent is not `named`, its id stands for one prompt: it has no context of its own. The lifetimes of the
+        found blocks begin anew; they count for the tenant of `lifetimes`.
         """
+        lifetimes = Lifetimes(()) if lifetimes is None else lifetimes
         check_agent_id(agent_id)
         tokens = None if tokens is None else token_ids(tokens)
         within = self.restore_within if within is None else within
         with self._lock:
-            memory = self._find_in_memory(agent_id, tokens)
+            memory = self._find_in_memory(agent_id, tokens, lifetimes)
             own = self._hot.look(agent_id)
             if named:
                 enough = bool(own and (own.whole if tokens is None else not self._missing(tokens, memory.reach)))
             else:
                 enough = tokens is not None and len(tokens) - 1 - memory.reach < least_tail(self.spec)
             version = self._versions.setdefault(agent_id, _ContextVersion()) if named else None
-            if memory.blocks and self._tree.renew(memory.blocks) and self._pages:
-                self._pages.keep_anew(memory.blocks)
+            if memory.blocks:
+                self._tree.renew(memory.blocks)
+                self._renew_on_server(memory.blocks, memory.reach, lifetimes)
         within = within if (self._pages or self._cold) and not enough else 0.0
         loading = Loading(
-            self._sources, Wanted(agent_id, tokens, named), memory, partial(self._keep_loaded, version), within
+            self._sources,
+            Wanted(agent_id, tokens, named),
+            memory,
+            partial(self._keep_loaded, version, lifetimes),
+            within,
         )
         self._loadings.add(loading)
         return loading
@@ -231,8 +239,8 @@ class AgentCacheStore:
         named agent, of which only the full blocks are written, because `save` writes the rest.
 
         A context without a name is written if `CacheConfig.keep` is "all", or if it is "worth" it: computing the blocks
-        that are not stored yet takes WORTH_SECONDS, or another prompt has reused it. With `lifetimes` it is always
-        written, and kept as by `save`. If it may not be `written`, it stays in memory only.
+        that are not stored yet takes WORTH_SECONDS, or another prompt has reused it. If the request has `lifetimes`, it
+        is always written, and kept as by `save`. If it may not be `written`, it stays in memory only.
 
         The store takes references of its own. Raises the errors of `save`.
         """
@@ -241,7 +249,8 @@ class AgentCacheStore:
             adopted = self._tree.adopt(context)
             kept = self._keep_in_memory(adopted, lifetimes, written=written)
             stays = not written
-            written = written and (label is None or bool(lifetimes) or self._is_worth_writing(adopted))
+            wanted = bool(lifetimes and lifetimes.wanted)
+            written = written and (label is None or wanted or self._is_worth_writing(adopted))
             self._tree.withhold(adopted, withheld=stays)
             if written:
                 self._tree.mark_stored(adopted)
@@ -254,7 +263,8 @@ class AgentCacheStore:
         if label is not None and self._pages:
             self._tally.count("unnamed_written" if written else "unnamed_left")
         if written:
-            self._flusher.publish(self._publication(adopted, label, claim.release if claim else None, lifetimes))
+            on_end = claim.release if claim else None
+            self._flusher.publish(self._publication(adopted, label, on_end, lifetimes, answering=claim is not None))
             return
         self._pool.free(adopted.block_ids, adopted.agent_id)
         if claim:
@@ -302,17 +312,18 @@ class AgentCacheStore:
         """Return the names with which `forget` finds a context."""
         return names_of(context.agent_id, context.tokens, self.spec)
 
-    def forget(self, names: ContextNames) -> None:
+    def forget(self, names: ContextNames) -> int:
         """Delete a context without a name from memory and from the page server, except blocks that other contexts
-        continue or an agent has. This waits for the write in progress. If the page server does not answer, its blocks
-        stay there until they are evicted.
+        continue or an agent has. Return the number of its first tokens that stay. This waits for the write in progress.
+        If the page server does not answer, its blocks stay there until they are evicted.
         """
         with self._flusher.paused():
             self._flusher.withdraw(names.blocks)
             with self._lock:
-                self._tree.forget_blocks(names.blocks)
+                left = self._tree.forget_blocks(names.blocks)
             if self._pages:
-                self._pages.forget(names)
+                left = max(left, self._pages.forget(names))
+        return left * self.spec.block_tokens
 
     def fork(self, agent_id: str, new_id: str) -> bool:
         """Give `new_id` the context of `agent_id` in place of its own. Return whether there was one.
@@ -636,7 +647,7 @@ class AgentCacheStore:
             bool(entry and entry.pinned),
         )
 
-    def _find_in_memory(self, agent_id: str, tokens: Sequence[int] | None) -> Found:
+    def _find_in_memory(self, agent_id: str, tokens: Sequence[int] | None, lifetimes: Lifetimes) -> Found:
         """Return the longest prefix of `tokens` in memory; without `tokens`, the agent's own context if it is
         complete.
         """
@@ -653,7 +664,7 @@ class AgentCacheStore:
         reach = shared.reusable_for(self.spec, tokens) if shared else 0
         better = reach > memory.reach
         if better and shared and reach - self._tree.stored_reach(agent_id, tokens) >= least_tail(self.spec):
-            self._write_reused(shared)
+            self._write_reused(shared, lifetimes)
         if worse := memory.blocks if better else shared:
             self._pool.free(worse.block_ids, agent_id)
         return Found(shared, "prefix", reach) if better else memory
@@ -667,13 +678,14 @@ class AgentCacheStore:
         rate = self._pages.rates.prefill_rate if self._pages else None
         return rate is None or self._tree.unstored(context) / rate >= WORTH_SECONDS
 
-    def _write_reused(self, context: AgentBlocks) -> None:
+    def _write_reused(self, context: AgentBlocks, lifetimes: Lifetimes) -> None:
         """Write a context of the tree, because a second prompt has reused a part that is in no tier below."""
         if self._keep == "worth" and self._pages:
             self._tree.mark_stored(context)
             self._pool.share(context.block_ids, context.agent_id)
             self._tally.count("unnamed_written")
-            self._flusher.publish(self._publication(context, self._tree.label_of(context)))
+            inherited = lifetimes.of_context(self._tree.lifetimes(context))
+            self._flusher.publish(self._publication(context, self._tree.label_of(context), lifetimes=inherited))
 
     def _keep_in_memory(
         self, context: AgentBlocks, lifetimes: Lifetimes | None, *, written: bool = True
@@ -697,17 +709,21 @@ class AgentCacheStore:
         label: str | None,
         on_end: Callable[[], object] | None = None,
         lifetimes: Lifetimes | None = None,
+        *,
+        answering: bool = False,
     ) -> Publication:
         chain = self.spec.chain(context.agent_id, context.tokens)
         names = self._tree.names(context.agent_id, context.tokens)
-        return Publication(context, label, (chain.root, chain.client), names, on_end, lifetimes)
+        return Publication(context, label, (chain.root, chain.client), names, on_end, lifetimes, answering)
 
     def _missing(self, tokens: Sequence[int], reach: int) -> bool:
         """Return whether the prompt has a full block, without its last token, beyond the first `reach` tokens."""
         size = self.spec.block_tokens
         return reach // size < (len(tokens) - 1) // size
 
-    def _keep_loaded(self, version: _ContextVersion | None, loaded: Loaded, tokens: Sequence[int] | None) -> None:
+    def _keep_loaded(
+        self, version: _ContextVersion | None, lifetimes: Lifetimes, loaded: Loaded, tokens: Sequence[int] | None
+    ) -> None:
         """Keep a context from a lower tier in memory: in the tree for all agents, and the agent's own as its context.
 
         If the `version` has ended since the load began, the loaded context is outdated, and is not kept. For an agent
@@ -725,8 +741,8 @@ class AgentCacheStore:
                 return
             adopted = self._tree.adopt(blocks)
             self._tree.mark_stored(adopted)
-            if loaded.tier == "page" and self._pages:
-                self._pages.keep_anew(adopted, partial(self._keep_renewed, adopted, loaded.reach))
+            if loaded.tier == "page":
+                self._renew_on_server(adopted, loaded.reach, lifetimes)
             entry = self._hot.look(blocks.agent_id)
             if version and not is_shared and not (entry and entry.unwritten_tiers):
                 whole = tokens is None and (loaded.tier == "cold" or loaded.why is None)
@@ -735,13 +751,18 @@ class AgentCacheStore:
             else:
                 self._pool.free(adopted.block_ids, blocks.agent_id)
 
-    def _keep_renewed(self, context: AgentBlocks, reach: int, kept: KeptContext) -> None:
-        """Keep a context in the tree whose lifetime has begun anew on the page server. `reach` is the number of its
-        tokens that the prompt has reused.
+    def _renew_on_server(self, context: AgentBlocks, reach: int, lifetimes: Lifetimes) -> None:
+        """Start to begin the lifetimes anew that a context has on the page server, also from other engines. The tree
+        keeps it, too, for the tenant of `lifetimes`. `reach` is the number of its tokens that the prompt has reused.
         """
-        seconds = round((kept.until - unix_ms()) / 1000)
-        with self._lock:
-            self._tree.keep(context, Lifetimes([(min(kept.tokens, reach), seconds)]))
+
+        def keep(kept: KeptContext) -> None:
+            pair = min(kept.tokens, reach), round((kept.until - unix_ms()) / 1000)
+            with self._lock:
+                self._tree.keep(context, lifetimes.of_context([pair]))
+
+        if self._pages:
+            self._pages.keep_anew(context, keep)
 
     def _replace(self, context: AgentBlocks, lifetimes: Lifetimes | None = None) -> None:
         """Replace the agent's last context, mark the new one as dirty, and take over its references."""

@@ -21,10 +21,10 @@ from kvpage_server.client.calls import Call, Calls
 from kvpage_server.client.cluster.nodes import Peers
 from kvpage_server.client.cluster.plan import RAISES, Failed, NodeRequest, Plan, Timed, present
 from kvpage_server.client.cluster.store import PAUSE, ClusterCalls, several
-from kvpage_server.client.commands import BlobCommands, Kept, ask_dialect
+from kvpage_server.client.commands import BlobCommands, ask_dialect
 from kvpage_server.client.errors import Closed, Disconnected, PageClientError, Unsupported
 from kvpage_server.client.page import BlockBody, BlockName, Page, StateName, check_keys
-from kvpage_server.client.raw_commands import BlockCommands, RawCommand, Word, ask, commit, encoded, watch
+from kvpage_server.client.raw_commands import BlockCommands, Kept, RawCommand, Word, ask, commit, encoded, watch
 from kvpage_server.client.wire.connection import Deadline, PageConnection, PagePool, page_pool, pause_before_retry
 from kvpage_server.client.wire.exchange import READ, WRITE, Conversation, Request
 from kvpage_server.page import BlockShape, PageKey

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from typing_extensions import Buffer
 
 from kvpage_server import tracing
-from kvpage_server.client.commands import BlobCommands, Kept, Missed
+from kvpage_server.client.commands import BlobCommands, Missed
 from kvpage_server.client.page import (
     BlockBody,
     BlockName,
@@ -29,6 +29,7 @@ from kvpage_server.client.page import (
     sized,
     sized_blocks,
 )
+from kvpage_server.client.raw_commands import Kept
 from kvpage_server.client.wire.exchange import Request
 from kvpage_server.core import PageKeys
 from kvpage_server.page import BlockShape, PageKey

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvpage_server.client.errors import Unsupported
 from kvpage_server.client.page import BlockName, Page, StateName, header_of, mismatch, pages_of_block
-from kvpage_server.client.raw_commands import array, ascending, integer, ok, text, up_to
+from kvpage_server.client.raw_commands import Kept, array, ascending, integer, kept, ok, up_to
 from kvpage_server.client.wire.exchange import Piece, Request, around_set, command, word
 from kvpage_server.client.wire.reply import Values
 from kvpage_server.core import Bodies, Chunk, Memory, PageKeys, SentPages
 from kvpage_server.page import HEADER_SIZE, BlockShape, PageKey, unix_ms
-
-
-class Kept(NamedTuple):
-    """The result of `keep`."""
-
-    keys: int  # number of keys, from the first one, whose values are kept
-    until: int  # the end of their lifetime in unix milliseconds; 0 if it is unknown
-    why: str  # the reason why the next key is not kept; empty if all are
-
 
 Missed = dict[int, str]  # position in the batch -> reason of the miss
 _NAMES_PER_STEP = 4096  # names that are encoded before other tasks have their turn
@@ -328,12 +319,8 @@ class PageCommands(BlobCommands):
 
     def keep(self, keys: Sequence[bytes], seconds: int, tenant: str, tenants: int) -> Request[Kept]:
         """Give the values of some keys a lifetime; with 0 seconds, begin their own ones anew."""
-
-        def read(values: list[Any]) -> Kept:
-            count, until, why = array(3)(values[0])
-            return Kept(up_to(len(keys))(count), integer(until), (text(why) or b"").decode(errors="replace"))
-
-        return Request(_one_piece(command(b"KVPAGEKEEP", tenant.encode(), tenants, seconds, *keys)), Values, read)
+        words = command(b"KVPAGEKEEP", tenant.encode(), tenants, seconds, *keys)
+        return Request(_one_piece(words), Values, lambda values: kept(len(keys))(values[0]))
 
 
 def ask_dialect() -> Request[BlobCommands]:

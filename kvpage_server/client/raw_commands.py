@@ -23,13 +23,22 @@ class RawCommand(NamedTuple):
 
     words: Sequence[Word]
     read: Callable[[Any], Any]
+    key: int = 1  # the position of the word that is its key
+
+
+class Kept(NamedTuple):
+    """The reply to KVPAGEKEEP."""
+
+    keys: int  # number of keys, from the first one, whose values are kept
+    until: int  # the end of their lifetime in unix milliseconds; 0 if it is unknown
+    why: str  # the reason why the next key is not kept; empty if all are
 
 
 def key_of(raw_command: RawCommand) -> bytes:
-    """Return the second word of a command: its key, which selects the server. Raises Unsupported if there is none."""
-    if len(raw_command.words) < 2:
+    """Return the key of a command, which selects the server. Raises Unsupported if there is none."""
+    if len(raw_command.words) <= raw_command.key:
         raise Unsupported(f"several servers can't be asked for anything without a key, got {raw_command.words[0]!r}")
-    return encoded(raw_command.words[1])
+    return encoded(raw_command.words[raw_command.key])
 
 
 class BlockCommands:
@@ -123,6 +132,16 @@ def up_to(most: int) -> Callable[[Any], int]:
     def read(value: Any) -> int:
         _expect(isinstance(value, int) and 0 <= value <= most, f"a number from 0 to {most}", value)
         return int(value)
+
+    return read
+
+
+def kept(keys: int) -> Callable[[Any], Kept]:
+    """Return a decoder of the reply to KVPAGEKEEP with this number of keys."""
+
+    def read(value: Any) -> Kept:
+        count, until, why = array(3)(value)
+        return Kept(up_to(keys)(count), integer(until), (text(why) or b"").decode(errors="replace"))
 
     return read
 

@@ -14,10 +14,10 @@ from kvpage_server.client.calls import Call, Calls
 from kvpage_server.client.cluster.nodes import Nodes
 from kvpage_server.client.cluster.plan import RAISES, Timed, present
 from kvpage_server.client.cluster.store import PAUSE, several
-from kvpage_server.client.commands import BlobCommands, Kept, ask_dialect
+from kvpage_server.client.commands import BlobCommands, ask_dialect
 from kvpage_server.client.errors import Closed, Disconnected
 from kvpage_server.client.page import BlockBody, BlockName, Page, StateName, check_keys
-from kvpage_server.client.raw_commands import RawCommand, Word, ask, commit, encoded, watch
+from kvpage_server.client.raw_commands import Kept, RawCommand, Word, ask, commit, encoded, watch
 from kvpage_server.client.wire.connection import Deadline, PagePool, page_pool, pause_before_retry
 from kvpage_server.client.wire.exchange import Request
 from kvpage_server.page import BlockShape, PageKey

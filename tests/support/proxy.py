@@ -68,6 +68,7 @@ class Proxy:
     drip: float = 0  # seconds between single bytes
     weather: Weather | None = None
     connections: int = 0  # that have been made so far
+    questions: int = 0  # pieces that clients have sent so far
     _open: list[socket.socket] = field(default_factory=list)
     _passed: int = 0  # bytes on all connections together
 
@@ -97,6 +98,7 @@ class Proxy:
     def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 20):
+                self.questions += 1
                 sink.sendall(self.weather.pass_on(data, "questions") if self.weather else data)
         self._close(source, sink)
 

@@ -49,19 +49,21 @@ async def save(
     return saved
 
 
-async def copy(connection: ServerConnection, agent_id: str, new_id: str, fingerprint: int) -> bool:
-    """Give an agent the context of another in place of its own. Return whether there was one."""
+async def copy(connection: ServerConnection, agent_id: str, new_id: str, fingerprint: int) -> Stored | None:
+    """Give an agent the context of another in place of its own. Return its own manifest by key; None if the other has
+    no context.
+    """
     source, key, older = manifest_key(agent_id, fingerprint), manifest_key(new_id, fingerprint), older_key(new_id)
-    found = False
+    replaced: Stored | None = None
 
     def change(stored: Stored) -> Stored:
-        nonlocal found
+        nonlocal replaced
         manifest = renamed_manifest(stored[source], source, key)
-        found = manifest is not None
-        return {key: manifest, older: None} if found else {}
+        replaced = None if manifest is None else {key: stored[key]}
+        return {} if manifest is None else {key: manifest, older: None}
 
     await _change(connection, [source, key, older], change)
-    return found
+    return replaced
 
 
 async def delete(connection: ServerConnection, agent_id: str) -> dict[str, bytes]:

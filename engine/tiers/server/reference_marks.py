@@ -27,7 +27,7 @@ from kvpage_server.page import SEGMENT
 from .block_writer import Saved, Write
 from .connection import OUTAGES, ServerConnection
 from .manifest import digest_of, manifest_key, named_in, names_in, older_key, renamed_manifest
-from .reference_counts import ManifestMaker, count_key, forget_block
+from .reference_counts import ManifestMaker, Stored, count_key, forget_block
 
 _CONCURRENT_SEGMENTS = 8  # segments whose references are changed concurrently
 _TRIES = 10  # of a fork, while the context is being saved
@@ -55,20 +55,21 @@ async def save(
     return saved
 
 
-async def copy(connection: ServerConnection, agent_id: str, new_id: str, fingerprint: int) -> bool:
-    """Give an agent the context of another in place of its own. Return whether there was one."""
+async def copy(connection: ServerConnection, agent_id: str, new_id: str, fingerprint: int) -> Stored | None:
+    """Give an agent the context of another in place of its own. Return its own manifest by key; None if the other has
+    no context.
+    """
     source, key = manifest_key(agent_id, fingerprint), manifest_key(new_id, fingerprint)
     stored = await connection.ask_one(text, "GET", source)
     for _ in range(_TRIES):
         manifest = renamed_manifest(stored, source, key)
         if manifest is None:
-            return False
+            return None
         await _add_references(connection, key, manifest)
         before, stored = stored, await connection.ask_one(text, "GET", source)
         if stored == before:  # its references existed until the new manifest had its own
-            await _replace_manifest(connection, key, manifest)
-            return True
-    return False
+            return {key: await _replace_manifest(connection, key, manifest)}
+    return None
 
 
 async def delete(connection: ServerConnection, agent_id: str) -> dict[str, bytes]:

@@ -195,23 +195,24 @@ async def record(
     return entered[-1] is True and blocks[-1].tokens < size
 
 
-async def forget(connection: ServerConnection, spec: ModelCacheSpec, names: ContextNames, together: int) -> None:
+async def forget(connection: ServerConnection, spec: ModelCacheSpec, names: ContextNames, together: int) -> int:
     """Delete the blocks of a context from its end, and their entries in records, until one that another context
-    continues or a manifest names.
+    continues or a manifest names. Return the number of blocks up to that one.
     """
     for i in reversed(range(len(names.blocks))):
         parent = Parent(names.blocks[:i], names.chain, together)
         following = Parent(names.blocks[: i + 1], names.chain, together)
         if await _read(connection, spec, *following.records((), spec)):
-            return
+            return i + 1
         count = count_key(tag_of(names.blocks, i, together) + names.blocks[i])
         if await connection.ask_one(text, "GET", count) not in UNREFERENCED:
-            return
+            return i + 1
         removed: list[Tail] = []
         for key in [f"tails:{parent.name}"] if i else [f"tails:{first}" for first in names.first]:
             removed += await _remove(connection, spec, parent, key, names.blocks[i])
         for place in removed[0].places(parent, spec) if removed else ():
             await _delete(connection, place)
+    return 0
 
 
 def names_of(agent_id: str, tokens: Sequence[int], spec: ModelCacheSpec) -> ContextNames:
@@ -222,15 +223,16 @@ def names_of(agent_id: str, tokens: Sequence[int], spec: ModelCacheSpec) -> Cont
     return ContextNames(block_names(tokens, spec, agent_id), chain, tuple(first))
 
 
-async def covering(
+async def reusable(
     connection: ServerConnection, spec: ModelCacheSpec, parent: Parent, tokens: Sequence[int]
-) -> list[list[BlockPlace]]:
-    """Return the places of each block in a record that begins with `tokens`, and has a state after them, or one token
-    before, if layers have states.
+) -> list[tuple[int, list[BlockPlace]]]:
+    """Return each block in the records after `parent` of which `tokens` can reuse some, with the number of these
+    tokens, the most first: the place of the block, then those of its states.
     """
     found = [tail for key in parent.records(tokens, spec) for tail in await _read(connection, spec, key)]
-    least = len(tokens) - spec.has_state
-    return [list(tail.places(parent, spec)) for tail in found if tail.usable(tokens, spec) >= least]
+    usable = {tail: tail.usable(tokens, spec) for tail in found}
+    ordered = sorted(filter(usable.__getitem__, usable), key=usable.__getitem__, reverse=True)
+    return [(usable[tail], list(tail.places(parent, spec))) for tail in ordered]
 
 
 async def _read(connection: ServerConnection, spec: ModelCacheSpec, key: str) -> list[Tail]:

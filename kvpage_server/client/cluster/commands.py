@@ -250,7 +250,7 @@ def simple(*words: bytes | int, writes: bool = False, at_primary: bool = False) 
 def of_raw_command(raw_command: RawCommand, *, once: bool) -> Command:
     """Return the `Command` that sends a raw command to the primary, because a replica may have older values.
 
-    The command's second word is the key, and its reply must not be an array. With `once`, the command is not retried
+    Its reply must not be an array. With `once`, the command is not retried
     if the server may have executed it.
     """
     text = command(*map(encoded, raw_command.words))

@@ -32,10 +32,10 @@ from kvpage_server.client.cluster.plan import (
     restorable_lengths,
     timed,
 )
-from kvpage_server.client.commands import BlobCommands, Kept, ask_dialect
+from kvpage_server.client.commands import BlobCommands, ask_dialect
 from kvpage_server.client.errors import Disconnected, PageClientError, Refused
 from kvpage_server.client.page import BlockBody, BlockName, Page, StateName, check_names, check_states
-from kvpage_server.client.raw_commands import BlockCommands, RawCommand, ask, key_of
+from kvpage_server.client.raw_commands import BlockCommands, Kept, RawCommand, ask, key_of
 from kvpage_server.client.wire.connection import Deadline
 from kvpage_server.client.wire.exchange import Request
 from kvpage_server.page import BlockShape, PageKey

@@ -21,7 +21,6 @@ from kvpage_server.client.cluster.nodes import SILENCE, Peers
 from kvpage_server.client.cluster.plan import GONE, TOGETHER, Failed, Plan, carried_out, restorable_lengths, timed
 from kvpage_server.client.cluster.side_by_side import Rendezvous, SideBySideCalls, lists_several, servers_of
 from kvpage_server.client.cluster.topology import SCHEMES, Address, Node
-from kvpage_server.client.commands import Kept
 from kvpage_server.client.errors import PageClientError, Refused, Unsupported, WrongReply
 from kvpage_server.client.page import (
     BlockBody,
@@ -38,7 +37,7 @@ from kvpage_server.client.page import (
     sized,
     sized_blocks,
 )
-from kvpage_server.client.raw_commands import BlockCommands, RawCommand, integer, up_to
+from kvpage_server.client.raw_commands import BlockCommands, Kept, RawCommand, integer, up_to
 from kvpage_server.client.wire.connection import Deadline, PagePool
 from kvpage_server.client.wire.reply import ARRIVED, OTHER_SIZE, Answer, Place
 from kvpage_server.page import HEADER_SIZE, BlockShape, PageHeader, PageKey, unix_ms

@@ -42,6 +42,13 @@ def kept(reply: Any) -> dict[str, Any]:
     return found
 
 
+def ends(server: redis.Redis) -> list[int]:
+    """The ends of the lifetimes of the blocks, in unix milliseconds."""
+    names = {key.decode().split(":")[1] for key in server.keys("kv:*")}
+    stats = (server.execute_command("KVPAGESTAT", name, 0, 0, 0, 0) for name in names)
+    return [stat[b"kept_until_ms"] for stat in stats if stat]
+
+
 def press(client: redis.Redis, megabytes: int) -> None:
     """Write blocks of other clients."""
     for i in range(megabytes * 10):
@@ -99,13 +106,6 @@ def test_a_hit_renews_a_lifetime(tmp_path: Path) -> None:
     A longer block in place of the last, partial one has its lifetime.
     """
     model = write_tiny(tmp_path / "tiny")
-
-    def ends(server: redis.Redis) -> list[int]:
-        """The ends of the lifetimes of the blocks, in unix milliseconds."""
-        names = {key.decode().split(":")[1] for key in server.keys("kv:*")}
-        stats = (server.execute_command("KVPAGESTAT", name, 0, 0, 0, 0) for name in names)
-        return [stat[b"kept_until_ms"] for stat in stats if stat]
-
     for agent in (None, "alice"):
         named: Any = {"extra_headers": {"X-Agent-Id": agent}} if agent else {}
         with start_server() as server, server.client() as client:
@@ -121,6 +121,77 @@ def test_a_hit_renews_a_lifetime(tmp_path: Path) -> None:
                         assert kept(reply) is None
                         assert eventually(lambda end=end: sum(one >= end for one in ends(client)) >= 3)
                         assert engine.metric("kept_bytes") > 0
+
+
+def test_a_hit_in_memory_renews_lifetimes_of_other_engines(tmp_path: Path) -> None:
+    """The engine has computed the context itself, before the other one has kept it."""
+    model = write_tiny(tmp_path / "tiny")
+    with start_server() as server, server.client() as client:
+        first, second = (start_engine(model, "--store", server.url, "--keep", "all") for _ in range(2))
+        with first as keeping, second as hitting:
+            create(hitting, ttl=None)
+            create(keeping, ttl="5m")
+            time.sleep(1)
+            end = unix_ms() + 300_000
+            assert create(hitting, ttl=None, more=MORE).usage.cache_read_input_tokens >= len(TEXT)
+            assert eventually(lambda: sum(one >= end for one in ends(client)) >= 3)
+            assert eventually(lambda: hitting.metric("kept_bytes") > 0)
+
+
+def test_a_prompt_without_a_ttl_is_written_as_keep_says(tmp_path: Path) -> None:
+    """Also one that continues a kept context, which stays kept all the same."""
+    model = write_tiny(tmp_path / "tiny")
+    with start_server() as server, server.client() as client:
+        with start_engine(model, "--store", server.url, "--keep", "named") as engine:
+            create(engine, ttl="5m")
+            written = set(client.keys("kv:*"))
+            for more in (MORE, [*MORE, *MORE]):
+                time.sleep(1)
+                end = unix_ms() + 300_000
+                assert create(engine, ttl=None, more=more).usage.cache_read_input_tokens >= len(TEXT)
+                assert eventually(lambda end=end: sum(one >= end for one in ends(client)) >= 3)
+        assert set(client.keys("kv:*")) == written
+
+
+def test_a_reused_context_that_is_written_later_stays_kept(tmp_path: Path) -> None:
+    """It takes the place of the kept block that it contains, when a second prompt reuses it."""
+    model = write_tiny(tmp_path / "tiny")
+    asked: Any = {"model": "tiny", "max_tokens": 2, "temperature": 0}
+    with start_server() as server, server.client() as client:
+        with start_engine(model, "--store", server.url) as engine, engine.client() as api:
+
+            def ask(text: str, **fields: Any) -> None:
+                api.completions.create(prompt=text, **asked, **fields)
+
+            made: Any = api.chat.completions.create(
+                messages=[{"role": "user", "content": TEXT}], prompt_cache_options={"ttl": "30m"}, **asked
+            )
+            assert made.kvpage["kept"]["why"] is None
+            longer = f"user:{TEXT}\nassistant:" + made.choices[0].message.content + 100 * "z"
+            for end in ("", "y", "x"):
+                ask(longer + end)
+        names = {key.decode().split(":")[1] for key in client.keys("kv:*")}
+        assert len(names) == len(ends(client)) == 4
+        assert sum(end > unix_ms() for end in ends(client)) == 3, "the last block has none of the kept tokens"
+
+
+def test_renewals_stay_within_the_share_of_a_tenant(tmp_path: Path) -> None:
+    """An engine with little memory reuses contexts that another one keeps."""
+    model, tokens = write_tiny(tmp_path / "tiny"), tmp_path / "tokens"
+    tokens.write_text("a one\nb two\n* all\n", encoding="utf-8")
+    texts = ["".join(Random(i).choices(ascii_lowercase, k=700)) for i in range(12)]
+    options = "--token-file", str(tokens), "--store"
+    with start_server() as server:
+        with start_engine(model, *options, server.url) as engine:
+            for text in texts:
+                assert kept(create(engine, text, token="one"))["why"] is None
+        with start_engine(model, *options, server.url, "--memory", "4mb") as engine:
+            engine.watcher = "all"
+            for text in texts:
+                assert create(engine, text, None, more=MORE, token="one").usage.cache_read_input_tokens >= 700
+            assert eventually(lambda: engine.metric("kept_bytes") > 0)
+            time.sleep(1)
+            assert engine.metric("kept_bytes") <= MB // 2
 
 
 @pytest.mark.parametrize("agent", [None, "alice"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from contexts import BLOCK, SPEC, made, some_tokens
@@ -82,6 +83,20 @@ def test_kept_blocks_take_half_and_a_tenant_its_share(tree: ContextTree, pool: B
     assert refused == KeptContext(0, 0, FULL)
     assert tree.keep(second, Lifetimes([(len(second), 100)], "b", 2)).tokens == 5 * BLOCK
     assert tree.keep(second, Lifetimes([(len(second), 100)], "c", 1)).tokens == 5 * BLOCK
+
+
+def test_a_block_that_grows_stays_kept_within_the_share(tree: ContextTree, pool: BlockPool) -> None:
+    """A longer block in place of a kept one has its lifetime, as far as the tenant's share allows."""
+    contexts = [made(pool, "a", some_tokens(seed, BLOCK)) for seed in range(12)]
+    for context in contexts:
+        short = replace(context, tokens=context.tokens[:1], blocks=made(pool, "a", context.tokens[:1]).blocks)
+        pool.free(tree.adopt(short).block_ids, "a")
+        assert tree.keep(short, Lifetimes([(1, 100)], "a", 2)).tokens == 1
+        pool.free(short.block_ids, "a")
+    for context in contexts:
+        pool.free(tree.adopt(context).block_ids, "a")
+        pool.free(context.block_ids, "a")
+    assert 4 * BYTES <= tree.kept_bytes <= 5 * BYTES
 
 
 def test_a_running_prompt_gets_kept_blocks_at_last(tree: ContextTree, pool: BlockPool) -> None:

@@ -28,10 +28,12 @@ pool = pool_of(4096)
 home, tier, other = homes_and_tiers()
 
 
-def publish(tier: PageTier, tokens: tuple[int, ...], agent_id: str = "anon", label: str = "") -> Saved | None:
+def publish(
+    tier: PageTier, tokens: tuple[int, ...], agent_id: str = "anon", label: str | None = "", answering: bool = False
+) -> Saved | None:
     context = made(tier._remote.pool, agent_id, tokens)
     try:
-        return tier.publish(context, label=label)
+        return tier.publish(context, label=label, answering=answering)
     finally:
         tier._remote.pool.free(context.block_ids, agent_id)
 
@@ -115,6 +117,46 @@ def test_a_block_that_an_agents_context_needs_is_not_deleted(tier: PageTier, hom
     assert loaded.tokens == TOKENS[:13]
     for held in (context, loaded):
         tier._remote.pool.free(held.block_ids, "alice")
+
+
+@pytest.mark.parametrize("end", ["deleted", "replaced", "forked"])
+def test_no_tokens_of_a_former_context_stay_in_records(tier: PageTier, home: Home, end: str) -> None:
+    """Nor those of a prompt whose answer was cancelled, so that only its full blocks were written."""
+
+    def save(tokens: tuple[int, ...], agent_id: str) -> None:
+        context = made(tier._remote.pool, agent_id, tokens)
+        assert tier.save(context)
+        tier._remote.pool.free(context.block_ids, agent_id)
+
+    other = some_tokens(32, 21)
+    if end == "forked":
+        save(other, "bob")
+    save(TOKENS[:21], "alice")
+    publish(tier, (*TOKENS[:BLOCK], *some_tokens(33, 2 * BLOCK)), "alice", None, answering=True)
+    if end == "deleted":
+        assert tier.delete("alice")
+    elif end == "forked":
+        assert tier.fork("bob", "alice")
+    else:
+        save(other, "alice")
+    left = () if end == "deleted" else other
+    found = {tokens for tails in tails_of(home).values() for tokens in tails}
+    assert found == {left[start : start + BLOCK] for start in range(0, len(left), BLOCK)}
+    assert home.blocks() == set(home.tagged(left, SPEC))
+
+
+def test_a_cancelled_prompt_is_found_until_the_next_answer(tier: PageTier, other: PageTier) -> None:
+    publish(tier, TOKENS[: 2 * BLOCK], "alice", None, answering=True)
+    assert reached(other, TOKENS) == 2 * BLOCK
+
+
+def test_blocks_that_a_hint_has_saved_outlast_the_next_answer(tier: PageTier, other: PageTier) -> None:
+    """They are no prompt of an answer that was cancelled."""
+    publish(tier, TOKENS[: 2 * BLOCK], "alice", None)
+    context = made(tier._remote.pool, "alice", some_tokens(32, 21))
+    tier.save(context)
+    tier._remote.pool.free(context.block_ids, "alice")
+    assert reached(other, TOKENS) == 2 * BLOCK
 
 
 def test_nothing_is_fetched_that_memory_has(tier: PageTier) -> None:
