@@ -80,6 +80,7 @@ async def fork(request: Request) -> Response:
         raise ApiError(409, f"to: there is an agent {body.to!r}; replace: true replaces it", "to", "agent_exists")
     if not await _call_store(store.fork, agent_id, new_id):
         raise _unknown(given)
+    service.prompt_log.delete_agent(tenant.name, body.to)
     return JSONResponse(await _info(model, tenant, body.to), 201)
 
 
@@ -104,6 +105,7 @@ async def delete(request: Request) -> Response:
     except OSError as error:
         why = error.strerror or str(error)
         raise ApiError(500, f"{given!r} is forgotten but for its cold file, which cannot be removed: {why}") from None
+    service.prompt_log.delete_agent(tenant.name, given)
     if not (known or any(found)):
         raise _unknown(given)
     return JSONResponse({"id": given, "object": "agent.deleted", "deleted": True})

@@ -22,7 +22,7 @@ from ..memory.lifetimes import Lifetimes
 from ..pool import PoolExhaustedError
 from ..scheduling.request import EngineClosedError, Token
 from .auth import Tenant, credential
-from .diagnosis import NOT_ANSWERED, NOT_READ, AskedPrompt, PromptLog, common_prefix, without_volatile
+from .diagnosis import NOT_READ, AskedPrompt, PromptLog, common_prefix, without_volatile
 from .hints import Contexts, carry_out, hints_of
 from .models import ServedModel
 from .openai.errors import ApiError, invalid
@@ -258,8 +258,8 @@ async def conversation(
     logprobs = body.top_logprobs if body.logprobs else None
     agent_id = service.agent(request, tenant, body)[1]
     log, comparable = service.prompt_log, AskedPrompt.of(tenant.name, agent_id, credential(request), body)
-    if before := log.last(comparable):
-        comparable.find_volatile(before)
+    if earlier := log.last(comparable):
+        comparable.find_volatile(earlier[-1])
     volatile = partial(without_volatile, lines=sorted(comparable.volatile), mode=service.volatile_lines)
     changed = volatile(body)
     comparable.moved = service.volatile_lines == "move" and changed is not body
@@ -279,11 +279,10 @@ async def conversation(
     wanted = [(boundary.tokens, LIFETIMES[boundary.ttl]) for boundary in boundaries if boundary.ttl]
     kept = (boundaries[-1].tokens if boundaries else 0) if body.prompt_cache_options.mode == "explicit" else None
     asked = [replace(prompt, boundaries=boundaries, kept_tokens=kept) for prompt in asked]
-    comparable.kept = kept
-    comparable.unread = NOT_READ if kept == 0 else NOT_ANSWERED if before and not before.answered else None
-    comparable.step = spec.block_tokens if (spec := model.engine.spec).has_state else 1
+    comparable.kept, comparable.wanted = kept, wanted
+    comparable.unread = NOT_READ if kept == 0 else None
     log.add(reply_id, comparable)
-    explain = partial(_explanation, log, reply_id, comparable, before)
+    explain = partial(_explanation, log, reply_id, comparable, earlier)
     asked[0] = replace(asked[0], explain=explain, lifetimes=Lifetimes(wanted, tenant.name, service.tokens.count))
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
     streams = not (body.stop or body.stop_token_ids)
@@ -293,11 +292,13 @@ async def conversation(
 
 
 def _explanation(
-    log: PromptLog, reply_id: str, prompt: AskedPrompt, before: AskedPrompt | None, answer: Answer
+    log: PromptLog, reply_id: str, prompt: AskedPrompt, earlier: Sequence[AskedPrompt], answer: Answer
 ) -> str | None:
-    """Log the answer to a prompt. Return why less was reused than the client's last prompt, `before`, had."""
+    """Log the answer to a prompt. Return why less was reused than the client's last prompts, `earlier`, had."""
     log.answered(reply_id, answer)
-    return prompt.why(before, answer.reuse.tokens) if before else None
+    found = next(filter(None, (prompt.why(before, answer.reuse.tokens) for before in earlier)), None)
+    prompt.begin_lifetimes(earlier[0] if earlier else None, answer)
+    return found
 
 
 async def _boundary(prompts: Prompts, request: Request, mark: Breakpoint, tokens: Sequence[int]) -> int:

@@ -14,6 +14,8 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
+from operator import ge
 from typing import Any, Literal, NamedTuple
 
 from pydantic_core import to_json
@@ -24,6 +26,7 @@ from .openai.schema import ChatBody, Message
 MAX_BYTES = 32 << 20  # of all kept prompts; a prompt of 4,000 tokens has 16 KB
 _PART_BYTES = 200  # estimated bytes of a kept prompt without its tokens, and of each of its digests
 FEW_TOKENS = 16  # a loss of so many tokens is not reported: see `tiers.server.tails.least_tail`
+MOST_LIFETIMES = 16  # of a prompt: those of the most tokens
 FEW_LINES = 3  # the most lines of a system's text that may be volatile
 NOT_KEPT, NOT_READ, NOT_ANSWERED = "not kept", "not read", "not answered yet"
 _GONE = (None, "absent", "gap")  # reasons of a load that found less than was kept once: see docs/engine.md
@@ -47,11 +50,15 @@ class AskedPrompt:
     answer: array[int] = field(default_factory=lambda: array("I"))  # empty until it is complete
     volatile: frozenset[int] = frozenset()  # indexes of `lines` that differ from one prompt of the client to the next
     moved: bool = False  # whether its last message has these lines
-    step: int = 1  # a prompt that differs before its end reuses a multiple of so many tokens
-    answered: bool = False
+    states: tuple[int, ...] | None = None  # the positions at which prompts can continue it; None for all
+    asked: float = field(default_factory=time.monotonic)
+    answered: float = inf  # the time.monotonic() at which its answer was complete
     kept: int | None = None  # the number of its first tokens that may be kept; None for all
     unread: str | None = None  # the reason why kept tokens of earlier prompts were not read
-    kept_until: float = 0.0  # the end of its lifetime in unix seconds; 0 without one
+    wanted: Sequence[tuple[int, int]] = ()  # its lifetimes: pairs of first tokens and seconds
+    # The lifetimes of its tokens. Prompts that continue it have the same list, and renew them for all.
+    lifetimes: list[KeptTokens] = field(default_factory=list)
+    deleted: bool = False  # whether a client has deleted some of its tokens
 
     @classmethod
     def of(cls, tenant: str, agent_id: str | None, credential: str, body: ChatBody) -> AskedPrompt:
@@ -61,7 +68,7 @@ class AskedPrompt:
         messages = tuple(_digest(message.model_dump()) for message in body.messages)
         system = next((i for i, one in enumerate(body.messages) if not _is_system(one)), len(messages))
         first = next((one.content for one in body.messages if one.role == "user"), None)
-        client = f"agent {agent_id}" if agent_id is not None else _digest([credential, first]).hex()
+        client = client_of(agent_id) if agent_id is not None else _digest([credential, first]).hex()
         lines = tuple(map(_digest, _lines(body)))
         tools, options = _digest([tool.model_dump() for tool in body.tools]), _digest(body.variables)
         return cls(tenant, client, body.model, tools, options, messages, system, lines)
@@ -104,30 +111,68 @@ class AskedPrompt:
     def lost(self, before: AskedPrompt, reused: int) -> Lost:
         """Return the tokens at the beginning of both prompts that were not found."""
         same = common_prefix(before.tokens, self.tokens) if self.model == before.model else 0
-        if same < len(before.tokens):
-            same = same // before.step * before.step
-        count = min(same, len(self.tokens) - 1) - reused
-        if count <= FEW_TOKENS or not before.answered:
+        same = min(same, len(self.tokens) - 1)
+        if same - reused <= FEW_TOKENS:
             return Lost(0, None)
         if self.unread:
             return Lost(0, self.unread)
+        if before.answered > self.asked:
+            return Lost(0, NOT_ANSWERED)
         if before.kept is not None:
-            count = min(count, before.kept - reused)
-        if count <= FEW_TOKENS:
-            return Lost(0, NOT_KEPT)
-        return Lost(count, "expired" if before.has_ended else "evicted")
+            same = min(same, before.kept)
+            if same - reused <= FEW_TOKENS:
+                return Lost(0, NOT_KEPT)
+        if before.states is not None:
+            same = max((position for position in before.states if position <= same), default=0)
+            if same - reused <= FEW_TOKENS:
+                return Lost(0, None)
+        end = max((one.until for one in before.lifetimes if one.tokens > reused), default=inf)
+        return Lost(same - reused, "deleted" if before.deleted else "expired" if end < time.time() else "evicted")
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether it had a lifetime that has ended."""
-        return 0 < self.kept_until < time.time()
+    def begin_lifetimes(self, before: AskedPrompt | None, answer: Answer) -> None:
+        """Note its lifetimes, and begin those of the client's prompt `before` anew, as far as it has reused them."""
+        now = time.time()
+        if before and before.model == self.model:
+            running = [one for one in before.lifetimes if one.until > now]
+            _begin(before.lifetimes, [one.anew(now, answer.reuse.tokens) for one in running])
+            same = common_prefix(before.tokens, self.tokens)
+            continues = same == len(before.tokens)
+            self.lifetimes = before.lifetimes if continues else [one.shortened(same) for one in before.lifetimes]
+        if kept := answer.kept:
+            wanted = (KeptTokens(tokens, kept.until / 1000, seconds) for tokens, seconds in self.wanted)
+            _begin(self.lifetimes, [one.shortened(kept.tokens).anew(now) for one in wanted])
+
+
+class KeptTokens(NamedTuple):
+    """A lifetime of the first tokens of a prompt."""
+
+    tokens: int
+    until: float  # unix seconds
+    seconds: int
+
+    def shortened(self, tokens: int) -> KeptTokens:
+        """Return it for `tokens` tokens at most."""
+        return self._replace(tokens=min(self.tokens, tokens))
+
+    def anew(self, now: float, reused: int | None = None) -> KeptTokens:
+        """Return it with an end that is not before that of its length from `now` on, for the `reused` tokens."""
+        begun = self._replace(until=max(self.until, now + self.seconds))
+        return begun if reused is None else begun.shortened(reused)
+
+
+def _begin(lifetimes: list[KeptTokens], new: Sequence[KeptTokens]) -> None:
+    """Add lifetimes, and remove each that another one exceeds in all fields."""
+    found = [one for one in {*lifetimes, *new} if one.tokens]
+    left = [one for one in found if not any(other != one and all(map(ge, other, one)) for other in found)]
+    lifetimes[:] = sorted(left)[-MOST_LIFETIMES:]
 
 
 class Lost(NamedTuple):
     """Tokens that two prompts have in common at their beginning, and that were not found."""
 
     evicted: int  # those of them that are not in the cache any more
-    # "expired", "evicted", or the reason why they were not kept or not read; None if all were found, or if unknown
+    # "deleted", "expired", "evicted", or the reason why they were not kept or not read; None if all were found, or if
+    # unknown
     why: str | None
 
 
@@ -200,6 +245,7 @@ class PromptLog:
     def __init__(self) -> None:
         self._prompts: OrderedDict[str, AskedPrompt] = OrderedDict()
         self._last: dict[tuple[str, str], str] = {}  # reply ids, by tenant and client
+        self._last_answered: dict[tuple[str, str], str] = {}  # the same, of prompts whose answers are complete
         self._bytes = 0
 
     def add(self, reply_id: str, prompt: AskedPrompt) -> None:
@@ -211,10 +257,10 @@ class PromptLog:
     def answered(self, reply_id: str, answer: Answer) -> None:
         """Add the tokens of the answer to a prompt, why it was not read or kept, and the end of its lifetime."""
         if prompt := self._prompts.get(reply_id):
-            prompt.answer, prompt.answered = array("I", answer.tokens), True
-            prompt.kept = 0 if answer.not_kept else prompt.kept
+            prompt.answer, prompt.answered = array("I", answer.tokens), time.monotonic()
+            prompt.kept, prompt.states = 0 if answer.not_kept else prompt.kept, answer.states
             prompt.unread = prompt.unread or (None if answer.reuse.why in _GONE else answer.reuse.why)
-            prompt.kept_until = answer.kept.until / 1000 if answer.kept else 0.0
+            self._last_answered[prompt.tenant, prompt.client] = reply_id
             self._bytes += 4 * len(answer.tokens)
             self._trim()
 
@@ -223,17 +269,43 @@ class PromptLog:
         found = self._prompts.get(reply_id) if reply_id else None
         return found if found and found.tenant == tenant else None
 
-    def last(self, prompt: AskedPrompt) -> AskedPrompt | None:
-        """Return the last prompt of the same client; None if it is not kept."""
-        reply_id = self._last.get((prompt.tenant, prompt.client))
-        return self._prompts.get(reply_id) if reply_id else None
+    def last(self, prompt: AskedPrompt) -> list[AskedPrompt]:
+        """Return the last prompts of the same client: the last one that is answered, and the last one if it is not."""
+        client = prompt.tenant, prompt.client
+        ids = dict.fromkeys(last[client] for last in (self._last_answered, self._last) if client in last)
+        return [self._prompts[one] for one in ids if one in self._prompts]
+
+    def delete(self, reply_id: str, tenant: str, left: int | None) -> None:
+        """Forget the prompt of a reply that was deleted. The first `left` tokens of its context stay, all for None.
+        Mark other prompts that have tokens behind these in common with it.
+        """
+        if not (deleted := self.find(reply_id, tenant)):
+            return
+        self._remove(reply_id)
+        context = deleted.tokens + deleted.answer
+        if left is None or left >= len(context):
+            return
+        for other in self._prompts.values():
+            same = (other.tenant, other.model) == (tenant, deleted.model)
+            if same and other.tokens[: left + 1] == context[: left + 1]:
+                other.deleted = True
+
+    def delete_agent(self, tenant: str, agent_id: str) -> None:
+        """Mark the prompts of an agent whose contexts were deleted. `agent_id` is the client's name for the agent."""
+        for prompt in self._prompts.values():
+            if (prompt.tenant, prompt.client) == (tenant, client_of(agent_id)):
+                prompt.deleted = True
 
     def _trim(self) -> None:
         while self._bytes > MAX_BYTES:
-            reply_id, oldest = self._prompts.popitem(last=False)
-            self._bytes -= oldest.size
-            if self._last.get((oldest.tenant, oldest.client)) == reply_id:
-                del self._last[oldest.tenant, oldest.client]
+            self._remove(next(iter(self._prompts)))
+
+    def _remove(self, reply_id: str) -> None:
+        prompt = self._prompts.pop(reply_id)
+        self._bytes -= prompt.size
+        for last in (self._last, self._last_answered):
+            if last.get((prompt.tenant, prompt.client)) == reply_id:
+                del last[prompt.tenant, prompt.client]
 
 
 def without_volatile(body: ChatBody, lines: Sequence[int], mode: VolatileLines) -> ChatBody:
@@ -251,6 +323,11 @@ def without_volatile(body: ChatBody, lines: Sequence[int], mode: VolatileLines) 
         moved = "\n".join([last.content or "", "", *(texts[i] for i in lines)])
         messages[-1] = last.model_copy(update={"content": moved})
     return body.model_copy(update={"messages": messages})
+
+
+def client_of(agent_id: str) -> str:
+    """Return the client of prompts of an agent with this name."""
+    return f"agent {agent_id}"
 
 
 def _is_system(message: Message) -> bool:

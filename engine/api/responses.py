@@ -111,9 +111,11 @@ async def delete_response(request: Request) -> Response:
     response = await service.responses.response(tenant.name, response_id)
     if not await service.responses.delete(tenant.name, response_id):
         raise _not_found(response_id)
+    left: int | None = None  # tokens of its context that stay; None for all
     if turn and turn.context and response and response.get("model") in service.models.by_name:
         model = await service.model(request, tenant, response["model"])
-        await asyncio.to_thread(model.engine.store.forget, turn.context)
+        left = await asyncio.to_thread(model.engine.store.forget, turn.context)
+    service.prompt_log.delete(response_id, tenant.name, left)
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 

@@ -6,8 +6,11 @@ A token of the tiny models is a letter or the mark of a call, so this test knows
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from string import ascii_lowercase
@@ -19,10 +22,13 @@ import jinja2
 import openai
 import pytest
 from api_engines import TOOL_TEMPLATE, RunningEngine, start_engine, write_family, write_offered, write_tiny
+from servers import start_server
 
 from engine.agent_engine import Answer, Reuse
 from engine.api.diagnosis import AskedPrompt, common_prefix, diagnosis
 from engine.api.openai.schema import ChatBody
+from engine.memory.lifetimes import KeptContext
+from kvpage_server.page import unix_ms
 
 MARK = "<tool_call>"
 Body = dict[str, Any]  # system, tools and messages
@@ -85,11 +91,12 @@ def ask_messages(engine: RunningEngine, body: Body, earlier: str | None = None, 
     asked: Any = {
         "messages": [{"role": role, "content": text} for role, text in body["messages"]],
         "tools": [{"name": name, "input_schema": {}} for name in body["tools"]],
+        **({"cache_control": {"type": "ephemeral"}} if body.get("cached") else {}),
         "diagnostics": {"previous_message_id": earlier},
         **({} if body["system"] is None else {"system": body["system"]}),
     }
     with anthropic.Anthropic(base_url=engine.url, api_key=engine.token, max_retries=0) as client:
-        message = client.messages.create(model=model, max_tokens=1, **asked)
+        message = client.messages.create(model=model, max_tokens=1, extra_body={"temperature": 0}, **asked)
     reason = message.diagnostics and message.diagnostics.cache_miss_reason
     return message.id, reason and reason.model_dump()
 
@@ -101,11 +108,12 @@ def ask_responses(
     asked: Any = {
         "input": [{"role": role, "content": text} for role, text in body["messages"]],
         "tools": [{"type": "function", "name": name, "parameters": {}, "strict": False} for name in body["tools"]],
-        "prompt_cache_options": {"comparison_response_id": earlier} if earlier else {},
+        "prompt_cache_options": ({"comparison_response_id": earlier} if earlier else {})
+        | ({"ttl": "30m"} if body.get("cached") else {}),
         **({} if body["system"] is None else {"instructions": body["system"]}),
     }
     with engine.client(engine.token) as client:
-        response = client.responses.create(model=model, max_output_tokens=1, **asked)
+        response = client.responses.create(model=model, max_output_tokens=1, temperature=0, **asked)
     found = response.prompt_cache_diagnostics
     return response.id, found and found.model_dump(exclude_none=True)
 
@@ -155,6 +163,123 @@ def test_an_edit_is_found(offered: RunningEngine, earlier: tuple[str, str], numb
         "evicted_tokens": 0,
         **({} if message is None else {"message": message}),
     }
+
+
+class Asking:
+    """One of the two APIs, asked for a diagnosis."""
+
+    def __init__(self, engine: RunningEngine, ask: Callable[..., tuple[str, Any]]) -> None:
+        self.engine = engine
+        self.ask = ask
+
+    def first(self, body: Body) -> str:
+        return self.ask(self.engine, body)[0]
+
+    def why(self, body: Body, earlier: str) -> tuple[str, int, str | None]:
+        """The kind of miss, the evicted tokens and why they were evicted; of a hit "hit"."""
+        found = self.ask(self.engine, body, earlier)[1]
+        if found is None or found["type"] == "cache_hit":
+            return "hit", 0, None
+        return found["type"], found.get("evicted_tokens", 0), found.get("evicted_why")
+
+
+BOTH = pytest.mark.parametrize("ask", [ask_messages, ask_responses])
+
+
+def plain(seed: int) -> Body:
+    return {**conversation(Random(seed)), "tools": []}
+
+
+def evict(engine: RunningEngine, seed: int = 10) -> None:
+    """Send prompts of others, which take all of the small memory."""
+    for i in range(40):
+        ask_messages(engine, plain(seed + i))
+
+
+def test_a_replaced_agent_was_not_evicted(tmp_path: Path) -> None:
+    """A fork has deleted its context from the page server, and other prompts took the place of it in memory."""
+    body: Any = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": words(Random(9), 60)}]}
+    with start_server() as server:
+        model = write_tiny(tmp_path / "tiny")
+        with start_engine(model, "--memory", "2mb", "--store", server.url) as engine, engine.client() as client:
+            client.chat.completions.create(user="alice", **body)
+            other: Any = body | {"messages": [{"role": "user", "content": "Hello"}], "user": "bob"}
+            client.chat.completions.create(**other)
+            assert httpx.post(f"{engine.url}/v1/agents/alice/save").status_code == 200
+            fork = {"to": "alice", "replace": True}
+            assert httpx.post(f"{engine.url}/v1/agents/bob/fork", json=fork).status_code == 201
+            evict(engine)
+            made: Any = client.chat.completions.create(user="alice", **body)
+            assert made.kvpage["why"] == "deleted"
+
+
+@BOTH
+def test_a_deleted_prompt_was_not_evicted(tmp_path: Path, ask: Callable[..., tuple[str, Any]]) -> None:
+    """A deleted response is unknown. An earlier message with the same context has lost its tokens, too."""
+    with start_engine(write_tiny(tmp_path / "tiny")) as engine, engine.client() as client:
+        body, api = plain(3), Asking(engine, ask)
+        message = api.first(body)
+        deleted = ask_responses(engine, body)[0]
+        client.responses.delete(deleted)
+        kind, lost, why = api.why(body, message)
+        assert (kind, lost > 100, why) == ("unavailable", True, "deleted")
+        assert ask_responses(engine, body, deleted)[1] == {"type": "comparison_response_not_found"}
+        assert api.why(body, api.first(body))[0] == "hit"
+
+
+def test_a_deleted_agent_was_not_evicted(engine: RunningEngine) -> None:
+    body: Any = {"model": "tiny", "max_tokens": 1, "temperature": 0, "user": "alice"}
+    messages: Any = [{"role": "user", "content": words(Random(9), 40)}]
+    with engine.client() as client:
+
+        def ask() -> str | None:
+            made: Any = client.chat.completions.create(messages=messages, **body)
+            why: str | None = made.kvpage["why"]
+            return why
+
+        ask()
+        assert ask() is None
+        assert httpx.delete(f"{engine.url}/v1/agents/alice").status_code == 200
+        assert ask() == "deleted"
+        assert ask() is None
+
+
+def short_lifetimes(command: list[str], **streams: Any) -> subprocess.Popen[bytes]:
+    """Start an engine whose lifetimes take a second."""
+    short = "from engine.api.openai import schema; schema.LIFETIMES.update({'5m': 1, '30m': 1})"
+    main = "import sys; from engine.cli import main; sys.exit(main())"
+    return subprocess.Popen([sys.executable, "-c", f"{short}; {main}", *command[3:]], **streams)
+
+
+@BOTH
+def test_an_expired_prompt_is_named(tmp_path: Path, ask: Callable[..., tuple[str, Any]]) -> None:
+    """It was kept in memory for its lifetime, which has ended."""
+    model = write_tiny(tmp_path / "tiny")
+    with start_engine(model, "--memory", "2mb", start=short_lifetimes) as engine:
+        api, body = Asking(engine, ask), {**plain(3), "cached": True}
+        earlier = api.first(body)
+        time.sleep(1.1)
+        evict(engine)
+        kind, lost, why = api.why(body, earlier)
+        assert (kind, lost > 100, why) == ("unavailable", True, "expired")
+
+
+def test_an_eviction_after_a_cancelled_answer_is_named(tmp_path: Path) -> None:
+    """The last prompt of the client is not answered, but the one before it was."""
+    with start_engine(write_tiny(tmp_path / "tiny"), "--memory", "2mb") as engine, engine.client() as client:
+        body: Any = {"model": "tiny", "messages": [{"role": "user", "content": words(Random(9), 40)}]}
+
+        def why() -> str | None:
+            made: Any = client.chat.completions.create(max_tokens=1, **body)
+            found: str | None = made.kvpage["why"]
+            return found
+
+        why()
+        evict(engine)
+        with client.chat.completions.create(max_tokens=400, stream=True, **body) as stream:
+            next(iter(stream))
+        evict(engine, 60)
+        assert why() == "evicted"
 
 
 def test_an_evicted_prompt_is_named_with_its_cost(tmp_path: Path) -> None:
@@ -274,18 +399,62 @@ def test_another_model_and_other_options_are_named() -> None:
 
 
 def test_the_end_of_a_lifetime_is_named() -> None:
-    """A prompt is compared with an earlier one of which no token is left."""
-    body = ChatBody.of({"model": "a", "messages": [{"role": "user", "content": "Hello"}]})
-    earlier, prompt = (AskedPrompt.of("", None, "", body) for _ in range(2))
-    for one in (earlier, prompt):
-        one.tokens.extend(range(100))
-        one.answered = True
-    answer = Answer(0, "", "", (), "stop", None, 100, Reuse(prefill_seconds=1.0))
-    for seconds, why in ((-1, "expired"), (60, "evicted"), (None, "evicted")):
-        earlier.kept_until = time.time() + seconds if seconds else 0.0
-        found = diagnosis(earlier, prompt, answer)
-        assert found.lost == (99, why)
-        assert prompt.why(earlier, 0) == why
+    """A prompt is compared with an earlier one, which it reuses up to a token. The lifetime of the next tokens
+    counts, which a hit has renewed as far as it reached.
+    """
+    now = unix_ms()
+    earlier, hit, prompt = asked(), asked(), asked()
+    earlier.wanted = [(50, 3600), (80, 300)]
+    earlier.begin_lifetimes(None, answered(0, KeptContext(80, now + 300_000)))
+    hit.begin_lifetimes(earlier, answered(70))
+    after = time.time()
+    for minutes, reused, why in (
+        (0, 0, "evicted"),
+        (4, 60, "evicted"),
+        (6, 75, "expired"),
+        (6, 85, None),
+        (59, 40, "evicted"),
+        (61, 40, "expired"),
+        (61, 85, None),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(time, "time", lambda minutes=minutes: after + 60 * minutes)
+            found = diagnosis(earlier, prompt, answered(reused)).lost
+        assert found.why == why, (minutes, reused)
+
+
+def test_only_the_latest_lifetimes_are_noted() -> None:
+    """Prompts that reuse fewer and fewer tokens do not make the notes longer."""
+    earlier = asked(400)
+    earlier.wanted = [(400, 300)]
+    earlier.begin_lifetimes(None, answered(0, KeptContext(400, unix_ms() + 300_000)))
+    for reused in range(390, 0, -10):
+        asked(400).begin_lifetimes(earlier, answered(reused))
+    assert len(earlier.lifetimes) <= 16
+
+
+def test_only_tokens_with_a_state_behind_them_are_evicted() -> None:
+    """The states of a large window are at few positions, and other prompts continue only there."""
+    earlier, prompt = asked(1000), asked(1000)
+    earlier.states = (300, 999)
+    prompt.tokens[700:] = array("I", [5] * 300)
+    assert prompt.lost(earlier, 300) == (0, None)
+    assert prompt.lost(earlier, 0) == (300, "evicted")
+    assert asked(1000).lost(earlier, 300) == (699, "evicted")
+    earlier.states = ()
+    assert asked(1000).lost(earlier, 0) == (0, None)
+
+
+def asked(count: int = 100) -> AskedPrompt:
+    """A prompt whose answer is complete."""
+    made = AskedPrompt.of("", None, "", ChatBody.of({"model": "a", "messages": [{"role": "user", "content": "Hello"}]}))
+    made.tokens.extend(range(count))
+    made.answered = 0.0
+    return made
+
+
+def answered(reused: int, kept: KeptContext | None = None) -> Answer:
+    return Answer(0, "", "", (), "stop", None, 100, Reuse(tokens=reused, prefill_seconds=1.0), kept=kept)
 
 
 def chat(client: openai.OpenAI, date: str, *texts: str, **fields: Any) -> tuple[int, str | None, int]:
@@ -352,3 +521,66 @@ def test_thoughts_that_a_template_drops_are_named(tmp_path: Path) -> None:
     begins = first.usage.prompt_tokens - len("think>")  # "</think>" is left of the earlier turn
     assert second.usage.prompt_tokens_details.cached_tokens == begins
     assert second.kvpage["why"] == f"history rewritten from token {begins}"
+
+
+# As those of GLM: thoughts are between marks, and those before the user's last message are left out, unless a variable
+# keeps them. The prompt opens the thoughts of the answer.
+KEEPING_TEMPLATE = """[gMASK]<sop>
+{%- set last = namespace(user=-1) %}
+{%- for message in messages if message.role == "user" %}{% set last.user = messages.index(message) %}{% endfor %}
+{%- for message in messages %}
+{%- if message.role == "assistant" %}
+{%- set kept = loop.index0 > last.user or (clear_thinking is defined and not clear_thinking) %}
+{{- "<|assistant|>" + ("<think>" + message.reasoning_content if kept and message.reasoning_content else "") }}
+{{- "</think>" + message.content }}
+{%- else %}{{ "<|" + message.role + "|>" + message.content }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|><think>{% endif %}"""
+
+
+def second_turn(engine: RunningEngine, api: str, question: str, thoughts: str, keeps: bool) -> tuple[int, str | None]:
+    """Ask again after an answer with thoughts. Return the reused tokens, and why not more."""
+    more: Any = {"chat_template_kwargs": {"clear_thinking": False}} if keeps else {}
+    first: Any = {"role": "user", "content": question}
+    last: Any = {"role": "user", "content": "And?"}
+    if api == "messages":
+        content: Any = [
+            {"type": "thinking", "thinking": thoughts, "signature": ""},
+            {"type": "text", "text": "Yes"},
+        ]
+        with anthropic.Anthropic(base_url=engine.url, api_key="none", max_retries=0) as client:
+            asked: Any = [first, {"role": "assistant", "content": content}, last]
+            message: Any = client.messages.create(model="tiny", max_tokens=1, messages=asked, extra_body=more)
+        return message.usage.cache_read_input_tokens, message.kvpage["why"]
+    with engine.client() as openais:
+        if api == "responses":
+            reasoning: Any = {"type": "reasoning", "id": "rs_1", "summary": []}
+            reasoning["content"] = [{"type": "reasoning_text", "text": thoughts}]
+            items: Any = [first, reasoning, {"role": "assistant", "content": "Yes"}, last]
+            made: Any = openais.responses.create(model="tiny", max_output_tokens=1, input=items, extra_body=more)
+            return made.usage.input_tokens_details.cached_tokens, made.kvpage["why"]
+        answer: Any = {"role": "assistant", "content": "Yes", "reasoning_content": thoughts}
+        messages: Any = [first, answer, last]
+        chatted: Any = openais.chat.completions.create(model="tiny", max_tokens=1, messages=messages, extra_body=more)
+        return chatted.usage.prompt_tokens_details.cached_tokens, chatted.kvpage["why"]
+
+
+def test_an_option_keeps_thoughts_in_the_context(tmp_path: Path) -> None:
+    """Without it, the tokens before the thoughts are reused, and the first other token is named."""
+    model = write_tiny(tmp_path / "tiny")
+    (model / "chat_template.jinja").write_text(KEEPING_TEMPLATE, encoding="utf-8")
+    with start_engine(model) as engine, engine.client() as client:
+        for api in ("chat", "responses", "messages"):
+            for keeps in (False, True):
+                question = words(Random(f"{api} {keeps}"))
+                first = client.chat.completions.create(
+                    model="tiny", max_tokens=20, temperature=0, messages=[{"role": "user", "content": question}]
+                )
+                thoughts = first.choices[0].message.content or ""  # the model does not close them
+                assert first.usage
+                prompt = first.usage.prompt_tokens
+                read, why = second_turn(engine, api, question, thoughts, keeps)
+                begins = prompt - len("think>")  # "</think>" is left of the earlier turn
+                wanted = (prompt + 20, None) if keeps else (begins, f"history rewritten from token {begins}")
+                assert (read, why) == wanted, api
