@@ -8,7 +8,7 @@ STORE := redis://127.0.0.1:9221
 CORE := setup.py kvpage_server/core/sources.py $(wildcard kvpage_server/core/native/*.p[xy][xd])
 
 .DEFAULT_GOAL := setup
-.PHONY: setup run chat serve demo site test-site test test-connectors test-frameworks test-packages test-elsewhere check soak fuzz sanitize lint format docs bench core demo-cluster cluster cluster-stop lock wheels clean help
+.PHONY: setup run chat serve demo site test-site test test-connectors test-frameworks test-packages test-matrix test-elsewhere check soak fuzz sanitize lint format docs bench core demo-cluster cluster cluster-stop lock release wheels clean help
 
 setup: $(VENV)/dev.stamp $(MODEL)  ## everything: server, engine, development tools, the small model
 
@@ -53,6 +53,10 @@ test-frameworks: $(VENV)/dev.stamp $(MODEL)  ## agent frameworks with the real s
 test-packages: $(VENV)/dev.stamp $(MODEL)  ## the package in clean environments of every Python that is found, from the registry
 	"$(BIN)/python" -m pytest -m "soak or not soak" tests/packages
 
+test-matrix: $(VENV)/dev.stamp $(MODEL)  ## quick tests with the oldest and the newest version of every dependency, each in an environment of its own
+	"$(BIN)/python" -m pip install --quiet uv
+	UV="$(abspath $(BIN)/uv)" PYTHON="$(abspath $(BIN)/python)" tests/matrix.sh
+
 test-elsewhere: $(VENV)/dev.stamp $(MODEL)  ## sensitive tests as on other machines: kernels of OpenBLAS, umask, user, encoding; an hour
 	"$(BIN)/python" tests/elsewhere.py
 
@@ -86,9 +90,10 @@ format: $(VENV)/dev.stamp  ## the code as ruff wants it
 	"$(BIN)/ruff" check --fix .
 	"$(BIN)/ruff" format .
 
-docs: $(VENV)/dev.stamp  ## the references of commands and parameters, from their declarations
+docs: $(VENV)/dev.stamp  ## the references of commands and parameters, and the manual pages, from their declarations
 	"$(BIN)/python" -m kvpage_server.commands.reference > docs/commands.md
 	"$(BIN)/python" -m kvpage_server.configuration.reference > docs/configuration.md
+	"$(BIN)/python" -m conf.manual conf/man
 
 site: $(VENV)/docs.stamp  ## the documentation as a site, in build/site; warnings are errors
 	"$(BIN)/python" -m sphinx --fail-on-warning --keep-going --quiet docs build/site
@@ -110,12 +115,16 @@ cluster-stop: $(VENV)/dev.stamp  ## ends it
 	"$(BIN)/python" -m benchmarks.valkey_cluster stop
 
 core: $(VENV)/server.stamp  ## compiles the page core again, and shows what the compiler says
-	"$(BIN)/python" -m pip install --verbose --no-deps --editable .
+	"$(BIN)/python" -m pip install --verbose --no-build-isolation --no-deps --editable .
 	"$(BIN)/kvpage-server" --version
 
 lock: $(VENV)/bin/python  ## renews conf/locks: the newest dependencies, with hashes
 	"$(BIN)/python" -m pip install --quiet uv
 	conf/lock.sh "$(BIN)/uv"
+
+release: $(VENV)/dev.stamp  ## wheels, sdist, checksums and SBOM of VERSION in dist/, a commit and a tag; DRY_RUN=1: only the files
+	"$(BIN)/python" -m pip install --quiet --require-hashes --requirement conf/locks/wheels.txt
+	"$(BIN)/python" conf/release.py "$(VERSION)" $(if $(DRY_RUN),--dry-run)
 
 wheels: $(VENV)/dev.stamp  ## wheels in dist/, by cibuildwheel where docker runs, else for every Python that is found
 	conf/wheels.sh "$(BIN)/python" dist
@@ -129,7 +138,7 @@ help:  ## this list
 $(VENV)/bin/python:
 	PYTHON="$(PYTHON)" conf/venv.sh "$(VENV)"
 
-$(VENV)/server.stamp: pyproject.toml conf/locks/web.txt $(CORE) $(VENV)/bin/python
+$(VENV)/server.stamp: pyproject.toml conf/locks/build.txt conf/locks/web.txt $(CORE) $(VENV)/bin/python
 	conf/install.sh "$(VENV)" web
 	touch $@
 

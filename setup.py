@@ -1,10 +1,15 @@
 """The compiled half of the core. It is optional: where it cannot be built, its Python twin runs instead."""
 
+import os
 import runpy
+import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+
+if sys.platform == "win32":
+    sys.exit("kvpage runs on Linux and macOS. On Windows, install it in WSL: wsl --install")
 
 NATIVE = Path("kvpage_server/core/native")
 SOURCES = sorted(str(path) for path in NATIVE.glob("*.p[xy][xd]"))
@@ -27,8 +32,20 @@ class BuildCore(build_ext):
         self._have_all_or_none()  # beside the sources, if it was to be built there
 
     def build_extensions(self) -> None:
+        self._translate()
+        self.parallel = self.parallel or os.cpu_count()  # the C compiler takes most of the time
         super().build_extensions()
         self._have_all_or_none()
+
+    def _translate(self) -> None:
+        """Let Cython write the C files, one after the other: it is not made for threads, as the C compiler is."""
+        from Cython.Build import cythonize
+
+        options = {"build_dir": self.build_temp, "compiler_directives": self.cython_directives}
+        for module, translated in zip(
+            self.extensions, cythonize(self.extensions, force=self.force, quiet=True, **options), strict=True
+        ):
+            module.sources = translated.sources
 
     def build_extension(self, ext: Extension) -> None:
         try:

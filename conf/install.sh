@@ -4,7 +4,23 @@
 # installed; elsewhere it says in one line what is missing, and the core's Python twin runs.
 set -eu
 
-python=$1/bin/python
+venv=$1 extra=$2
+python=$venv/bin/python
+
+# Runs pip. If it fails, the last line says what to do.
+install() {
+    output=$("$python" -m pip install --quiet "$@" 2>&1) && return 0
+    case $output in
+        *"No space left"* | *"Errno 28"* | *"Disk quota"*)
+            why="the disk of $(cd "$venv" && pwd) is full: free 1 GB (4 GB for the engine and the tests), then make again" ;;
+        *"connection"* | *"Connection"* | *"resolution"* | *"timed out"* | *"No matching distribution"*)
+            why="no package registry can be reached: check the network and PIP_INDEX_URL or HTTPS_PROXY, then make again" ;;
+        *) why="pip failed, see above" ;;
+    esac
+    printf '%s\n' "$output" | tail -n 20 >&2
+    echo "kvpage is not installed: $why" >&2
+    exit 1
+}
 
 core() {
     KVPAGE_CORE= "$python" -c 'from kvpage_server import core; print(core.NAME)'
@@ -21,8 +37,12 @@ missing() {
     done
 }
 
-"$python" -m pip install --quiet --require-hashes --requirement "conf/locks/$2.txt"
-"$python" -m pip install --quiet --no-deps --editable .
+compile() {
+    install --no-build-isolation --no-deps --editable .
+}
+
+install --require-hashes --requirement conf/locks/build.txt --requirement "conf/locks/$extra.txt"
+compile
 [ "$(core)" = native ] && exit 0
 
 how="a C compiler, Python's headers and xxhash.h, then:"
@@ -32,7 +52,7 @@ if command -v dpkg-query >/dev/null 2>&1; then
     if [ -n "$packages" ] && [ "$(id -u)" = 0 ]; then
         export DEBIAN_FRONTEND=noninteractive
         if { apt-get update -qq && apt-get install -y -qq --no-install-recommends $packages; } >/dev/null 2>&1; then
-            "$python" -m pip install --quiet --no-deps --editable .
+            compile
             [ "$(core)" = native ] && exit 0
             packages=$(missing)
         fi

@@ -1,15 +1,20 @@
 #!/bin/sh
-# Renews conf/locks, with the uv named by the argument: for each extra that `make` installs, all dependencies in their
-# newest versions, for every platform and Python, with the hashes of their files.
+# Renews conf/locks, with the uv named by the argument: for each extra that `make` installs, and for the build, all
+# dependencies in their newest versions, for every platform and Python, with the hashes of their files.
 set -eu
 
-compile() {  # an extra, and options of uv
+uv=$1
+
+compile() {  # the name of the lock, and options of uv
+    name=$1
+    shift
     "$uv" pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate \
-        --custom-compile-command "make lock" --extra "$1" --output-file "conf/locks/$1.txt" "$2" "$3" pyproject.toml
+        --custom-compile-command "make lock" --output-file "conf/locks/$name.txt" "$@"
 }
 
-uv=$1
-compile dev --upgrade --no-progress
-compile engine --constraint conf/locks/dev.txt
-compile web --constraint conf/locks/dev.txt
-compile docs --constraint conf/locks/dev.txt
+compile dev --extra dev --upgrade --no-progress pyproject.toml
+for extra in engine web docs wheels; do
+    compile "$extra" --extra "$extra" --constraint conf/locks/dev.txt pyproject.toml
+done
+sed -n 's/^requires = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '" ' | sed 's/,\([A-Za-z]\)/\n\1/g' |
+    compile build --constraint conf/locks/dev.txt -

