@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 MODEL := models/smollm2/model.safetensors
 STORE := redis://127.0.0.1:9221
-CORE := setup.py kvpage_server/core/sources.py $(wildcard kvpage_server/core/native/*.p[xy][xd])
+CORE := setup.py kvpage_server/core/sources.py $(wildcard kvpage_server/core/native/*.p[xy][xd] kvpage_server/core/native/*.h)
 
 .DEFAULT_GOAL := setup
 .PHONY: setup run chat serve demo site test-site test test-connectors test-frameworks test-packages test-matrix test-elsewhere check soak fuzz sanitize lint format docs bench core demo-cluster cluster cluster-stop lock release wheels clean help
@@ -74,7 +74,7 @@ fuzz: $(VENV)/dev.stamp  ## noise for both cores, for FUZZ_SECONDS: guided by co
 	tests/sanitized.sh tests/fuzz/seeded.py $(FUZZ_SECONDS)
 
 sanitize: $(VENV)/dev.stamp  ## the core's tests, in a build that sees misuse of memory
-	tests/sanitized.sh -m pytest -s -m "not soak and not alone" -k "not scanned_once" tests/server/core/test_core_alike.py tests/server/core/test_core_memory.py tests/server/resp/test_parser.py tests/server/core/test_outbox.py \
+	tests/sanitized.sh -m pytest -s -m "not soak and not alone" -k "not scanned_once" tests/server/core/test_core_alike.py tests/server/core/test_core_memory.py tests/server/resp/test_parser.py tests/server/core/test_outbox.py tests/server/test_lossless.py \
 		tests/server/commands/pages/test_page_properties.py
 
 lint: $(VENV)/dev.stamp  ## ruff, vulture, mypy, undeclared names in JavaScript, and unclear phrases in comments

@@ -12,7 +12,7 @@ if sys.platform == "win32":
     sys.exit("kvpage runs on Linux and macOS. On Windows, install it in WSL: wsl --install")
 
 NATIVE = Path("kvpage_server/core/native")
-SOURCES = sorted(str(path) for path in NATIVE.glob("*.p[xy][xd]"))
+SOURCES = sorted(str(path) for pattern in ("*.p[xy][xd]", "*.h") for path in NATIVE.glob(pattern))
 DIGEST = runpy.run_path("kvpage_server/core/sources.py")["digest"](NATIVE)
 HEADERS = [place for place in ("/opt/homebrew/include", "/opt/local/include") if Path(place, "xxhash.h").exists()]
 
@@ -66,9 +66,9 @@ setup(
         Extension(
             "kvpage_server.core.native." + Path(source).stem,
             [source],
-            include_dirs=HEADERS,
+            include_dirs=[str(NATIVE), *HEADERS],
             define_macros=[("XXH_INLINE_ALL", None), ("KVPAGE_SOURCES", f'"{DIGEST}"')],
-            depends=SOURCES if Path(source).stem == "built" else [],
+            depends=SOURCES if Path(source).stem == "built" else [str(path) for path in NATIVE.glob("*.h")],
             extra_compile_args=["-O3"],
             optional=True,
         )

@@ -18,6 +18,7 @@ from kvpage_server.client import (
     Unsupported,
     WrongReply,
 )
+from kvpage_server.lossless import decode_lossless, encode_lossless
 from kvpage_server.page import (
     BlockShape,
     DType,
@@ -51,6 +52,8 @@ __all__ = [
     "Unsupported",
     "WrongReply",
     "__version__",
+    "decode_lossless",
     "decode_page",
+    "encode_lossless",
     "encode_page",
 ]

@@ -10,12 +10,12 @@ from pathlib import Path
 
 
 def digest(folder: Path) -> str:
-    """Return the hexadecimal digest of the names and contents of all Cython sources in a folder.
+    """Return the hexadecimal digest of the names and contents of all Cython sources, and C headers, in a folder.
 
     Return "" if there are none, as in a wheel.
     """
     seen = hashlib.blake2b(digest_size=8)
-    sources = sorted(folder.glob("*.p[xy][xd]"))
+    sources = sorted([*folder.glob("*.p[xy][xd]"), *folder.glob("*.h")])
     for source in sources:
         content = source.read_bytes()
         seen.update(b"%b %d\n%b" % (source.name.encode(), len(content), content))

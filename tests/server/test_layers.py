@@ -30,6 +30,7 @@ MAY_KNOW = {
     "layouts": "page",
     "kv_events": "",
     "core": "page",
+    "lossless": "core page",
     "resp": "core",
     "store": "core glob page system",
     "configuration": "bounded core glob store system",

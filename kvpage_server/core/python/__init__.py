@@ -2,6 +2,7 @@
 
 from kvpage_server.core.python.bodies import Bodies, Chunk, Memory, Outbox, PageKeys, SentPages, digest, fill_digests
 from kvpage_server.core.python.calls import Callee, Caller
+from kvpage_server.core.python.coding import decode_matrix, encode_matrix
 from kvpage_server.core.python.frames import Parser, Scratch, Words
 from kvpage_server.core.python.lru import Columns, enter, touch_many
 from kvpage_server.core.python.matching import find_classes
@@ -29,7 +30,9 @@ __all__ = [
     "SentPages",
     "Slot",
     "Words",
+    "decode_matrix",
     "digest",
+    "encode_matrix",
     "enter",
     "fill_digests",
     "filled",

@@ -1,0 +1,284 @@
+/* The lossless code of docs/page-code.md. The reference implementation is core/python/coding.py.
+
+   Rows are coded in groups of eight. All loops work on bytes or words of a group, without branches, so that compilers
+   vectorise them for every processor. Only escapes are handled one by one; they are 1 to 2 % of the values of a KV cache.
+   `code` is a constant in each instance of these functions. `n` is the number of channels, a multiple of 8. */
+
+#include <stdint.h>
+#include <string.h>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+enum {
+    BFLOAT16 = 1, FLOAT16 = 2, FLOAT32 = 3,
+    BITS = 3,     /* of the code of an exponent */
+    ESCAPE = 7,   /* the code of an exponent that is not within seven below the base */
+    ROWS = 8,     /* of a group; their codes are whole bytes */
+    TRIED = 4,    /* bases that are tried for each channel */
+    SAMPLES = 32, /* the most rows that are examined for a base */
+    PER_CHANNEL = SAMPLES + TRIED + 1, /* bytes of scratch memory */
+};
+
+#define INLINE static inline __attribute__((always_inline))
+#define EACH(count) _Pragma("GCC ivdep") for (size_t i = 0; i < (count); i++) /* no two arrays overlap */
+#define IN_ALL_BYTES(byte) (UINT64_C(0x0101010101010101) * (uint64_t)(byte))
+
+INLINE size_t element_size(int code) { return code == FLOAT32 ? 4 : 2; }
+
+/* Bytes of an element that are stored unchanged. */
+INLINE size_t plain_bytes(int code) { return code == FLOAT32 ? 3 : 1; }
+
+/* Numbers of three bits of an element that are packed: the code of its exponent, and the other bits of a float16. */
+INLINE size_t packed_numbers(int code) { return code == FLOAT16 ? 2 : 1; }
+
+INLINE size_t packed_bytes(size_t rows) { return (BITS * rows + 7) / 8; }
+
+/* Return the bytes of coded rows without their escapes. */
+INLINE size_t fixed_size(size_t rows, size_t n, int code) {
+    size_t packed = rows / ROWS * BITS + packed_bytes(rows % ROWS);
+    return (rows * plain_bytes(code) + packed * packed_numbers(code)) * n;
+}
+
+INLINE void exponents_of(const void *values, size_t m, int code, uint8_t *restrict exponent) {
+    const uint16_t *half = values;
+    const uint32_t *full = values;
+    if (code == BFLOAT16)
+        EACH(m) exponent[i] = (uint8_t)(half[i] >> 7);
+    else if (code == FLOAT16)
+        EACH(m) exponent[i] = (uint8_t)(half[i] >> 10 & 0x1f);
+    else
+        EACH(m) exponent[i] = (uint8_t)(full[i] >> 23);
+}
+
+/* Write the plain bytes of m values, one array for each byte of a value, and their other bits. */
+INLINE void rest_of(const void *values, size_t m, int code, uint8_t *restrict plain, uint8_t *restrict other) {
+    const uint16_t *half = values;
+    const uint32_t *full = values;
+    if (code == BFLOAT16) {
+        EACH(m) plain[i] = (uint8_t)((half[i] & 0x7f) | (half[i] >> 8 & 0x80));
+    } else if (code == FLOAT16) {
+        EACH(m) plain[i] = (uint8_t)half[i];
+        EACH(m) other[i] = (uint8_t)((half[i] >> 8 & 3) | (half[i] >> 13 & 4));
+    } else {
+        EACH(m) plain[i] = (uint8_t)full[i];
+        EACH(m) plain[m + i] = (uint8_t)(full[i] >> 8);
+        EACH(m) plain[2 * m + i] = (uint8_t)((full[i] >> 16 & 0x7f) | (full[i] >> 24 & 0x80));
+    }
+}
+
+/* Write m values from their exponents, plain bytes and other bits. */
+INLINE void join(
+    void *values, size_t m, int code, const uint8_t *restrict exponent, const uint8_t *restrict plain,
+    const uint8_t *restrict other
+) {
+    uint16_t *restrict half = values;
+    uint32_t *restrict full = values;
+    const uint8_t *restrict middle = plain + m, *restrict high = plain + 2 * m;
+    if (code == BFLOAT16)
+        EACH(m) half[i] = (uint16_t)((plain[i] & 0x80) << 8 | exponent[i] << 7 | (plain[i] & 0x7f));
+    else if (code == FLOAT16)
+        EACH(m) half[i] = (uint16_t)((other[i] & 4) << 13 | (exponent[i] & 0x1f) << 10 | (other[i] & 3) << 8 | plain[i]);
+    else
+        EACH(m) full[i] = (uint32_t)(high[i] & 0x80) << 24 | (uint32_t)exponent[i] << 23
+            | (uint32_t)(high[i] & 0x7f) << 16 | (uint32_t)middle[i] << 8 | plain[i];
+}
+
+/* Pack eight rows of numbers. Bit b of the number in row r is bit 3 * r + b of the three bytes of its column. */
+INLINE void pack_rows(const uint8_t *number, size_t n, size_t rows, uint8_t *restrict out) {
+    uint8_t *restrict last = out + 2 * n;
+    size_t bytes = packed_bytes(rows);
+    for (size_t i = 0; i < n; i += 8) {
+        uint64_t a[ROWS], packed[BITS];
+        for (int r = 0; r < ROWS; r++) memcpy(&a[r], number + (size_t)r * n + i, 8);
+        packed[0] = a[0] | a[1] << 3 | (a[2] & IN_ALL_BYTES(3)) << 6;
+        packed[1] = (a[2] >> 2 & IN_ALL_BYTES(1)) | a[3] << 1 | a[4] << 4 | (a[5] & IN_ALL_BYTES(1)) << 7;
+        packed[2] = (a[5] >> 1 & IN_ALL_BYTES(3)) | a[6] << 2 | a[7] << 5;
+        memcpy(out + i, &packed[0], 8);
+        if (bytes > 1) memcpy(out + n + i, &packed[1], 8);
+        if (bytes > 2) memcpy(last + i, &packed[2], 8);
+    }
+}
+
+INLINE void unpack_rows(const uint8_t *restrict in, size_t n, size_t rows, uint8_t *restrict number) {
+    size_t bytes = packed_bytes(rows);
+    for (size_t i = 0; i < n; i += 8) {
+        uint64_t a[ROWS], x = 0, y = 0, z = 0;
+        memcpy(&x, in + i, 8);
+        if (bytes > 1) memcpy(&y, in + n + i, 8);
+        if (bytes > 2) memcpy(&z, in + 2 * n + i, 8);
+        a[0] = x & IN_ALL_BYTES(7);
+        a[1] = x >> 3 & IN_ALL_BYTES(7);
+        a[2] = (x >> 6 & IN_ALL_BYTES(3)) | (y << 2 & IN_ALL_BYTES(4));
+        a[3] = y >> 1 & IN_ALL_BYTES(7);
+        a[4] = y >> 4 & IN_ALL_BYTES(7);
+        a[5] = (y >> 7 & IN_ALL_BYTES(1)) | (z << 1 & IN_ALL_BYTES(6));
+        a[6] = z >> 2 & IN_ALL_BYTES(7);
+        a[7] = z >> 5 & IN_ALL_BYTES(7);
+        for (int r = 0; r < ROWS; r++) memcpy(number + (size_t)r * n + i, &a[r], 8);
+    }
+}
+
+/* Eight rows are the usual case, for which the compiler vectorises. */
+INLINE void pack(const uint8_t *number, size_t n, size_t rows, uint8_t *out) {
+    if (rows == ROWS) pack_rows(number, n, ROWS, out);
+    else pack_rows(number, n, rows, out);
+}
+
+INLINE void unpack(const uint8_t *in, size_t n, size_t rows, uint8_t *number) {
+    if (rows == ROWS) unpack_rows(in, n, ROWS, number);
+    else unpack_rows(in, n, rows, number);
+}
+
+/* Return a word with a bit for each of the next 64 codes, or of `left` if there are fewer: whether it is an escape. */
+INLINE uint64_t escapes_in(const uint8_t *codes, size_t left) {
+    uint64_t found = 0, x;
+#ifdef __AVX2__
+    if (left >= 64) {
+        const __m256i escape = _mm256_set1_epi8(ESCAPE);
+        __m256i low = _mm256_loadu_si256((const __m256i *)codes), high = _mm256_loadu_si256((const __m256i *)(codes + 32));
+        return (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(low, escape))
+            | (uint64_t)(uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(high, escape)) << 32;
+    }
+#endif
+    for (size_t i = 0; i < (left < 64 ? left : 64); i += 8) {
+        memcpy(&x, codes + i, 8);
+        x = (x + IN_ALL_BYTES(1)) >> 3 & IN_ALL_BYTES(1);
+        found |= (x * UINT64_C(0x0102040810204080)) >> 56 << i; /* one bit of each byte */
+    }
+    return found;
+}
+
+/* Choose the base of each channel: the largest exponent, or one of the next three if fewer exponents of the examined rows
+   are then escapes. */
+INLINE void choose_bases(const char *in, size_t rows, size_t n, int code, uint8_t *scratch, uint8_t *restrict base) {
+    size_t step = (rows + SAMPLES - 1) / SAMPLES, examined = (rows + step - 1) / step;
+    uint8_t *exponents = scratch, *top = scratch + examined * n;
+    uint8_t *restrict count0 = top + n, *restrict count1 = count0 + n;
+    uint8_t *restrict count2 = count1 + n, *restrict count3 = count2 + n;
+    memset(top, 0, (1 + TRIED) * n);
+    for (size_t r = 0; r < examined; r++) {
+        const uint8_t *exponent = exponents + r * n;
+        exponents_of(in + r * step * n * element_size(code), n, code, exponents + r * n);
+        EACH(n) top[i] = exponent[i] > top[i] ? exponent[i] : top[i];
+    }
+    for (size_t r = 0; r < examined; r++) {
+        const uint8_t *exponent = exponents + r * n;
+        EACH(n) {
+            uint8_t below = (uint8_t)(top[i] - exponent[i]);
+            count0[i] += below >= ESCAPE;
+            count1[i] += (uint8_t)(below - 1) >= ESCAPE;
+            count2[i] += (uint8_t)(below - 2) >= ESCAPE;
+            count3[i] += (uint8_t)(below - 3) >= ESCAPE;
+        }
+    }
+    EACH(n) {
+        uint8_t down = 0, fewest = count0[i];
+        down = count1[i] < fewest ? 1 : down, fewest = count1[i] < fewest ? count1[i] : fewest;
+        down = count2[i] < fewest ? 2 : down, fewest = count2[i] < fewest ? count2[i] : fewest;
+        down = count3[i] < fewest ? 3 : down;
+        base[i] = (uint8_t)(top[i] - down);
+    }
+}
+
+INLINE void repeat(const uint8_t *base, size_t n, uint8_t *bases) {
+    for (int r = 0; r < ROWS; r++) memcpy(bases + (size_t)r * n, base, n);
+}
+
+/* Code rows. Return the bytes, or 0 if there are more than `room`. */
+INLINE size_t encode_rows(
+    const char *in, size_t rows, size_t n, int code, const uint8_t *base, uint8_t *scratch, uint8_t *out, size_t room
+) {
+    size_t fixed = fixed_size(rows, n, code), escaped = 0;
+    uint8_t *escape = out + fixed, *bases = scratch;
+    uint8_t *restrict exponent = bases + ROWS * n, *restrict codes = exponent + ROWS * n, *others = codes + ROWS * n;
+    if (fixed > room) return 0;
+    room -= fixed;
+    repeat(base, n, bases);
+    for (; rows; rows -= rows < ROWS ? rows : ROWS) {
+        size_t count = rows < ROWS ? rows : ROWS, m = count * n;
+        if (count < ROWS) memset(codes, 0, 2 * ROWS * n);
+        exponents_of(in, m, code, exponent);
+        rest_of(in, m, code, out, others);
+        in += m * element_size(code);
+        out += m * plain_bytes(code);
+        EACH(m) {
+            uint8_t below = (uint8_t)(bases[i] - exponent[i]);
+            codes[i] = below < ESCAPE ? below : ESCAPE;
+        }
+        for (size_t i = 0; i < m; i += 64)
+            for (uint64_t found = escapes_in(codes + i, m - i); found; found &= found - 1) {
+                if (escaped == room) return 0;
+                escape[escaped++] = exponent[i + (size_t)__builtin_ctzll(found)];
+            }
+        pack(codes, n, count, out);
+        out += packed_bytes(count) * n;
+        if (packed_numbers(code) == 2) {
+            pack(others, n, count, out);
+            out += packed_bytes(count) * n;
+        }
+    }
+    return fixed + escaped;
+}
+
+/* Decode rows. Return whether `size` is the bytes that the rows and their escapes have. */
+INLINE int decode_rows(
+    const uint8_t *in, size_t size, size_t rows, size_t n, int code, const uint8_t *base, uint8_t *scratch, char *out
+) {
+    size_t fixed = fixed_size(rows, n, code);
+    const uint8_t *escape = in + fixed, *end = in + size;
+    uint8_t *bases = scratch;
+    uint8_t *restrict exponent = bases + ROWS * n, *restrict codes = exponent + ROWS * n, *others = codes + ROWS * n;
+    if (size < fixed) return 0;
+    repeat(base, n, bases);
+    for (; rows; rows -= rows < ROWS ? rows : ROWS) {
+        size_t count = rows < ROWS ? rows : ROWS, m = count * n;
+        const uint8_t *plain = in;
+        in += m * plain_bytes(code);
+        unpack(in, n, count, codes);
+        in += packed_bytes(count) * n;
+        if (packed_numbers(code) == 2) {
+            unpack(in, n, count, others);
+            in += packed_bytes(count) * n;
+        }
+        EACH(m) exponent[i] = (uint8_t)(bases[i] - codes[i]);
+        for (size_t i = 0; i < m; i += 64)
+            for (uint64_t found = escapes_in(codes + i, m - i); found; found &= found - 1) {
+                if (escape == end) return 0;
+                exponent[i + (size_t)__builtin_ctzll(found)] = *escape++;
+            }
+        join(out, m, code, exponent, plain, others);
+        out += m * element_size(code);
+    }
+    return escape == end;
+}
+
+/* The functions above for one kind of elements. */
+typedef struct {
+    void (*choose_bases)(const char *, size_t, size_t, uint8_t *, uint8_t *);
+    size_t (*encode_rows)(const char *, size_t, size_t, const uint8_t *, uint8_t *, uint8_t *, size_t);
+    int (*decode_rows)(const uint8_t *, size_t, size_t, size_t, const uint8_t *, uint8_t *, char *);
+} Coder;
+
+#define CODER(NAME, CODE)                                                                                              \
+    static void NAME##_choose(const char *in, size_t rows, size_t n, uint8_t *scratch, uint8_t *base) {                \
+        choose_bases(in, rows, n, CODE, scratch, base);                                                                \
+    }                                                                                                                  \
+    static size_t NAME##_encode(                                                                                       \
+        const char *in, size_t rows, size_t n, const uint8_t *base, uint8_t *scratch, uint8_t *out, size_t room        \
+    ) {                                                                                                                \
+        return encode_rows(in, rows, n, CODE, base, scratch, out, room);                                               \
+    }                                                                                                                  \
+    static int NAME##_decode(                                                                                          \
+        const uint8_t *in, size_t size, size_t rows, size_t n, const uint8_t *base, uint8_t *scratch, char *out        \
+    ) {                                                                                                                \
+        return decode_rows(in, size, rows, n, CODE, base, scratch, out);                                               \
+    }
+CODER(bfloat16, BFLOAT16)
+CODER(float16, FLOAT16)
+CODER(float32, FLOAT32)
+static const Coder CODERS[] = {
+    {bfloat16_choose, bfloat16_encode, bfloat16_decode},
+    {float16_choose, float16_encode, float16_decode},
+    {float32_choose, float32_encode, float32_decode},
+};

@@ -1,0 +1,171 @@
+"""The lossless code of arrays: exact for all values, smaller for those of KV caches, and safe for damaged bytes."""
+
+from __future__ import annotations
+
+import random
+import struct
+
+import numpy as np
+import pytest
+import xxhash
+from cores import CORES
+from hypothesis import given, strategies
+
+from kvpage_server.lossless import decode_lossless, encode_lossless
+from kvpage_server.page import DType, PageError
+
+WORDS = {DType.BFLOAT16: np.uint16, DType.FLOAT16: np.uint16, DType.FLOAT32: np.uint32}
+CODES = {1: DType.BFLOAT16, 2: DType.FLOAT16, 3: DType.FLOAT32}
+
+
+def like_a_cache(rows: int, channels: int, dtype: DType, seed: int = 0) -> np.ndarray:
+    """Return values with a normal distribution, whose magnitude depends on the channel."""
+    rng = np.random.default_rng(seed)
+    values = (rng.standard_normal((rows, channels)) * np.exp(rng.standard_normal(channels))).astype(np.float32)
+    if dtype is DType.FLOAT16:
+        return values.astype(np.float16).view(np.uint16)
+    words = values.view(np.uint32)
+    return words if dtype is DType.FLOAT32 else (words >> 16).astype(np.uint16)
+
+
+def hashed(coded: bytes) -> bytes:
+    """Return coded bytes with the checksum that suits them."""
+    return coded[:8] + struct.pack("<Q", xxhash.xxh3_64_intdigest(coded[16:])) + coded[16:]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "ratio"),
+    [
+        (DType.BFLOAT16, 16, 1.33),
+        (DType.BFLOAT16, 128, 1.4),
+        (DType.BFLOAT16, 1024, 1.4),
+        (DType.FLOAT16, 1024, 1.111),
+        (DType.FLOAT32, 128, 1.16),
+    ],
+)
+def test_a_cache_takes_fewer_bytes(dtype: DType, rows: int, ratio: float) -> None:
+    array = like_a_cache(rows, 64, dtype)
+    coded = encode_lossless(array, dtype)
+    assert coded is not None
+    assert array.nbytes / len(coded) > ratio
+    assert decode_lossless(coded) == array.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
+def test_each_value_of_16_bits_is_exact_in_each_channel(dtype: DType) -> None:
+    """Each page of 128 rows has 16 rows with values of all kinds; the others are those of a cache."""
+    everything = np.arange(65536, dtype=np.uint16)
+    for first in range(16):
+        array = like_a_cache(65536 // 16 * 16, 16, dtype, seed=first)
+        channel = (np.arange(65536) + first) % 16
+        array[np.arange(0, 65536), channel] = everything
+        coded = encode_lossless(array, dtype)
+        if dtype is DType.BFLOAT16:
+            assert coded is not None
+        if coded is not None:
+            assert decode_lossless(coded) == array.tobytes()
+
+
+@given(
+    code=strategies.sampled_from([1, 2, 3]),
+    rows=strategies.integers(1, 40),
+    channels=strategies.sampled_from([8, 24, 64, 72]),
+    spread=strategies.sampled_from([0, 1, 8, 40]),
+    seed=strategies.integers(0, 2**32),
+)
+def test_both_cores_write_the_same_code(code: int, rows: int, channels: int, spread: int, seed: int) -> None:
+    """With any number of escapes: `spread` is the largest difference of exponents."""
+    rng = np.random.default_rng(seed)
+    mantissa, most, word = {1: (7, 255, np.uint16), 2: (10, 31, np.uint16), 3: (23, 255, np.uint32)}[code]
+    exponents = np.clip(
+        rng.integers(0, most + 1, channels) + rng.integers(-spread, spread + 1, (rows, channels)), 0, most
+    )
+    rest = rng.integers(0, 1 << 31, (rows, channels)) & ~(most << mantissa)
+    array = (rest | exponents << mantissa).astype(word)
+    coded = []
+    for core in CORES:
+        out = bytearray(2 * array.nbytes + channels)
+        coded.append(bytes(out[: core.encode_matrix(code, channels, array, out)]))
+    assert len(set(coded)) == 1
+    for core in CORES:
+        out = bytearray(array.nbytes)
+        assert core.decode_matrix(code, channels, coded[0], out)
+        assert out == array.tobytes()
+        for other in (coded[0][:-1], coded[0] + b"\0", coded[0][: channels - 1]):
+            assert not core.decode_matrix(code, channels, other, out)
+        assert core.encode_matrix(code, channels, array, bytearray(len(coded[0]) - 1)) == 0
+
+
+@pytest.mark.parametrize("core", CORES, ids=[core.__name__ for core in CORES])
+def test_changed_bytes_stay_within_their_bounds(core: object) -> None:
+    """The bases, codes and escapes are any bytes. Under a sanitizer, the test sees each wrong access."""
+    rng = random.Random(5)
+    for code, dtype in CODES.items():
+        array = like_a_cache(30, 24, dtype)
+        out = bytearray(2 * array.nbytes)
+        size = core.encode_matrix(code, 24, array, out)  # type: ignore[attr-defined]
+        for _ in range(300):
+            changed = bytearray(out[:size])
+            for _ in range(rng.randrange(1, 40)):
+                changed[rng.randrange(size)] = rng.choice([0, 255, rng.randrange(256)])
+            del changed[rng.randrange(size) if rng.random() < 0.3 else size :]
+            core.decode_matrix(code, 24, changed, bytearray(array.nbytes))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.zeros((0, 8), np.uint16),
+        np.zeros((1, 8), np.uint16),
+        np.zeros((128, 12), np.uint16),
+        np.random.default_rng(0).integers(0, 65536, (128, 64)).astype(np.uint16),
+    ],
+    ids=["empty", "one row", "twelve channels", "noise"],
+)
+def test_what_does_not_shrink_stays_raw(array: np.ndarray) -> None:
+    assert encode_lossless(array, DType.BFLOAT16) is None
+
+
+def test_other_dtypes_stay_raw() -> None:
+    for dtype in set(DType) - set(WORDS):
+        assert encode_lossless(np.zeros((128, 64), f"u{dtype.itemsize}"), dtype) is None
+
+
+def test_items_of_another_size_are_refused() -> None:
+    with pytest.raises(PageError, match="bfloat16 has items of 2 bytes, got 1"):
+        encode_lossless(bytes(4096), DType.BFLOAT16)
+
+
+def test_damaged_codes_are_refused() -> None:
+    coded = encode_lossless(like_a_cache(128, 64, DType.BFLOAT16), DType.BFLOAT16)
+    assert coded is not None
+    rng = random.Random(3)
+    for _ in range(200):
+        at = rng.randrange(len(coded))
+        with pytest.raises(PageError):
+            decode_lossless(coded[:at] + bytes([coded[at] ^ 1 << rng.randrange(8)]) + coded[at + 1 :])
+        with pytest.raises(PageError):
+            decode_lossless(coded[:at])
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "match"),
+    [
+        (0, b"\x09", "from 1 to 3"),
+        (1, b"\x02", "begins with"),
+        (2, b"\x04", "begins with"),
+        (3, b"\x01", "begins with"),
+        (4, b"\xff\xff\xff\xff", "does not have a code"),
+        (4, b"\x00\x40\x00\x01", "does not have a code|more or fewer"),
+        (4, b"\x01\x40\x00\x00", "no whole rows"),
+        (16, b"\x07\x00\x00\x00", "multiple of 8"),
+        (16, b"\x00\x00\x00\x00", "multiple of 8"),
+        (16, b"\x80\x00\x00\x00", "more or fewer"),
+        (16, b"\xf8\xff\xff\xff", "no whole rows"),
+    ],
+)
+def test_wrong_fields_with_a_right_checksum_are_refused(offset: int, value: bytes, match: str) -> None:
+    coded = encode_lossless(like_a_cache(128, 64, DType.BFLOAT16), DType.BFLOAT16)
+    assert coded is not None
+    with pytest.raises(PageError, match=match):
+        decode_lossless(hashed(coded[:offset] + value + coded[offset + len(value) :]))
