@@ -15,7 +15,7 @@ from kvpage_server.page import DType, PageError, checksum
 _CODES = {DType.BFLOAT16: 1, DType.FLOAT16: 2, DType.FLOAT32: 3}
 _VERSION = 1
 _WIDTH = 3  # bits of the code of an exponent
-# Code, version, width, 0, bytes of the array, XXH3-64 of what follows, channels.
+# Code, version, width, 0, bytes of the array, XXH3-64 of the bytes after it, channels.
 _HEAD = struct.Struct("<BBBBIQI")
 _HASHED_FROM = 16
 _MOST = 2**32 - 1  # bytes of an array

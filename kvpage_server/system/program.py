@@ -114,9 +114,11 @@ def reason_of(error: OSError) -> str:
 
 def cannot_listen(where: str, error: Exception) -> str:
     """Return the message for an address or a port on which a program cannot listen."""
-    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    advice = ": stop the program that has the port (`ss -ltnp` lists all), or set another port"
-    return f"cannot listen on {where}: {why}{advice if getattr(error, 'errno', 0) == errno.EADDRINUSE else ''}"
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:  # asyncio adds the address to the error's text
+        why = f"{os.strerror(error.errno)}: stop the program that has it (`ss -ltnp` lists all), or set another port"
+    else:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return f"cannot listen on {where}: {why}"
 
 
 def missing_extra(error: ModuleNotFoundError, extra: str) -> str:

@@ -35,3 +35,7 @@ def test_documented_limits_match_the_contract() -> None:
     assert f"1 to {MAX_HEAD + 1:,}; `heads`" in text
     assert f"At most {MAX_BLOCK_PAGES:,}" in text
     assert (MAX_LAYER, MAX_PAGE) == (MAX_HEAD, 2**32 - 1)
+
+
+def test_the_program_of_the_lossless_code_prints_its_comments() -> None:
+    check_program("\n".join(blocks("docs/page-code.md", "python")))

@@ -122,7 +122,7 @@ def test_changed_bytes_stay_within_their_bounds(core: object) -> None:
     ],
     ids=["empty", "one row", "twelve channels", "noise"],
 )
-def test_what_does_not_shrink_stays_raw(array: np.ndarray) -> None:
+def test_an_array_that_does_not_shrink_stays_raw(array: np.ndarray) -> None:
     assert encode_lossless(array, DType.BFLOAT16) is None
 
 

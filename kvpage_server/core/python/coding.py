@@ -77,7 +77,7 @@ def decode_matrix(code: int, channels: int, coded: Buffer, out: Buffer) -> bool:
 
     Raises ValueError for another code, another number of channels than a multiple of 8, or an `out` without whole rows.
     """
-    view, values = np.frombuffer(coded, np.uint8), memoryview(out).cast("B")
+    view, values = np.frombuffer(memoryview(coded), np.uint8), memoryview(out).cast("B")
     rows, kind = check_matrix(code, channels, len(values)), CODES[code]
     packed = rows // _GROUP * _BITS + (rows % _GROUP * _BITS + 7) // 8
     fixed = channels * (1 + rows * kind.plain + packed * (2 if kind.exponent == 31 else 1))
