@@ -22,6 +22,7 @@ enum {
 
 #define INLINE static inline __attribute__((always_inline))
 #define EACH(count) _Pragma("GCC ivdep") for (size_t i = 0; i < (count); i++) /* no two arrays overlap */
+#define EACH_WORD(count) _Pragma("GCC ivdep") for (size_t i = 0; i < (count); i += 8)
 #define IN_ALL_BYTES(byte) (UINT64_C(0x0101010101010101) * (uint64_t)(byte))
 
 INLINE size_t element_size(int code) { return code == FLOAT32 ? 4 : 2; }
@@ -67,55 +68,68 @@ INLINE void rest_of(const void *values, size_t m, int code, uint8_t *restrict pl
     }
 }
 
-/* Write m values from their exponents, plain bytes and other bits. */
+/* Write m values from bases, codes, plain bytes and other bits. The exponents of escapes are arbitrary. */
 INLINE void join(
-    void *values, size_t m, int code, const uint8_t *restrict exponent, const uint8_t *restrict plain,
-    const uint8_t *restrict other
+    void *values, size_t m, int code, const uint8_t *bases, const uint8_t *codes, const uint8_t *plain,
+    const uint8_t *other
 ) {
-    uint16_t *restrict half = values;
-    uint32_t *restrict full = values;
-    const uint8_t *restrict middle = plain + m, *restrict high = plain + 2 * m;
+    uint16_t *half = values;
+    uint32_t *full = values;
+    const uint8_t *middle = plain + m, *high = plain + 2 * m;
     if (code == BFLOAT16)
-        EACH(m) half[i] = (uint16_t)((plain[i] & 0x80) << 8 | exponent[i] << 7 | (plain[i] & 0x7f));
+        EACH(m) half[i] = (uint16_t)((plain[i] & 0x80) << 8 | (uint8_t)(bases[i] - codes[i]) << 7 | (plain[i] & 0x7f));
     else if (code == FLOAT16)
-        EACH(m) half[i] = (uint16_t)((other[i] & 4) << 13 | (exponent[i] & 0x1f) << 10 | (other[i] & 3) << 8 | plain[i]);
+        EACH(m) half[i] = (uint16_t)((other[i] & 4) << 13 | ((bases[i] - codes[i]) & 0x1f) << 10 | (other[i] & 3) << 8 | plain[i]);
     else
-        EACH(m) full[i] = (uint32_t)(high[i] & 0x80) << 24 | (uint32_t)exponent[i] << 23
+        EACH(m) full[i] = (uint32_t)(high[i] & 0x80) << 24 | (uint32_t)(uint8_t)(bases[i] - codes[i]) << 23
             | (uint32_t)(high[i] & 0x7f) << 16 | (uint32_t)middle[i] << 8 | plain[i];
 }
 
+INLINE void set_exponent(void *values, size_t i, int code, uint8_t exponent) {
+    uint16_t *half = values;
+    uint32_t *full = values;
+    if (code == BFLOAT16) half[i] = (uint16_t)((half[i] & 0x807f) | exponent << 7);
+    else if (code == FLOAT16) half[i] = (uint16_t)((half[i] & 0x83ff) | (exponent & 0x1f) << 10);
+    else full[i] = (full[i] & 0x807fffff) | (uint32_t)exponent << 23;
+}
+
+INLINE uint64_t word_of(const uint8_t *bytes) {
+    uint64_t word;
+    memcpy(&word, bytes, 8);
+    return word;
+}
+
+INLINE void set_word(uint8_t *bytes, uint64_t word) { memcpy(bytes, &word, 8); }
+
 /* Pack eight rows of numbers. Bit b of the number in row r is bit 3 * r + b of the three bytes of its column. */
-INLINE void pack_rows(const uint8_t *number, size_t n, size_t rows, uint8_t *restrict out) {
-    uint8_t *restrict last = out + 2 * n;
+INLINE void pack_rows(const uint8_t *number, size_t n, size_t rows, uint8_t *out) {
     size_t bytes = packed_bytes(rows);
-    for (size_t i = 0; i < n; i += 8) {
-        uint64_t a[ROWS], packed[BITS];
-        for (int r = 0; r < ROWS; r++) memcpy(&a[r], number + (size_t)r * n + i, 8);
-        packed[0] = a[0] | a[1] << 3 | (a[2] & IN_ALL_BYTES(3)) << 6;
-        packed[1] = (a[2] >> 2 & IN_ALL_BYTES(1)) | a[3] << 1 | a[4] << 4 | (a[5] & IN_ALL_BYTES(1)) << 7;
-        packed[2] = (a[5] >> 1 & IN_ALL_BYTES(3)) | a[6] << 2 | a[7] << 5;
-        memcpy(out + i, &packed[0], 8);
-        if (bytes > 1) memcpy(out + n + i, &packed[1], 8);
-        if (bytes > 2) memcpy(last + i, &packed[2], 8);
+    EACH_WORD(n) {
+        const uint8_t *a = number + i;
+        uint64_t a2 = word_of(a + 2 * n), a5 = word_of(a + 5 * n);
+        set_word(out + i, word_of(a) | word_of(a + n) << 3 | (a2 & IN_ALL_BYTES(3)) << 6);
+        if (bytes > 1) set_word(
+            out + n + i,
+            (a2 >> 2 & IN_ALL_BYTES(1)) | word_of(a + 3 * n) << 1 | word_of(a + 4 * n) << 4 | (a5 & IN_ALL_BYTES(1)) << 7
+        );
+        if (bytes > 2)
+            set_word(out + 2 * n + i, (a5 >> 1 & IN_ALL_BYTES(3)) | word_of(a + 6 * n) << 2 | word_of(a + 7 * n) << 5);
     }
 }
 
-INLINE void unpack_rows(const uint8_t *restrict in, size_t n, size_t rows, uint8_t *restrict number) {
+INLINE void unpack_rows(const uint8_t *in, size_t n, size_t rows, uint8_t *number) {
     size_t bytes = packed_bytes(rows);
-    for (size_t i = 0; i < n; i += 8) {
-        uint64_t a[ROWS], x = 0, y = 0, z = 0;
-        memcpy(&x, in + i, 8);
-        if (bytes > 1) memcpy(&y, in + n + i, 8);
-        if (bytes > 2) memcpy(&z, in + 2 * n + i, 8);
-        a[0] = x & IN_ALL_BYTES(7);
-        a[1] = x >> 3 & IN_ALL_BYTES(7);
-        a[2] = (x >> 6 & IN_ALL_BYTES(3)) | (y << 2 & IN_ALL_BYTES(4));
-        a[3] = y >> 1 & IN_ALL_BYTES(7);
-        a[4] = y >> 4 & IN_ALL_BYTES(7);
-        a[5] = (y >> 7 & IN_ALL_BYTES(1)) | (z << 1 & IN_ALL_BYTES(6));
-        a[6] = z >> 2 & IN_ALL_BYTES(7);
-        a[7] = z >> 5 & IN_ALL_BYTES(7);
-        for (int r = 0; r < ROWS; r++) memcpy(number + (size_t)r * n + i, &a[r], 8);
+    EACH_WORD(n) {
+        uint64_t x = word_of(in + i), y = bytes > 1 ? word_of(in + n + i) : 0, z = bytes > 2 ? word_of(in + 2 * n + i) : 0;
+        uint8_t *a = number + i;
+        set_word(a, x & IN_ALL_BYTES(7));
+        set_word(a + n, x >> 3 & IN_ALL_BYTES(7));
+        set_word(a + 2 * n, (x >> 6 & IN_ALL_BYTES(3)) | (y << 2 & IN_ALL_BYTES(4)));
+        set_word(a + 3 * n, y >> 1 & IN_ALL_BYTES(7));
+        set_word(a + 4 * n, y >> 4 & IN_ALL_BYTES(7));
+        set_word(a + 5 * n, (y >> 7 & IN_ALL_BYTES(1)) | (z << 1 & IN_ALL_BYTES(6)));
+        set_word(a + 6 * n, z >> 2 & IN_ALL_BYTES(7));
+        set_word(a + 7 * n, z >> 5 & IN_ALL_BYTES(7));
     }
 }
 
@@ -132,7 +146,7 @@ INLINE void unpack(const uint8_t *in, size_t n, size_t rows, uint8_t *number) {
 
 /* Return a word with a bit for each of the next 64 codes, or of `left` if there are fewer: whether it is an escape. */
 INLINE uint64_t escapes_in(const uint8_t *codes, size_t left) {
-    uint64_t found = 0, x;
+    uint64_t found = 0;
 #ifdef __AVX2__
     if (left >= 64) {
         const __m256i escape = _mm256_set1_epi8(ESCAPE);
@@ -142,8 +156,7 @@ INLINE uint64_t escapes_in(const uint8_t *codes, size_t left) {
     }
 #endif
     for (size_t i = 0; i < (left < 64 ? left : 64); i += 8) {
-        memcpy(&x, codes + i, 8);
-        x = (x + IN_ALL_BYTES(1)) >> 3 & IN_ALL_BYTES(1);
+        uint64_t x = (word_of(codes + i) + IN_ALL_BYTES(1)) >> 3 & IN_ALL_BYTES(1);
         found |= (x * UINT64_C(0x0102040810204080)) >> 56 << i; /* one bit of each byte */
     }
     return found;
@@ -227,8 +240,7 @@ INLINE int decode_rows(
 ) {
     size_t fixed = fixed_size(rows, n, code);
     const uint8_t *escape = in + fixed, *end = in + size;
-    uint8_t *bases = scratch;
-    uint8_t *restrict exponent = bases + ROWS * n, *restrict codes = exponent + ROWS * n, *others = codes + ROWS * n;
+    uint8_t *bases = scratch, *codes = bases + ROWS * n, *others = codes + ROWS * n;
     if (size < fixed) return 0;
     repeat(base, n, bases);
     for (; rows; rows -= rows < ROWS ? rows : ROWS) {
@@ -241,13 +253,12 @@ INLINE int decode_rows(
             unpack(in, n, count, others);
             in += packed_bytes(count) * n;
         }
-        EACH(m) exponent[i] = (uint8_t)(bases[i] - codes[i]);
+        join(out, m, code, bases, codes, plain, others);
         for (size_t i = 0; i < m; i += 64)
             for (uint64_t found = escapes_in(codes + i, m - i); found; found &= found - 1) {
                 if (escape == end) return 0;
-                exponent[i + (size_t)__builtin_ctzll(found)] = *escape++;
+                set_exponent(out, i + (size_t)__builtin_ctzll(found), code, *escape++);
             }
-        join(out, m, code, exponent, plain, others);
         out += m * element_size(code);
     }
     return escape == end;
