@@ -21,7 +21,7 @@ ALL = (
     "without_ids",
     "prompt_cache",
 )
-TOOLS = ("kv_events", "profile", "states", "vllm_policies")  # benchmarks that run only if they are named
+TOOLS = ("kv_events", "page_code", "profile", "states", "vllm_policies")  # benchmarks that run only if they are named
 
 
 def main() -> None:

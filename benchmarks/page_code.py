@@ -1,0 +1,147 @@
+"""The lossless code of pages: bytes and speed with the keys and values of SmolLM2, compared with zstd and a copy of memory.
+
+zstd needs the package zstandard, which the project does not install. It codes exponents apart from signs and mantissas,
+which are stored as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import time
+from collections.abc import Callable
+from importlib.resources import files
+from importlib.util import find_spec
+from statistics import median
+from typing import Any, NamedTuple
+
+import engine  # noqa: F401 - picks the BLAS before MLX is imported
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from benchmarks.findings import Finding, show, write
+from benchmarks.perplexity import SMOLLM2
+from engine import model
+from kvpage_server.lossless import decode_lossless, encode_lossless
+from kvpage_server.page import DType
+
+TOKENS = 1024
+STEP = 128  # tokens of a step
+RATIOS = {16: 1.33, 128: 1.4}  # targets, by the tokens of a page
+INTRO = (
+    "The lossless code with keys and values of SmolLM2-135M on engine/demo/handbook.txt; GB/s of raw bytes of one core."
+)
+Pages = np.ndarray[Any, np.dtype[np.uint16]]
+
+
+class Rates(NamedTuple):
+    """Raw bytes by coded bytes, and GB/s of raw bytes."""
+
+    ratio: float
+    encode: float
+    decode: float
+
+
+def main(options: list[str] | None = None) -> None:
+    """Measure pages of 16 and of 128 tokens in bfloat16. `--quick` takes fewer rounds, and writes nothing."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks page_code", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, and nothing is written")
+    quick = parser.parse_args(options).quick
+    planes = keys_and_values()
+    zstd = importlib.import_module("zstandard") if find_spec("zstandard") else None
+    findings = []
+    for tokens, least in RATIOS.items():
+        for name, plane in planes.items():
+            pages = plane.reshape(-1, tokens, plane.shape[-1])
+            ours = rates(pages, _ours, decode_lossless, rounds=2 if quick else 7)
+            work = f"{name}, pages of {tokens} tokens"
+            findings.append(Finding(work, "raw bytes", "ratio", "", ours.ratio, at_least=least))
+            for what, rate in (("encode", ours.encode), ("decode", ours.decode)):
+                findings.append(Finding(work, "a copy", f"{what}, GB/s", f"{rate:.2f} GB/s", rate / copies(pages)))
+            if zstd:
+                theirs = rates(pages, _zstd_encoder(zstd), _zstd_decoder(zstd), rounds=1 if quick else 3)
+                findings.append(Finding(work, "raw bytes", "ratio of zstd", "", theirs.ratio))
+                for what, a, b, aim in (
+                    ("encode", ours.encode, theirs.encode, 8.0),
+                    ("decode", ours.decode, theirs.decode, 3.5),
+                ):
+                    wanted = aim if tokens >= 128 else None
+                    measured = f"{a:.2f} / {b:.2f} GB/s"
+                    findings.append(Finding(work, "zstd 1", what, measured, a / b, at_least=wanted))
+    show(findings, INTRO)
+    if not quick:
+        write(findings, "page_code", {}, intro=INTRO)
+
+
+def keys_and_values() -> dict[str, Pages]:
+    """Return keys and values as bfloat16 in uint16: ``[layers, heads, tokens, head_dim]``."""
+    network, tokenizer = model.load(SMOLLM2)
+    tokens = tokenizer.encode(files("engine.demo").joinpath("handbook.txt").read_text(encoding="utf-8"))[:TOKENS]
+    caches = make_prompt_cache(network)
+    for start in range(0, TOKENS, STEP):
+        network(mx.array(tokens[start : start + STEP])[None], cache=caches)
+        mx.eval([cache.state for cache in caches])
+    found = {}
+    for index, name in enumerate(("keys", "values")):
+        plane = mx.stack([cache.state[index][0] for cache in caches]).astype(mx.bfloat16)
+        found[name] = np.array(plane.view(mx.uint16))
+    return found
+
+
+def rates(
+    pages: Pages, encode: Callable[[Pages], bytes], decode: Callable[[bytes], bytes | bytearray], *, rounds: int
+) -> Rates:
+    """Code and decode all pages, and compare them. The rates are medians of the rounds, in processor time."""
+    encoding, decoding = [], []
+    for _ in range(rounds):
+        begin = time.thread_time()
+        coded = [encode(page) for page in pages]
+        encoding.append(time.thread_time() - begin)
+        begin = time.thread_time()
+        decoded = [decode(one) for one in coded]
+        decoding.append(time.thread_time() - begin)
+        assert all(one == page.tobytes() for one, page in zip(decoded, pages, strict=True))
+    size = sum(map(len, coded))
+    return Rates(pages.nbytes / size, pages.nbytes / median(encoding) / 1e9, pages.nbytes / median(decoding) / 1e9)
+
+
+def copies(pages: Pages) -> float:
+    """Return the GB/s of a copy of each page to new memory."""
+    begin = time.thread_time()
+    for _ in range(5):
+        for page in pages:
+            bytes(page)
+    return 5 * pages.nbytes / (time.thread_time() - begin) / 1e9
+
+
+def _ours(page: Pages) -> bytes:
+    coded = encode_lossless(page.data, DType.BFLOAT16)
+    assert coded is not None
+    return coded
+
+
+def _zstd_encoder(zstd: Any) -> Callable[[Pages], bytes]:
+    compressor = zstd.ZstdCompressor(level=1)
+
+    def encode(page: Pages) -> bytes:
+        exponents = (page >> 7).astype(np.uint8)
+        rest = (page >> 8 & 0x80 | page & 0x7F).astype(np.uint8)
+        coded: bytes = compressor.compress(exponents.tobytes())
+        return len(coded).to_bytes(4, "little") + coded + rest.tobytes()
+
+    return encode
+
+
+def _zstd_decoder(zstd: Any) -> Callable[[bytes], bytes]:
+    decompressor = zstd.ZstdDecompressor()
+
+    def decode(coded: bytes) -> bytes:
+        end = 4 + int.from_bytes(coded[:4], "little")
+        exponents = np.frombuffer(decompressor.decompress(coded[4:end]), np.uint8).astype(np.uint16)
+        rest = np.frombuffer(coded, np.uint8, offset=end).astype(np.uint16)
+        return ((rest & 0x80) << 8 | exponents << 7 | rest & 0x7F).astype(np.uint16).tobytes()
+
+    return decode
