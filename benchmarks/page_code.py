@@ -1,4 +1,4 @@
-"""The lossless code of pages: bytes and speed with the keys and values of SmolLM2, compared with zstd and a copy of memory.
+"""The lossless code of pages: bytes and speed with keys and values of SmolLM2, compared with zstd and a copy.
 
 zstd needs the package zstandard, which the project does not install. It codes exponents apart from signs and mantissas,
 which are stored as they are.
