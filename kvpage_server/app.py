@@ -152,9 +152,8 @@ def _kv_events(server: Server) -> Iterator[None]:
         events = KVEvents(config.kv_events, config.kv_events_replay, events_of_store)
     except KVEventsError as error:
         raise ConfigError(f"kv-events: {error}") from None
-    for req_id, pages in index.requests.items():
-        for page in pages:
-            events.put((True, req_id, page))
+    server.dropped_events = lambda: events.dropped
+    events.put_all((True, req_id, page) for req_id, pages in index.requests.items() for page in pages)
     index.on_change = events.put
     try:
         yield

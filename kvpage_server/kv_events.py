@@ -26,9 +26,11 @@ from typing import Any, Generic, TypeVar
 TOPIC = b"kvpage"
 END = (-1).to_bytes(8, "big", signed=True)
 MOST_BATCHES = 10_000  # that can be sent again
+MOST_BYTES = 64 << 20  # of these batches
 MOST_CHANGES = 256  # in a batch, which takes less than a millisecond of Python's lock
+MOST_WAITING = 100_000  # changes that wait for the thread, as in vLLM
 _GATHER = 0.02  # seconds between two batches, in which changes gather
-_UNREAD = 100_000  # batches for a subscriber that does not read; it loses later ones
+_UNREAD = MOST_BATCHES  # batches for a subscriber that does not read; it loses later ones
 _LINGER = 200  # milliseconds for unsent batches at the end
 _JOIN = 2.0  # seconds until the thread has ended
 
@@ -149,6 +151,9 @@ def _text(name: bytes) -> str:
 class KVEvents(Generic[T]):
     """Publisher of events. A thread sends them in batches, so `put` never waits for the network.
 
+    If more than MOST_WAITING changes wait for the thread, the oldest are dropped. The next batch then leaves out a
+    number, which no batch has. `dropped` is the number of changes without an event since the start.
+
     `describe` returns the events of some changes, on this thread. Addresses are ZMQ's, such as ``tcp://*:5557``, on
     which the publisher listens. With ``>`` before it, `endpoint` is the address of a subscriber that listens, to which
     the publisher connects.
@@ -159,11 +164,15 @@ class KVEvents(Generic[T]):
         self._zmq, msgspec = _library("zmq", "pyzmq"), _library("msgspec", "msgspec")
         self._encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
         self._describe = describe
-        self._changes: deque[T] = deque()
-        self._batches: deque[tuple[bytes, bytes]] = deque(maxlen=MOST_BATCHES)  # sequence numbers, and payloads
-        self._sent = 0
+        self._lock = threading.Lock()  # of the next four
+        self._changes: deque[T] = deque(maxlen=MOST_WAITING)
+        self.dropped = 0
         self._is_awake = False  # whether the thread is going to look at `_changes`
         self._is_closing = False
+        self._batches: deque[tuple[bytes, bytes]] = deque()  # sequence numbers, and payloads
+        self._kept = 0  # bytes of the payloads in `_batches`
+        self._sent = 0  # the next sequence number
+        self._left_out = 0  # value of `dropped` when a number was left out last
         self._context = self._zmq.Context()
         self._replayer: Any = None
         try:
@@ -180,17 +189,28 @@ class KVEvents(Generic[T]):
 
     def put(self, change: T) -> None:
         """Publish the events of a change soon. The events of one thread stay in their order. Thread-safe."""
-        self._changes.append(change)
-        if not self._is_awake:
-            self._is_awake = True
-            os.write(self._waking, b"\0")
+        with self._lock:
+            if self._is_closing:
+                return
+            self.dropped += len(self._changes) == MOST_WAITING
+            self._changes.append(change)
+            if not self._is_awake:
+                self._is_awake = True
+                os.write(self._waking, b"\0")
+
+    def put_all(self, changes: Iterable[T]) -> None:
+        """Publish the events of all changes: wait for the thread where `put` would drop some."""
+        for change in changes:
+            while len(self._changes) == MOST_WAITING and self._thread.is_alive():
+                time.sleep(_GATHER)
+            self.put(change)
 
     def close(self) -> None:
-        """Send the events of all changes, and end."""
-        self._is_closing = True
+        """Send the events of all changes, and end. Later changes are not published."""
+        with self._lock:
+            self._is_closing = True
         os.write(self._waking, b"\0")
         self._thread.join(_JOIN)
-        self._is_awake = True  # later changes are not published
         os.close(self._waking)
 
     def _open(self, kind: int, address: str, most_unread: int) -> Any:
@@ -226,21 +246,42 @@ class KVEvents(Generic[T]):
                     self._is_awake = False  # before the changes are taken, so that none is left behind
                     self._publish()
             except Exception:
-                log.exception("KV events: some were not published")
+                log.exception("KV events: a request for batches failed")
         for socket in filter(None, (self._publisher, self._replayer)):
             socket.close()
         self._context.term()
         os.close(self._sleeping)
 
     def _publish(self) -> None:
+        before = self._left_out
         while self._changes:
-            some = [self._changes.popleft() for _ in range(min(len(self._changes), MOST_CHANGES))]
-            self._send(self._describe(some))
+            with self._lock:
+                some = [self._changes.popleft() for _ in range(min(len(self._changes), MOST_CHANGES))]
+                dropped = self.dropped
+            if dropped > self._left_out:
+                self._leave_out(dropped)
+            try:
+                self._send(self._describe(some))
+            except Exception:
+                log.exception("KV events: an event was not published")
+                with self._lock:
+                    self.dropped = dropped = self.dropped + len(some)
+                self._leave_out(dropped)
+        if self._left_out > before:
+            log.warning("KV events: %d changes were dropped, subscribers see a gap", self._left_out - before)
+
+    def _leave_out(self, dropped: int) -> None:
+        """Leave out a sequence number, so that subscribers notice that changes were dropped, `dropped` in all."""
+        self._sent += 1
+        self._left_out = dropped
 
     def _send(self, events: list[Event]) -> None:
         number, payload = self._sent.to_bytes(8, "big"), self._encode([time.time(), events, 0])
         self._sent += 1
         self._batches.append((number, payload))
+        self._kept += len(payload)
+        while len(self._batches) > MOST_BATCHES or self._kept > MOST_BYTES:
+            self._kept -= len(self._batches.popleft()[1])
         self._publisher.send_multipart([TOPIC, number, payload])
 
     def _replay(self) -> None:

@@ -137,6 +137,7 @@ class Server:
     tls: ssl.SSLContext | None = None  # used by the next encrypted connection
     slow_from = NEVER  # nanoseconds: the slow log has calls that take longer
     pause: Pause | None = None
+    dropped_events: Callable[[], int] | None = None  # number of changes without a KV event; None if none are published
     rates = (0, 0.0, 0.0)  # commands, bytes in, bytes out: of the last second
     peak_memory = 0
     in_flight = 0  # bytes that clients and handshakes hold: see `Client.held`

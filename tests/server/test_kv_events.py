@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,6 +70,11 @@ def test_a_block_of_a_request_belongs_to_a_session() -> None:
         _, found = subscriber.until(lambda events: len(events) == 2)
         assert (found["block_hashes"], found["session_id"]) == ([b"chat:7"], "chat")
         assert found["ownership"] == "kvpage"
+
+
+def test_info_counts_dropped_changes() -> None:
+    with publishing() as (_, client, _):
+        assert client.info("kvpage")["kv_events_dropped"] == 0
 
 
 def test_removed_blocks_are_events() -> None:
@@ -189,6 +196,82 @@ def test_all_events_are_sent_before_the_end() -> None:
             found += sum(len(event["block_hashes"]) for event in subscriber.live()[1])
         events.put((True, b"late", 0))
         events.close = lambda: None  # type: ignore[method-assign]
+
+
+def replayed(subscriber: Subscriber, last: int | bytes) -> list[tuple[int, list[kv_events.Event]]]:
+    """All batches that are sent again, once `last` is stored."""
+    while True:
+        batches = list(subscriber.replay(0))
+        if last in hashes([event for _, some in batches for event in some]):
+            return batches
+        time.sleep(0.01)
+
+
+def test_dropped_changes_are_a_gap_in_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "MOST_WAITING", 10)
+    describing, may_go_on = threading.Event(), threading.Event()
+
+    def describe(changes: list[kv_events.Change]) -> list[kv_events.Event]:
+        describing.set()
+        assert may_go_on.wait(60)
+        return events_of_store(changes)
+
+    ports = free_port(), free_port()
+    events = KVEvents(f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}", describe)
+    with subscribed(*ports) as subscriber:
+        events.put((True, b"first", 0))
+        assert describing.wait(60)
+        for number in range(25):
+            events.put((True, b"r", number))
+        assert events.dropped == 15
+        may_go_on.set()
+        batches = replayed(subscriber, b"r:24")
+        assert [number for number, _ in batches] == [0, 1, 3]
+        assert hashes([event for _, some in batches for event in some]) == {b"first:0"} | {
+            b"r:%d" % number for number in range(15, 25)
+        }
+        events.close()
+
+
+def test_changes_without_an_event_are_a_gap_too() -> None:
+    """The changes after them are published, and the publisher ends."""
+
+    def describe(changes: list[int]) -> list[kv_events.Event]:
+        if 300 in changes:
+            raise ValueError("not to be described")
+        return [kv_events.stored(changes, medium="GPU", locality="LOCAL", ownership="kvpage")]
+
+    ports = free_port(), free_port()
+    events = KVEvents(f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}", describe)
+    with subscribed(*ports) as subscriber:
+        for number in range(1000):
+            events.put(number)
+        batches = replayed(subscriber, 999)
+        known = hashes([event for _, some in batches for event in some])
+        assert events.dropped == 1000 - len(known)
+        assert 300 not in known
+        numbers = [number for number, _ in batches]
+        assert set(range(numbers[-1])) - set(numbers)
+        events.close()
+
+
+def test_batches_that_are_sent_again_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "MOST_BYTES", 10_000)
+    with publisher() as (events, *ports), subscribed(*ports) as subscriber:
+        for number in range(20):
+            events.put((True, b"x" * 3000, number))
+            batches = replayed(subscriber, b"x" * 3000 + b":%d" % number)
+        assert batches[-1][0] == 20
+        assert len(batches) < 5
+
+
+def test_all_blocks_on_disk_are_published_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "MOST_WAITING", 10)
+    with publisher() as (events, *ports), subscribed(*ports) as subscriber:
+        events.put_all((True, b"r", number) for number in range(1000))
+        wanted = {b"r:%d" % number for number in range(1000)}
+        assert hashes(subscriber.until(lambda found: b"r:999" in hashes(found))) == wanted
+        assert events.dropped == 0
 
 
 def test_the_publisher_connects_to_a_listening_subscriber() -> None:

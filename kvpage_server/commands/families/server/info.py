@@ -323,6 +323,7 @@ def _kvpage(server: Server) -> Fields:
         "strings_remembered_bytes": server.keyspace.lost.bytes,
         **misses,
         **{f"evictions_{policy}_{room}": keys for (policy, room), keys in counters.evictions.items()},
+        **({"kv_events_dropped": server.dropped_events()} if server.dropped_events is not None else {}),
         **(_disk(server.tiered) if server.tiered is not None else {}),
     }
 
