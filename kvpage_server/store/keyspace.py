@@ -161,11 +161,14 @@ class Protection:
 
     def admit(self, coming: Iterable[PendingWrite]) -> None:
         """Raise OverLimit if new pages let protected blocks grow above their limit."""
-        contents, growth = self._contents, Counter[Block]()
+        contents, growth, had = self._contents, Counter[Block](), dict[bytes, int]()
         for key, size, name in coming:
             block = contents.index.block(*name) if name is not None else None
             if block is not None and block in contents.leases:
-                growth[block] += size - counted(key, contents.catalogue.entries.get(key), as_page=True)
+                if key not in had:
+                    had[key] = counted(key, contents.catalogue.get(key), as_page=True)
+                growth[block] += size - had[key]
+                had[key] = size  # a batch may name a page twice
         self._admit_growth(growth)
 
     def admit_block(self, req_id: bytes, page: int, size: int) -> None:

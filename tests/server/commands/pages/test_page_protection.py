@@ -325,6 +325,32 @@ def test_protected_memory_counts_as_it_grows(client: redis.Redis) -> None:
     assert client.info("kvpage")["leased_or_pinned_bytes"] == before
 
 
+@pytest.mark.parametrize("stored_whole", [True, False])
+def test_a_replaced_page_is_no_growth_of_its_block(stored_whole: bool) -> None:
+    """Half of the memory, which protected values may take, has room for one block of 30 KB."""
+    page = [0, 8, 1, 10_000, 0, b"y" * 10_000]
+    with start_server("--maxmemory", "80kb") as server, server.client() as client:
+        if stored_whole:
+            client.execute_command("KVBLOCKSET", "r", 0, 3, 1, 1, 0, 1, 0, 8, 10_000, b"x" * 30_000)
+        else:
+            for layer in range(3):
+                client.execute_command("KVPAGESET", "r", layer, 0, 0, *page)
+        assert client.execute_command("KVPAGEPIN", "r") == 1
+        client.execute_command("KVPAGEMSET", 2, *2 * ["r", 0, 0, 0, *page])
+        client.execute_command("KVPAGESET", "r", 1, 0, 0, *page)
+        assert client.strlen("kv:r:1:0:0:0") > 10_000
+
+
+def test_a_new_page_that_is_named_twice_counts_once() -> None:
+    page = ["r", 1, 0, 0, 0, 8, 1, 10_000, 0, b"y" * 10_000]
+    with start_server("--maxmemory", "60kb") as server, server.client() as client:
+        client.execute_command("KVPAGESET", "r", 0, *page[2:])
+        client.execute_command("KVPAGEPIN", "r")
+        client.execute_command("KVPAGEMSET", 3, *page, *page, *page)
+        with pytest.raises(redis.OutOfMemoryError, match="leased, pinned and kept values take more than"):
+            client.execute_command("KVPAGEMSET", 2, "r", 2, *page[2:], "r", 3, *page[2:])
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
