@@ -34,7 +34,7 @@ from sglang.version import __version__
 
 from kvpage_connectors.jobs import Block, Jobs
 from kvpage_connectors.names import Identity, weights_digest
-from kvpage_connectors.reasons import guarded
+from kvpage_connectors.reasons import Away, guarded
 from kvpage_server.client import BlockName, Page
 from kvpage_server.client.page import StateName
 from kvpage_server.client.raw_commands import RawCommand, ok, text
@@ -126,16 +126,20 @@ class _Cleared:
     def __init__(self, jobs: Jobs, weights: str) -> None:
         self._jobs = jobs
         self._key = b"kv:sglang.cleared." + hashlib.sha256(weights.encode()).hexdigest()[:16].encode()
-        self._mark = b""
+        self._mark: bytes | None = None  # until the store has answered
         self._fresh_until = 0.0
 
     def mark(self, end: float) -> bytes:
-        """Return the mark, or the last known one if the store does not answer until `end`."""
+        """Return the mark, or the last known one if the store does not answer until `end`. Raises Away if it has never
+        answered: the pages without a mark may have been cleared.
+        """
         if time.monotonic() >= self._fresh_until:
             answer = self._ask(RawCommand([b"GET", self._key], text), end)
             if answer:
                 self._mark = answer[0] + b"-" if answer[0] else b""
                 self._fresh_until = time.monotonic() + _FRESH
+        if self._mark is None:
+            raise Away("the store has not said when the pages were cleared")
         return self._mark
 
     def clear(self) -> None:

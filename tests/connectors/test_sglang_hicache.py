@@ -349,6 +349,28 @@ def test_names_stay_while_the_store_is_away(server: RunningServer, client: redis
         assert one._cleared.mark(time.monotonic() + 0.1) == before
 
 
+def keys_of(server: RunningServer, pattern: str) -> list[bytes]:
+    with server.client() as client:
+        found: list[bytes] = [*client.scan_iter(pattern)]
+        return found
+
+
+def test_old_pages_stay_cleared_without_the_server_of_the_time() -> None:
+    """Two servers share the pages, and one of them has the time of `clear`. Without it, a new engine finds nothing."""
+    keys, places = hashes(16), indices(*range(16))
+    with start_server() as first, start_server() as second:
+        urls = f"{first.url},{second.url}"
+        with backend(urls, Pool()) as one:
+            assert one.batch_set_v1(keys, places) == [True] * 16
+            one.clear()
+        assert all(keys_of(server, "kv:sglang.kv*") for server in (first, second))
+        (marked,) = (server for server in (first, second) if keys_of(server, "kv:sglang.cleared*"))
+        marked.stop()
+        with backend(urls, Pool()) as later:
+            assert [later.batch_exists([key]) for key in keys] == [0] * 16
+            assert later.batch_get_v1(keys, places) == [False] * 16
+
+
 def test_another_version_of_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_hicache, "__version__", "0.6.0")
     with pytest.raises(RuntimeError, match=r"tried with SGLang 0\.5\.x, not with 0\.6\.0"):
