@@ -162,7 +162,7 @@ class KvpageConnector(KVConnectorBase_V1):
             self._protect(hint, hint.hashes or self._sessions.blocks(hint.session))
 
     def _protect(self, hint: Hint, hashes: Sequence[bytes]) -> None:
-        if not hashes or not self._layout:
+        if not hashes or not self._layout or not self._names:
             return
         names = partial(self._named, self._names, hashes)
         if hint.kind == RETAIN:

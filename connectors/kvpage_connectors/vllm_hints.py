@@ -14,6 +14,7 @@ RETAIN, PIN, UNPIN = "retain", "pin", "unpin"  # types of actions
 VERSION = "1"  # of the actions
 _LONGEST = 3600  # seconds of a lease
 _SESSIONS = 1000  # whose blocks are known
+_BLOCKS = 100_000  # of all sessions
 
 Params = Mapping[str, Any] | None  # a request's `kv_transfer_params`
 _Block = TypeVar("_Block", bound=Hashable)
@@ -64,18 +65,25 @@ def _lease_ms(seconds: Any) -> int:
 
 
 class Sessions(Generic[_Block]):
-    """The blocks of the last sessions of this engine. A request names its session as ``kvpage_session``."""
+    """The blocks of the last sessions of this engine, _BLOCKS at most. A request names its session as
+    ``kvpage_session``.
+    """
 
     def __init__(self) -> None:
         self._blocks: OrderedDict[str, dict[_Block, None]] = OrderedDict()
+        self._count = 0  # blocks of all sessions
 
     def add(self, params: Params, blocks: Iterable[_Block]) -> None:
         """Add blocks of a request to its session, if it names one."""
         if name := (params or {}).get("kvpage_session"):
-            self._blocks.setdefault(name, {}).update(dict.fromkeys(blocks))
+            session = self._blocks.setdefault(name, {})
             self._blocks.move_to_end(name)
-            if len(self._blocks) > _SESSIONS:
-                self._blocks.popitem(last=False)
+            self._count -= len(session)
+            session.update(dict.fromkeys(blocks))
+            self._count += len(session)
+            while len(self._blocks) > _SESSIONS or self._count > _BLOCKS:
+                _, oldest = self._blocks.popitem(last=False)
+                self._count -= len(oldest)
 
     def blocks(self, name: str) -> tuple[_Block, ...]:
         """Return the blocks of a session in the order in which they were added."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import redis
+from kvpage_connectors import vllm_hints
 from kvpage_connectors.vllm_connector import KvpageConnector
 from kvpage_connectors.vllm_metrics import Counts
 from proxy import start_proxy
@@ -135,6 +136,30 @@ def test_hints_protect_blocks_sessions_and_requests(engine: Engine, client: redi
     until(lambda: all(field(i, b"lease_left_ms") for i in range(4)))
     send("g", 16, ("retain", {"seconds": 4000}))
     assert engine.scheduler.reasons.counts["on_new_request", "ValueError"] == 1
+
+
+def test_hints_of_an_engine_without_names_reach_no_page(server: RunningServer, client: redis.Redis) -> None:
+    client.execute_command("KVPAGESET", "00", 0, 0, 0, 0, 1, 2, 3, 0, b"of another program")
+    request = prompt("a", 16)
+    actions = [SimpleNamespace(action_type="pin", action_version="1", payload={"block_hashes": ["00"]})]
+    request.kv_hints = SimpleNamespace(actions=actions)
+    with engine_on(server.url, weights="") as nameless:
+        assert nameless.scheduler.reasons.counts
+        nameless.scheduler.on_new_request(request)
+    assert client.info()["leased_or_pinned"] == 0
+
+
+def test_sessions_have_a_limited_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_hints, "_BLOCKS", 10)
+    sessions = vllm_hints.Sessions[int]()
+    sessions.add({"kvpage_session": "old"}, range(6))
+    sessions.add({"kvpage_session": "new"}, range(4))
+    sessions.add({"kvpage_session": "new"}, range(2, 4))
+    assert [len(sessions.blocks(name)) for name in ("old", "new")] == [6, 4]
+    sessions.add({"kvpage_session": "new"}, range(5))
+    assert [len(sessions.blocks(name)) for name in ("old", "new")] == [0, 5]
+    sessions.add({"kvpage_session": "new"}, range(11))
+    assert sessions.blocks("new") == ()
 
 
 def test_a_request_can_refuse_the_cache(engine: Engine) -> None:
