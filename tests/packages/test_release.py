@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import runpy
 import subprocess
 import sys
 import tarfile
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,28 @@ def test_an_sdist_is_the_same_after_another_build(tmp_path: Path) -> None:
     with tarfile.open(sdist) as archive:
         assert {member.mtime for member in archive} == {1_700_000_000}
         assert {member.mode for member in archive} <= {0o755, 0o644}
+
+
+def test_an_sdist_is_made_beside_wheels_of_docker(tmp_path: Path) -> None:
+    """Programs that make empty files stand for docker, cibuildwheel and build."""
+    programs = {
+        "docker": "exit 0",
+        "python": """for into; do :; done
+case $2 in
+    build) touch "$7/kvpage-1.tar.gz" ;;
+    cibuildwheel) touch "$into/kvpage-1.whl" ;;
+esac""",
+    }
+    for name, script in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    path = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    subprocess.run(
+        ["conf/wheels.sh", tmp_path / "python", tmp_path / "made"], cwd=ROOT, env=os.environ | path, check=True
+    )
+    assert {made.name for made in (tmp_path / "made").iterdir()} == {"kvpage-1.tar.gz", "kvpage-1.whl"}
+    passed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["cibuildwheel"]["linux"]
+    assert {*passed["environment-pass"]} == {"SOURCE_DATE_EPOCH", "PYTHONHASHSEED"}
 
 
 @pytest.fixture
