@@ -58,6 +58,7 @@ class AskedPrompt:
     wanted: Sequence[tuple[int, int]] = ()  # its lifetimes: pairs of first tokens and seconds
     # The lifetimes of its tokens. Prompts that continue it have the same list, and renew them for all.
     lifetimes: list[KeptTokens] = field(default_factory=list)
+    found: Sequence[KeptTokens] = ()  # those of earlier prompts, when it was answered
     deleted: bool = False  # whether a client has deleted some of its tokens
 
     @classmethod
@@ -126,13 +127,15 @@ class AskedPrompt:
             same = max((position for position in before.states if position <= same), default=0)
             if same - reused <= FEW_TOKENS:
                 return Lost(0, None)
-        end = max((one.until for one in before.lifetimes if one.tokens > reused), default=inf)
+        lifetimes = self.found if before.lifetimes is self.lifetimes else before.lifetimes
+        end = max((one.until for one in lifetimes if one.tokens > reused), default=inf)
         return Lost(same - reused, "deleted" if before.deleted else "expired" if end < time.time() else "evicted")
 
     def begin_lifetimes(self, before: AskedPrompt | None, answer: Answer) -> None:
         """Note its lifetimes, and begin those of the client's prompt `before` anew, as far as it has reused them."""
         now = time.time()
         if before and before.model == self.model:
+            self.found = tuple(before.lifetimes)
             running = [one for one in before.lifetimes if one.until > now]
             _begin(before.lifetimes, [one.anew(now, answer.reuse.tokens) for one in running])
             same = common_prefix(before.tokens, self.tokens)

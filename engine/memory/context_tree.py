@@ -86,8 +86,8 @@ class _Seen(NamedTuple):
 
 
 class _Pin(NamedTuple):
+    agent_id: str  # of the context that was pinned
     tenant: str
-    names: tuple[str, ...]  # of the block and those before it
 
 
 class ContextTree:
@@ -188,8 +188,10 @@ class ContextTree:
             self._seen.popitem(last=False)
 
     def agent_of(self, name: str) -> str | None:
-        """Return the agent of a context that has or had the full block `name`; None if that is not known any more."""
-        found = self._seen.get(name)
+        """Return the agent of a context that has or had the full block `name`; None if that is not known any more. It
+        is known of a pinned block.
+        """
+        found = self._pins.get(name) or self._seen.get(name)
         return found.agent_id if found else None
 
     def seen(self, name: str) -> tuple[str, tuple[int, ...]] | None:
@@ -308,7 +310,7 @@ class ContextTree:
         sizes, most = self._sizes(self._protected() | dict.fromkeys(names, tenant)), self._max_bytes // 2
         if sizes.total() > most or sizes[tenant] > most // tenants:
             return False
-        self._pins[names[-1]] = _Pin(tenant, names)
+        self._pins[names[-1]] = _Pin(context.agent_id, tenant)
         return True
 
     def unpin(self, name: str) -> bool:
@@ -317,7 +319,12 @@ class ContextTree:
 
     def _protected(self) -> dict[str, str]:
         """Return the tenants of the blocks that have a lifetime or are pinned, and of those before pinned ones."""
-        pinned = {name: pin.tenant for pin in self._pins.values() for name in pin.names if name in self._nodes}
+        pinned = dict[str, str]()
+        for last, pin in self._pins.items():
+            name = last
+            while name in self._nodes and name not in pinned:
+                pinned[name] = pin.tenant
+                name = self._nodes[name].parent
         return {name: kept.tenant for name, kept in self._kept.items()} | pinned
 
     def _sizes(self, tenants: Mapping[str, str]) -> Counter[str]:
@@ -448,6 +455,7 @@ class ContextTree:
             for other in [*after, node]:
                 self._order.removed(other.key)
                 self._drop(other)
+            self._publish_removed([node])
             first = False
             name = self._seen[name].before if name in self._seen else ""
         return not first

@@ -132,8 +132,9 @@ class Flusher:
         finally:
             self._loop.call(self._writing.release)
 
-    def publish(self, publication: Publication) -> None:
+    def publish(self, publication: Publication) -> bool:
         """Queue the blocks of a prompt, which are written before any other context. Takes over the caller's references.
+        Return whether they were queued.
 
         The publication is skipped if `max_prompt_bytes` wait already. While the server fails, the prompt of a named
         agent is skipped, because its context is dirty and will be written, and a new context replaces the oldest
@@ -154,6 +155,7 @@ class Flusher:
             self._free(publication)
         if failing or not taken:
             publication.end()
+        return taken
 
     def withdraw(self, names: Sequence[str]) -> None:
         """Drop the waiting publication of a context whose blocks have these names."""

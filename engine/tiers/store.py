@@ -233,10 +233,11 @@ class AgentCacheStore:
         label: str | None = "",
         written: bool = True,
         lifetimes: Lifetimes | None = None,
-    ) -> None:
-        """Share a context without a name, or the prompt of an agent whose answer is not complete. Release `claim` when
-        it is written. `label` is the text that people see for a context without a name. It is None for the prompt of a
-        named agent, of which only the full blocks are written, because `save` writes the rest.
+    ) -> bool:
+        """Share a context without a name, or the prompt of an agent whose answer is not complete. Return whether it is
+        queued for the page server. Release `claim` when it is written. `label` is the text that people see for a
+        context without a name. It is None for the prompt of a named agent, of which only the full blocks are written,
+        because `save` writes the rest.
 
         A context without a name is written if `CacheConfig.keep` is "all", or if it is "worth" it: computing the blocks
         that are not stored yet takes WORTH_SECONDS, or another prompt has reused it. If the request has `lifetimes`, it
@@ -264,11 +265,12 @@ class AgentCacheStore:
             self._tally.count("unnamed_written" if written else "unnamed_left")
         if written:
             on_end = claim.release if claim else None
-            self._flusher.publish(self._publication(adopted, label, on_end, lifetimes, answering=claim is not None))
-            return
+            publication = self._publication(adopted, label, on_end, lifetimes, answering=claim is not None)
+            return self._flusher.publish(publication)
         self._pool.free(adopted.block_ids, adopted.agent_id)
         if claim:
             claim.release()
+        return False
 
     def answered(self, tier: Tier, reused: int, computed: int) -> None:
         """Count an answer: `tier` supplied `reused` tokens of its prompt, and `computed` tokens were computed."""
@@ -435,14 +437,14 @@ class AgentCacheStore:
 
     def save_blocks(self, *contexts: AgentBlocks) -> bool:
         """Save the full blocks of contexts to the page server now. Return whether they are saved."""
-        with self._lock:
-            if not self._pages or any(self._tree.is_withheld(context) for context in contexts):
+        for context in contexts:  # one after another, because few bytes may wait
+            with self._lock:
+                if self._tree.is_withheld(context) or not self.publish(context, label=None):
+                    return False
+            self.flush_dirty(context.agent_id)
+            if "page" in self.save_failures:
                 return False
-            for context in contexts:
-                self.publish(context, label=None)
-        for agent_id in {context.agent_id for context in contexts}:
-            self.flush_dirty(agent_id)
-        return "page" not in self.save_failures
+        return True
 
     def pin_blocks(self, context: AgentBlocks, tenant: str, tenants: int) -> bool:
         """Keep the full blocks of a context in memory until `unpin_block` of the last one. They count for `tenant`, one

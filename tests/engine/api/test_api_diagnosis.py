@@ -423,6 +423,19 @@ def test_the_end_of_a_lifetime_is_named() -> None:
         assert found.why == why, (minutes, reused)
 
 
+def test_a_new_lifetime_does_not_hide_the_end_of_the_last() -> None:
+    """A prompt that continues an earlier one, and has a lifetime again."""
+    earlier, prompt, now = asked(), asked(), unix_ms()
+    earlier.wanted = prompt.wanted = [(80, 300)]
+    earlier.begin_lifetimes(None, answered(0, KeptContext(80, now + 300_000)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time", lambda: now / 1000 + 600)
+        answer = answered(0, KeptContext(80, now + 900_000))
+        prompt.begin_lifetimes(earlier, answer)
+        assert diagnosis(earlier, prompt, answer).lost.why == "expired"
+        assert diagnosis(earlier, asked(), answered(0)).lost.why == "evicted"
+
+
 def test_only_the_latest_lifetimes_are_noted() -> None:
     """Prompts that reuse fewer and fewer tokens do not make the notes longer."""
     earlier = asked(400)

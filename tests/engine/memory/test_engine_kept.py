@@ -10,7 +10,7 @@ import pytest
 from contexts import BLOCK, SPEC, made, some_tokens
 from pools import pool_of
 
-from engine.memory.blocks import AgentBlocks
+from engine.memory.blocks import AgentBlocks, block_names
 from engine.memory.context_tree import FULL, ContextTree
 from engine.memory.lifetimes import KeptContext, Lifetimes
 from engine.pool import BlockPool
@@ -97,6 +97,23 @@ def test_a_block_that_grows_stays_kept_within_the_share(tree: ContextTree, pool:
         pool.free(tree.adopt(context).block_ids, "a")
         pool.free(context.block_ids, "a")
     assert 4 * BYTES <= tree.kept_bytes <= 5 * BYTES
+
+
+def test_the_agent_of_a_pinned_block_stays_known(
+    tree: ContextTree, pool: BlockPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the pin can be removed after many other blocks."""
+    monkeypatch.setattr("engine.memory.context_tree.MOST_SEEN", 6)
+    pinned, other = shared(tree, pool, 1), shared(tree, pool, 2)
+    last = block_names(pinned.tokens, SPEC, "a")[-1]
+    assert tree.pin(pinned, "a", 1)
+    assert tree.pin(replace(pinned, tokens=pinned.tokens[:BLOCK], blocks=pinned.blocks[:1]), "a", 1)
+    fill(tree, pool)
+    assert found(tree, pool, pinned) == 3
+    assert tree.agent_of(last) == "a"
+    assert tree.agent_of(block_names(other.tokens, SPEC, "a")[-1]) is None
+    assert tree.unpin(last)
+    assert tree.agent_of(last) is None
 
 
 def test_a_running_prompt_gets_kept_blocks_at_last(tree: ContextTree, pool: BlockPool) -> None:

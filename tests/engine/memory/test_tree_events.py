@@ -104,6 +104,17 @@ def test_evicted_and_forgotten_blocks_are_removed(pool: BlockPool, events: list[
     assert events.pop()["block_hashes"] == [first]
 
 
+def test_released_blocks_are_removed(pool: BlockPool, events: list[Event]) -> None:
+    """With the part of a block after them, which was never published."""
+    tree = ContextTree(SPEC, pool, 100 * BYTES, events.append)
+    share(tree, pool, "alice", TOKENS[:20])
+    published = hashes(events)
+    assert len(published) == 2
+    assert tree.release(block_names(TOKENS[:16], SPEC)[-1])
+    assert len(tree) == 0
+    assert hashes(events) == set()
+
+
 @hypothesis.given(
     st.lists(st.tuples(st.integers(0, 2), st.integers(1, 60), st.booleans()), max_size=20), st.integers(2, 20)
 )

@@ -778,6 +778,21 @@ def test_a_context_without_a_name_is_written_if_it_is_worth_it(
     assert recalled(elsewhere, pool, "bob", some_tokens(10, 41)) == ("page", 40), "computing takes long"
 
 
+def test_demoted_blocks_are_saved_or_stay_in_memory(stores: Callable[..., AgentCacheStore], pool: BlockPool) -> None:
+    """However few bytes may wait for the page server."""
+    contexts = [some_tokens(seed, 3 * BLOCK) for seed in range(4)]
+    names = [block_names(tokens, SPEC)[-1] for tokens in contexts]
+    for room in (BLOCK * SPEC.token_nbytes, 0):
+        store, elsewhere = stores(keep="named", queue_bytes=room), stores()
+        for tokens in contexts:
+            unnamed(store, pool, tokens)
+        demoted = store.demote_blocks(names)
+        assert demoted is bool(room)
+        for tokens in contexts:
+            found = recalled(elsewhere if demoted else store, pool, "bob", (*tokens, 95))
+            assert found == ("page" if demoted else "prefix", len(tokens))
+
+
 def test_a_withheld_context_is_written_when_a_prompt_allows_it(
     stores: Callable[..., AgentCacheStore], pool: BlockPool
 ) -> None:
