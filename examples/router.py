@@ -28,14 +28,15 @@ from transformers import AutoTokenizer
 class Engine:
     """An engine, and the blocks in its memory: the hash of each, by the hash of the block before it and its tokens."""
 
+    patience = 1000  # milliseconds for a reply of the replay
+
     def __init__(self, host: str, port: str, events: str, replay: str) -> None:
         self.url, self.prompts, self.size, self.next, self.time = f"http://{host}:{port}", 0, 1, 0, 0.0
         self.blocks: dict[Any, int] = {}
         self.keys: dict[int, Any] = {}  # of `blocks`, by hash
-        self.subscriber, self.replayer = map(zmq.Context.instance().socket, (zmq.SUB, zmq.DEALER))
+        self.subscriber, self.replay = zmq.Context.instance().socket(zmq.SUB), f"tcp://{host}:{replay}"
         self.subscriber.subscribe(b"")
         self.subscriber.connect(f"tcp://{host}:{events}")
-        self.replayer.connect(f"tcp://{host}:{replay}")
         Thread(target=self.follow, daemon=True).start()
 
     def follow(self) -> None:
@@ -50,9 +51,14 @@ class Engine:
 
     def catch_up(self) -> None:
         self.blocks.clear()
-        self.replayer.send_multipart([b"", bytes(8)])
-        while self.replayer.poll(1000) and (batch := self.replayer.recv_multipart())[3]:
-            self.apply(*batch[2:])
+        with zmq.Context.instance().socket(
+            zmq.DEALER
+        ) as replayer:  # a new one gets no late replies to an earlier request
+            replayer.linger = 0
+            replayer.connect(self.replay)
+            replayer.send_multipart([b"", bytes(8)])
+            while replayer.poll(self.patience) and (batch := replayer.recv_multipart())[3]:
+                self.apply(*batch[2:])
 
     def apply(self, number: bytes, payload: bytes) -> None:
         self.next = int.from_bytes(number, "big") + 1

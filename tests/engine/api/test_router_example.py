@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
+import runpy
 import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
+import zmq
 from api_engines import start_engine, write_tiny
 from documents import ROOT
 from forked import begin
@@ -100,3 +104,22 @@ def test_streams_pass_the_router(model: Path, tmp_path: Path) -> None:
         text = ask(url, [{"role": "user", "content": "Go"}], stream=True).text
         assert text.startswith("data: ")
         assert text.rstrip().endswith("data: [DONE]")
+
+
+def test_late_replies_do_not_hide_newer_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay is answered too late. The reply to the next one counts."""
+    followed: Any = runpy.run_path(str(ROOT / "examples" / "router.py"))["Engine"]
+    waits = chain([10], repeat(60_000))
+    monkeypatch.setattr(followed, "patience", property(lambda _: next(waits)))
+    with zmq.Context.instance().socket(zmq.XPUB) as events, zmq.Context.instance().socket(zmq.ROUTER) as replay:
+        ports = [str(each.bind_to_random_port("tcp://127.0.0.1")) for each in (events, replay)]
+        engine = followed("127.0.0.1", "0", *ports)
+        late = replay.recv_multipart()[0]
+        assert events.recv() == b"\x01"  # the subscription
+        batches = [[number.to_bytes(8, "big"), msgspec.msgpack.encode([number + 1.0, [], 0])] for number in (0, 5)]
+        events.send_multipart([b"kvpage", *batches[1]])
+        asked = replay.recv_multipart()[0]
+        for identity, batch in zip((late, asked), batches, strict=True):
+            for frames in ([b"kvpage", *batch], [b"", (-1).to_bytes(8, "big", signed=True), b""]):
+                replay.send_multipart([identity, b"", *frames])
+        until(lambda: engine.next == 6)
