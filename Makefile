@@ -142,11 +142,11 @@ $(VENV)/server.stamp: pyproject.toml conf/locks/build.txt conf/locks/web.txt $(C
 	conf/install.sh "$(VENV)" web
 	touch $@
 
-$(VENV)/engine.stamp: pyproject.toml conf/locks/engine.txt $(CORE) $(VENV)/bin/python
+$(VENV)/engine.stamp: pyproject.toml conf/locks/build.txt conf/locks/engine.txt $(CORE) $(VENV)/bin/python
 	conf/install.sh "$(VENV)" engine
 	touch $@ $(VENV)/server.stamp
 
-$(VENV)/dev.stamp: pyproject.toml conf/locks/dev.txt $(CORE) $(VENV)/bin/python
+$(VENV)/dev.stamp: pyproject.toml conf/locks/build.txt conf/locks/dev.txt $(CORE) $(VENV)/bin/python
 	tests/install-tools.sh
 	conf/install.sh "$(VENV)" dev
 	touch $@ $(VENV)/engine.stamp $(VENV)/server.stamp
