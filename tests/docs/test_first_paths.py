@@ -50,7 +50,7 @@ class Newcomer:
         """Run the first commands of a target of make, and return the last one."""
         done = (".venv/server.stamp", ".venv/engine.stamp", "models/smollm2/model.safetensors")
         options = [word for name in done for word in ("-o", name)]
-        *first, last = run(["make", "--dry-run", *options, target]).splitlines()
+        *first, last = run(["make", "--no-print-directory", "--dry-run", *options, target]).splitlines()
         for line in first:
             subprocess.run(shlex.split(line), cwd=self.directory, check=True)
         return self.words(last)
