@@ -109,7 +109,17 @@ class Contexts:
         return {name: agent for name, agent in pairs if agent and self.tenant.given(agent) is not None}
 
     async def load(self, agent_id: str, tokens: Sequence[int] | None = None) -> Loaded:
-        """Load an agent's context into memory; or with `tokens` these, of any context. The caller frees them."""
+        """Load an agent's context into memory; or with `tokens` these, of any context. The caller frees them. If the
+        caller is cancelled, the load ends later, and frees them itself.
+        """
+        task = asyncio.create_task(self._load(agent_id, tokens))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(lambda done: self.free(done.result(), agent_id))
+            raise
+
+    async def _load(self, agent_id: str, tokens: Sequence[int] | None) -> Loaded:
         worker, store = self.model.worker, self.model.engine.store
         assert worker
         asked = None if tokens is None else [*tokens, 0]  # of a prompt, the last token is never loaded

@@ -222,7 +222,9 @@ class EngineThread:
         return answers
 
     async def call(self, work: Callable[[Engine], _Result]) -> _Result:
-        """Run `work` on the thread, between two steps of the engine. Return its result, or raise its exception."""
+        """Run `work` on the thread, between two steps of the engine. Return its result, or raise its exception. If the
+        caller is cancelled before that, `work` is not called.
+        """
         done: Future[_Result] = Future()
         self._call(partial(_run_call, work, done))
         try:
@@ -307,6 +309,8 @@ class EngineThread:
 
 
 def _run_call(work: Callable[[Engine], _Result], done: Future[_Result], engine: Engine) -> None:
+    if not done.set_running_or_notify_cancel():
+        return
     try:
         done.set_result(work(engine))
     except Exception as error:  # noqa: BLE001 - passed to the waiting task

@@ -5,9 +5,13 @@ A token of the tiny model is a letter, and a block has 256 of them.
 
 from __future__ import annotations
 
+import asyncio
+import threading
+import time
 from pathlib import Path
 from random import Random
 from string import ascii_lowercase
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
@@ -15,8 +19,17 @@ import httpx
 import openai
 import pytest
 from api_engines import RunningEngine, start_engine, write_family, write_tiny
+from contexts import SPEC, made, some_tokens
+from pools import pool_of
 from servers import RunningServer, start_server
+from waiting import PATIENCE, eventually
 
+from engine.api.hints import Contexts
+from engine.api.worker import EngineThread
+from engine.pool import BlockPool
+from engine.tiers.store import AgentCacheStore
+
+pool = pool_of(16)
 TEXT = "".join(Random(3).choices(ascii_lowercase, k=700))
 Action = tuple[str, dict[str, Any]]
 
@@ -220,3 +233,41 @@ def test_an_invalid_hint_is_named(engine: RunningEngine, payload: dict[str, Any]
     with pytest.raises(openai.BadRequestError) as caught:
         ask(engine, "Hello", ("retain", payload))
     assert caught.value.param == f"kv_transfer_params.kv_hints.actions[0].payload.{field}"
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["queued", "begun"])
+def test_a_cancelled_load_frees_its_blocks(pool: BlockPool, begun: bool) -> None:
+    """And the engine goes on. A reply to a client that does not read is cancelled at its deadline."""
+    store = AgentCacheStore(SPEC, pool)
+    context = made(pool, "alice", some_tokens(1, 20))
+    store.save(context)
+    pool.free(context.block_ids, "alice")
+    agents = SimpleNamespace(step=lambda _: time.sleep(0.01), wake=lambda: None)
+    engine: Any = SimpleNamespace(agents=agents, store=store, pool=pool, close=store.close)
+    service: Any = SimpleNamespace(tokens=SimpleNamespace(count=1))
+    tenant: Any = SimpleNamespace(name="")
+    held, go = threading.Event(), threading.Event()
+
+    async def run() -> None:
+        worker = EngineThread(lambda: engine, "tiny")
+        worker.start()
+        await worker.loaded()
+        model: Any = SimpleNamespace(worker=worker, engine=engine)
+        holding = asyncio.create_task(worker.call(lambda _: (held.set(), go.wait(PATIENCE))))
+        await asyncio.to_thread(held.wait, PATIENCE)
+        loading: asyncio.Task[Any]
+        if begun:
+            loading = holding  # its call runs
+        else:
+            loading = asyncio.create_task(Contexts(service, model, tenant).load("alice"))
+            assert await asyncio.to_thread(eventually, lambda: bool(worker._calls))
+        loading.cancel()
+        await asyncio.wait([loading])
+        assert loading.cancelled()
+        go.set()
+        async with asyncio.timeout(PATIENCE):
+            assert await worker.call(lambda _: 1) == 1
+        assert worker.running
+        await worker.stop()
+
+    asyncio.run(run())
