@@ -91,8 +91,8 @@ format: $(VENV)/dev.stamp  ## the code as ruff wants it
 	"$(BIN)/ruff" format .
 
 docs: $(VENV)/dev.stamp  ## the references of commands and parameters, and the manual pages, from their declarations
-	"$(BIN)/python" -m kvpage_server.commands.reference > docs/commands.md
-	"$(BIN)/python" -m kvpage_server.configuration.reference > docs/configuration.md
+	"$(BIN)/python" -m conf.commands > docs/commands.md
+	"$(BIN)/python" -m conf.parameters > docs/configuration.md
 	"$(BIN)/python" -m conf.manual conf/man
 
 site: $(VENV)/docs.stamp  ## the documentation as a site, in build/site; warnings are errors

@@ -39,13 +39,13 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    from .commands import agents, demo, measure, models, persistent, serve, talk
+    from .commands import agents, measure, models, persistent, serve, talk
 
     program = argparse.ArgumentParser(prog="kvpage-engine", description="An engine on MLX that remembers its agents.")
     program.add_argument("--version", action="version", version=_version())
     commands = program.add_subparsers(title="commands", required=True)
     connectors = [found.load() for found in entry_points(group="kvpage_engine.commands")]
-    for group in (serve, talk, agents, measure, models, demo, persistent, *connectors):
+    for group in (serve, talk, agents, measure, models, persistent, *connectors):
         group.add_to(commands)
     completed = commands.add_parser("completion", help="print the completion of kvpage-engine")
     completed.add_argument("shell", choices=SHELLS)

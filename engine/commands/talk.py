@@ -1,4 +1,4 @@
-"""`kvpage-engine generate` and `kvpage-engine chat`: prompts to an engine in this process."""
+"""`kvpage-engine generate` and `chat`, which give prompts to an engine in this process, and `demo`."""
 
 from __future__ import annotations
 
@@ -130,6 +130,9 @@ def add_to(commands: Any) -> None:
         add("--top-p", type=number(0, 1), default=1.0, metavar="P", help="nucleus sampling (default: %(default)g)")
         add("--seed", type=int, metavar="N", help="seed of the sampler, for the same text in each run")
         parser.set_defaults(run=run)
+    demo = commands.add_parser("demo", help="a conversation that moves from one engine to another, in about a minute")
+    demo.add_argument("--model", default="models/smollm2", metavar="DIR", help="default: %(default)s")
+    demo.set_defaults(run=run_demo)
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -287,3 +290,23 @@ def _write(path: Path, messages: Messages) -> None:
             file.write(json.dumps(messages, ensure_ascii=False, indent=1).encode() + b"\n")
     except OSError as error:
         raise Failure(f"cannot write the transcript: {error}") from error
+
+
+# -- Demonstration -----------------------------------------------------------------------------------------------------
+
+
+def run_demo(args: argparse.Namespace) -> int:
+    """Run the demonstration. Return the exit code: 1 if a result does not reach its promised value, else 0."""
+    from rich.console import Console  # imported here, as are the next: only `demo` needs them
+
+    from ..demo import story
+
+    if not Path(args.model).is_dir():
+        raise Failure(f"no model in {args.model}; `kvpage-engine fetch-model smollm2` gets one")
+    console = Console()
+    try:
+        outcome = story.run(args.model, console)
+    except story.ProcessError as error:
+        raise Failure(str(error)) from error
+    story.show(outcome, console)
+    return 0 if all(outcome.promises().values()) else 1

@@ -23,8 +23,8 @@ from servers import RunningServer
 from waiting import PATIENCE
 
 import kvpage_server.commands.families  # noqa: F401  # fills the table
+from conf.commands import EXAMPLES, reference
 from kvpage_server.commands.families.pages.request import REASONS
-from kvpage_server.commands.reference import EXAMPLES, reference
 from kvpage_server.commands.specs import TABLE
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "commands.md"
@@ -33,7 +33,7 @@ needs_redis_cli = pytest.mark.skipif(not REDIS_CLI, reason="redis-cli is not ins
 
 
 def test_the_reference_is_up_to_date() -> None:
-    how = "run: python -m kvpage_server.commands.reference > docs/commands.md"
+    how = "run: python -m conf.commands > docs/commands.md"
     assert DOCUMENT.read_text(encoding="utf-8") == reference(), how
 
 

@@ -26,8 +26,8 @@ from benchmarks.first_tokens import DOCUMENT, with_first_tokens
 from benchmarks.pages import tables
 from benchmarks.pages.tables import DOCUMENTS as WITH_TABLES
 from benchmarks.pages.tables import with_tables
+from conf.parameters import reference
 from engine.demo import story
-from kvpage_server.configuration.reference import reference
 
 GUIDES = "start", "redis-cli", "pikiwidb", "engine", "configuration", "architecture", "lmcache", "vllm"
 DOCUMENTS = ["README.md", *(f"docs/{name}.md" for name in GUIDES)]
@@ -131,7 +131,7 @@ def test_the_first_steps_show_the_output_of_the_demo() -> None:
 
 
 def test_the_configuration_is_described_as_it_is_declared() -> None:
-    how = "run: python -m kvpage_server.configuration.reference > docs/configuration.md"
+    how = "run: python -m conf.parameters > docs/configuration.md"
     assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == reference(), how
 
 

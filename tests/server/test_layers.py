@@ -51,7 +51,6 @@ MAY_KNOW = {
     "web": "http monitor observe page system",
     "doctor": "address client commands configuration core store system",
     "cli": "address bench client configuration doctor look replay snapshot system",
-    "start": "app cli system",
 }
 # Its `__init__` has the version.
 ENGINE_MAY_KNOW = {

@@ -3,7 +3,7 @@
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.stdint cimport uint8_t
 
-from kvpage_server.core.native cimport coding_avx2 as avx2
+from kvpage_server.core.native cimport avx2
 from kvpage_server.core.native.memory cimport Memory
 
 from kvpage_server.core.python.coding import CODES, check_matrix

@@ -1,12 +1,12 @@
 """XXH3-64 of bytes, in one call or incrementally.
 
-On processors with AVX2, the functions of `hashing_avx2` are used. Code for all x86-64 processors uses narrower
+On processors with AVX2, the functions of `avx2` are used. Code for all x86-64 processors uses narrower
 registers, and is two to three times as slow.
 """
 
 cimport cython
 
-from kvpage_server.core.native cimport hashing_avx2 as avx2
+from kvpage_server.core.native cimport avx2
 
 cdef extern from "xxhash.h" nogil:
     ctypedef int XXH_errorcode

@@ -1,4 +1,4 @@
-"""XXH3-64 for x86-64 processors with AVX2. If the compiler is not GCC, `can_run` is false and the others do nothing."""
+"""XXH3-64 and the lossless code for x86-64 processors with AVX2. If the compiler is not GCC, `can_run` is false."""
 
 cdef extern from *:
     """
@@ -7,11 +7,13 @@ cdef extern from *:
     #pragma GCC target("avx2")
     #define XXH_VECTOR XXH_AVX2
     #include <xxhash.h>
+    #include "coding.h"
     static unsigned long long avx2_digest_of(const void *text, size_t size) { return XXH3_64bits(text, size); }
     static void avx2_update(void *state, const void *text, size_t size) { XXH3_64bits_update(state, text, size); }
     #pragma GCC pop_options
     static int avx2_can_run(void) { return __builtin_cpu_supports("avx2") != 0; }
     #else
+    #include "coding.h"
     static unsigned long long avx2_digest_of(const void *text, size_t size) { return 0; }
     static void avx2_update(void *state, const void *text, size_t size) {}
     static int avx2_can_run(void) { return 0; }
@@ -20,6 +22,9 @@ cdef extern from *:
     bint avx2_can_run() nogil
     unsigned long long avx2_digest_of(const void *, size_t) nogil
     void avx2_update(void *, const void *, size_t) nogil
+    ctypedef struct Coder:
+        pass
+    const Coder CODERS[3]
 
 
 cdef bint can_run() noexcept nogil:
@@ -32,3 +37,8 @@ cdef unsigned long long digest_of(const void *text, size_t size) noexcept nogil:
 
 cdef void update(void *state, const void *text, size_t size) noexcept nogil:
     avx2_update(state, text, size)
+
+
+cdef const void *coder_of(int code) noexcept nogil:
+    """Return the Coder of bfloat16, 1, float16, 2, or float32, 3."""
+    return &CODERS[code - 1]

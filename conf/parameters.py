@@ -1,4 +1,4 @@
-"""Generator of docs/configuration.md from `Config`: ``python -m kvpage_server.configuration.reference`` prints it."""
+"""Generator of docs/configuration.md from `Config`: ``python -m conf.parameters`` prints it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvpage_server.configuration.kinds import Kind
 _OPENING = """\
 # Configuration
 
-<!-- Made from `Config` by `python -m kvpage_server.configuration.reference`; do not edit. -->
+<!-- Made from `Config` by `python -m conf.parameters`; do not edit. -->
 
 The syntax is that of redis.conf. A line has a parameter's name and its values. `#` begins a comment line. A value with
 spaces is written `"..."` or `'...'`. Sizes can have the units `kb`, `mb` and `gb` (1024) or `k`, `m` and `g` (1000). If

@@ -242,7 +242,7 @@ OK
 _OPENING = f"""\
 # Commands
 
-<!-- Made from the command table by `python -m kvpage_server.commands.reference > docs/commands.md`; do not edit. -->
+<!-- Made from the command table by `python -m conf.commands > docs/commands.md`; do not edit. -->
 
 Any Redis client can send these. Errors begin with a code (`ERR`, `WRONGTYPE`, `OOM`, ...), name the wrong argument, and
 say what is allowed. Where a reply is a map, RESP2 has an array of names and values instead.
@@ -339,7 +339,7 @@ def _escape(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-# -- ``python -m kvpage_server.commands.reference`` prints docs/commands.md --------------------------------------------
+# -- ``python -m conf.commands`` prints docs/commands.md --------------------------------------------
 
 if __name__ == "__main__":
     print(reference(), end="")
