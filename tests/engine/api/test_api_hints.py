@@ -248,12 +248,16 @@ def test_a_cancelled_load_frees_its_blocks(pool: BlockPool, begun: bool) -> None
     tenant: Any = SimpleNamespace(name="")
     held, go = threading.Event(), threading.Event()
 
+    def hold(_: Any) -> None:
+        held.set()
+        go.wait(PATIENCE)
+
     async def run() -> None:
         worker = EngineThread(lambda: engine, "tiny")
         worker.start()
         await worker.loaded()
         model: Any = SimpleNamespace(worker=worker, engine=engine)
-        holding = asyncio.create_task(worker.call(lambda _: (held.set(), go.wait(PATIENCE))))
+        holding = asyncio.create_task(worker.call(hold))
         await asyncio.to_thread(held.wait, PATIENCE)
         loading: asyncio.Task[Any]
         if begun:
