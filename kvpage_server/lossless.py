@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import struct
 
+import xxhash
 from typing_extensions import Buffer
 
 from kvpage_server.core import decode_matrix, encode_matrix
-from kvpage_server.page import DType, PageError, checksum
+from kvpage_server.page import DType, PageError, check_dtype
 
 _CODES = {DType.BFLOAT16: 1, DType.FLOAT16: 2, DType.FLOAT32: 3}
 _VERSION = 1
 _WIDTH = 3  # bits of the code of an exponent
-# Code, version, width, 0, bytes of the array, XXH3-64 of the bytes after it, channels.
+# Code, version, width, 0, bytes of the array, XXH3-64 of the bytes after it with the eight bytes before it as the seed,
+# channels.
 _HEAD = struct.Struct("<BBBBIQI")
 _HASHED_FROM = 16
 _MOST = 2**32 - 1  # bytes of an array
@@ -30,8 +32,11 @@ def encode_lossless(array: Buffer, dtype: DType) -> bytes | None:
     if it is no C-contiguous buffer.
     """
     view = memoryview(array)
-    if view.itemsize != dtype.itemsize or not view.shape:
+    dtype = check_dtype(dtype)
+    if view.itemsize != dtype.itemsize:
         raise PageError(f"an array of {dtype.name.lower()} has items of {dtype.itemsize} bytes, got {view.itemsize}")
+    if not view.shape:
+        raise PageError("an array has at least one dimension, got none")
     code, channels, nbytes = _CODES.get(dtype), view.shape[-1], view.nbytes
     room = nbytes - nbytes // 10
     if code is None or channels % 8 or not _HEAD.size < room or nbytes > _MOST:
@@ -42,7 +47,7 @@ def encode_lossless(array: Buffer, dtype: DType) -> bytes | None:
         return None
     del coded[_HEAD.size + size :]
     _HEAD.pack_into(coded, 0, code, _VERSION, _WIDTH, 0, nbytes, 0, channels)
-    digest = checksum(memoryview(coded)[_HASHED_FROM:])
+    digest = _digest_of(memoryview(coded))
     _HEAD.pack_into(coded, 0, code, _VERSION, _WIDTH, 0, nbytes, digest, channels)
     return bytes(coded)
 
@@ -60,7 +65,7 @@ def decode_lossless(coded: Buffer) -> bytearray:
         raise PageError(
             f"a coded array begins with a code from 1 to 3, 1, 3 and 0, got {code}, {version}, {width}, {zero}"
         )
-    if checksum(view[_HASHED_FROM:]) != digest:
+    if _digest_of(view) != digest:
         raise PageError("the coded array does not match its checksum")
     if size > 4 * len(view):  # before memory is allocated
         raise PageError(f"an array of {size} bytes does not have a code of {len(view)}")
@@ -72,3 +77,7 @@ def decode_lossless(coded: Buffer) -> bytearray:
     if not fits:
         raise PageError("the coded array has more or fewer bytes than its rows need")
     return array
+
+
+def _digest_of(coded: memoryview) -> int:
+    return xxhash.xxh3_64_intdigest(coded[_HASHED_FROM:], int.from_bytes(coded[:8], "little"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import struct
 
 import numpy as np
 import pytest
@@ -30,7 +29,11 @@ def like_a_cache(rows: int, channels: int, dtype: DType, seed: int = 0) -> np.nd
 
 def hashed(coded: bytes) -> bytes:
     """Return coded bytes with the checksum that suits them."""
-    return coded[:8] + struct.pack("<Q", xxhash.xxh3_64_intdigest(coded[16:])) + coded[16:]
+    return (
+        coded[:8]
+        + struct.pack("<Q", xxhash.xxh3_64_intdigest(coded[16:], *struct.unpack("<Q", coded[:8])))
+        + coded[16:]
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,6 +149,16 @@ def test_damaged_codes_are_refused() -> None:
             decode_lossless(coded[:at] + bytes([coded[at] ^ 1 << rng.randrange(8)]) + coded[at + 1 :])
         with pytest.raises(PageError):
             decode_lossless(coded[:at])
+
+
+def test_another_code_and_length_are_refused() -> None:
+    """Arrays of two codes may have the same size, so the checksum covers code and length, too."""
+    coded = encode_lossless(like_a_cache(16, 24, DType.BFLOAT16), DType.BFLOAT16)
+    assert coded is not None
+    for code in (2, 3):
+        for nbytes in range(48, 2000, 16):
+            with pytest.raises(PageError, match="checksum"):
+                decode_lossless(bytes([code]) + coded[1:4] + nbytes.to_bytes(4, "little") + coded[8:])
 
 
 @pytest.mark.parametrize(
