@@ -29,11 +29,8 @@ def like_a_cache(rows: int, channels: int, dtype: DType, seed: int = 0) -> np.nd
 
 def hashed(coded: bytes) -> bytes:
     """Return coded bytes with the checksum that suits them."""
-    return (
-        coded[:8]
-        + struct.pack("<Q", xxhash.xxh3_64_intdigest(coded[16:], *struct.unpack("<Q", coded[:8])))
-        + coded[16:]
-    )
+    digest = xxhash.xxh3_64_intdigest(coded[16:], int.from_bytes(coded[:8], "little"))
+    return coded[:8] + digest.to_bytes(8, "little") + coded[16:]
 
 
 @pytest.mark.parametrize(
