@@ -51,10 +51,9 @@ class Engine:
 
     def catch_up(self) -> None:
         self.blocks.clear()
-        with zmq.Context.instance().socket(
-            zmq.DEALER
-        ) as replayer:  # a new one gets no late replies to an earlier request
-            replayer.linger = 0
+        # A new socket gets no late replies to an earlier request.
+        with zmq.Context.instance().socket(zmq.DEALER) as replayer:
+            replayer.setsockopt(zmq.LINGER, 0)
             replayer.connect(self.replay)
             replayer.send_multipart([b"", bytes(8)])
             while replayer.poll(self.patience) and (batch := replayer.recv_multipart())[3]:
