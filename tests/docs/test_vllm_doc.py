@@ -96,4 +96,4 @@ def test_sizes_are_computed_as_documented() -> None:
 @pytest.mark.parametrize("reason", ["away", "deadline", "unsupported"])
 def test_a_documented_reason_exists(reason: str) -> None:
     assert f"`{reason}`" in TEXT
-    assert f'"{reason}"' in source("jobs")
+    assert f'"{reason}"' in source("reasons")

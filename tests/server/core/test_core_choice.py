@@ -79,7 +79,7 @@ class TestWhatRuns:
         assert core_of(copy) == "python it was compiled from other sources than are there now"
         source.write_text(was, encoding="utf-8")
         assert core_of(copy) == "native"
-        for source in native(copy, "*.p[xy][xd]"):  # as installed from a wheel
+        for source in [*native(copy, "*.p[xy][xd]"), *native(copy, "*.h")]:  # as installed from a wheel
             source.unlink()
         assert core_of(copy) == "native"
 

@@ -126,8 +126,8 @@ MISTAKES = [
         "flush-not-written",
         _STORE + "disk.usage",
         "Stored.clear",
-        "        self.behind.clear()\n        self.usage.clear()",
-        "        self.usage.clear()",
+        "        return *self.behind.clear(), *self.usage.clear()",
+        "        return self.usage.clear()",
         "FLUSHALL is forgotten by a restart",
     ),
     Mistake(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from kvpage_server.commands.arguments import check_batch, integer_in, plain
 from kvpage_server.commands.context import Client
@@ -29,7 +30,7 @@ from kvpage_server.commands.specs import WORDS_PER_STEP, Parts, PrefixParts, not
 from kvpage_server.commands.steps import STEP, Steps, each, stepwise
 from kvpage_server.core import Argument
 from kvpage_server.page import MAX_U32
-from kvpage_server.resp import Reply, ReplyError
+from kvpage_server.resp import Raw, Reply, ReplyError
 from kvpage_server.store.contents import unit_of
 from kvpage_server.store.eviction.leases import LONGEST_LEASE, LONGEST_LIFETIME, Bytes
 from kvpage_server.store.eviction.queues import Unit
@@ -107,7 +108,9 @@ def kvpageprefix(client: Client, args: list[Argument]) -> Reply:
         if not wanted:
             return len(found)
         complete = yield from _complete_states(keyspace, wanted, len(found))
-        return (yield from _lease_longest(keyspace, found, pages_per_block, complete, milliseconds))
+        lengths = yield from _lease_longest(keyspace, found, pages_per_block, complete, milliseconds)
+        encoded = yield from each(lengths, lambda some: [b":%d\r\n" % length for length in some])
+        return Raw(b"*%d\r\n%b" % (len(lengths), b"".join(encoded)))
 
     # a state may have very many pages
     return stepwise(steps(), small=len(args) <= WORDS_PER_STEP and not states)
@@ -133,17 +136,28 @@ def checked_prefix(args: Sequence[Argument]) -> tuple[range, range]:
     return blocks, states
 
 
-def _complete_states(keyspace: Keyspace, wanted: Sequence[State], most: int) -> Steps[dict[int, list[Block]]]:
+class _States(NamedTuple):
+    """The complete states by length. Most lengths have one, so most have no list, which would be freed in one step."""
+
+    first: dict[int, Block]
+    others: dict[int, list[Block]]
+
+    def of(self, length: int) -> list[Block]:
+        """Return all states of a length."""
+        return [self.first[length], *self.others.get(length, ())]
+
+
+def _complete_states(keyspace: Keyspace, wanted: Sequence[State], most: int) -> Steps[_States]:
     """Return the states of each length up to `most` of which all states are complete."""
-    complete, incomplete = dict[int, list[Block]](), set[int]()
+    complete, incomplete = _States({}, {}), set[int]()
     for at, (req_id, page, need) in enumerate(wanted):
         if need <= most and need not in incomplete:
             block = keyspace.reader.block(req_id, page)
-            if block is not None and (yield from has_block(keyspace, block)):
-                complete.setdefault(need, []).append(block)
-            else:
+            if block is None or not (yield from has_block(keyspace, block)):
                 incomplete.add(need)
-                complete.pop(need, None)
+                complete.first.pop(need, None)
+            elif complete.first.setdefault(need, block) is not block:
+                complete.others.setdefault(need, []).append(block)
         if at % STEP == 0:
             yield ()
     return complete
@@ -153,13 +167,13 @@ Granted = tuple[Block, int, tuple[int, int]]  # the arguments of `Leases.withdra
 
 
 def _lease_longest(
-    keyspace: Keyspace, blocks: Sequence[Block], pages_per_block: int, states: dict[int, list[Block]], milliseconds: int
-) -> Steps[Reply]:
+    keyspace: Keyspace, blocks: Sequence[Block], pages_per_block: int, states: _States, milliseconds: int
+) -> Steps[list[int]]:
     """Lease the longest length that can be leased, and nothing else. Return all lengths up to it in ascending order.
 
-    `blocks` and `states` were complete in an earlier step, the states by length. So each is leased only if it still is.
+    `blocks` and `states` were complete in an earlier step. So each is leased only if it still is.
     """
-    lengths = yield from ascending([*states])
+    lengths = yield from ascending([*states.first])
     if not (milliseconds and lengths):
         return lengths
 
@@ -181,7 +195,7 @@ def _lease_longest(
     lengths = lengths[: bisect_right(lengths, len(leased))]
     while lengths:
         yield from _withdraw(keyspace, leased, lengths[-1])
-        own = states[lengths[-1]]
+        own = states.of(lengths[-1])
         of_states = yield from lease_all(own, lambda state: state.shape_known and state.shape is not None)
         if len(of_states) == len(own):
             return lengths

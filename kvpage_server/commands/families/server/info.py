@@ -323,7 +323,7 @@ def _kvpage(server: Server) -> Fields:
         "strings_remembered_bytes": server.keyspace.lost.bytes,
         **misses,
         **{f"evictions_{policy}_{room}": keys for (policy, room), keys in counters.evictions.items()},
-        **({"kv_events_dropped": server.dropped_events()} if server.dropped_events is not None else {}),
+        "kv_events_dropped": 0 if server.dropped_events is None else server.dropped_events(),
         **(_disk(server.tiered) if server.tiered is not None else {}),
     }
 
