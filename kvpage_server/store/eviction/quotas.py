@@ -14,7 +14,9 @@ quota of a name is searched for once, as `Patterns` does, and then cached.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
+from weakref import proxy
 
 from kvpage_server.glob import Matches, Patterns
 from kvpage_server.page import HEADER_SIZE
@@ -104,6 +106,13 @@ class Quota:
         self.units.removed(unit)
 
 
+def _begin(quotas: Quotas) -> Queues:
+    """Return a new policy of the class of the whole store's."""
+    units = type(quotas.every)()
+    units.now = quotas.every.now
+    return units
+
+
 class Quotas:
     """Every quota, in the order of the rules, and the policy of the whole store, `every`.
 
@@ -112,19 +121,14 @@ class Quotas:
 
     def __init__(self, rules: Sequence[Rule], every: Queues, index_costs: IndexCosts) -> None:
         self.every = every
-        self._quotas = [Quota(rule, self._begin, index_costs) for rule in rules]
+        begin = partial(_begin, proxy(self))  # a cycle of references would keep removed values in memory
+        self._quotas = [Quota(rule, begin, index_costs) for rule in rules]
         self.limits = sum(quota.limit for quota in self._quotas)  # bytes of all limits together
         self._numbers = {quota: number for number, quota in enumerate(self._quotas)}
         self._patterns = Patterns[Quota]()
         for rule, quota in zip(rules, self._quotas, strict=True):
             self._patterns.add(rule.pattern, quota, rule.matches)
         self._names: dict[bytes, Quota | None] = {}  # cached results of `named`
-
-    def _begin(self) -> Queues:
-        """Return a new policy of the class of the whole store's."""
-        units = type(self.every)()
-        units.now = self.every.now
-        return units
 
     def __len__(self) -> int:
         return len(self.every)

@@ -60,7 +60,8 @@ def scard(client: Client, args: list[Argument]) -> Reply:
     req_id = _request(client, args[0])
 
     def steps() -> Steps[int]:
-        return sum(block.pages for block in (yield from blocks_of(client, req_id)))
+        blocks = yield from blocks_of(client, req_id)
+        return sum(block.pages for block in blocks if client.keyspace.index.still_has(block))
 
     return stepwise(steps(), small=fit_one_step(client, req_id))
 
