@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from types import FrameType
 
 import pytest
 from turns import Turns, measured
-from wire import encode_command
+from wire import Wire, encode_command
 
 from kvpage_server import core
 
@@ -50,12 +49,13 @@ def path_of(turns: Turns, *words: bytes, together: int = 1) -> list[str]:
         if event == "call" and frame.f_code.co_filename.startswith(OURS):
             calls.append(frame.f_code.co_qualname)
 
-    with socket.create_connection(("127.0.0.1", turns.server.port), timeout=60) as sock:
+    with Wire(turns.server.port) as wire:
         for _ in range(5):
             calls.clear()
             turns.on_loop(lambda: sys.setprofile(note))
-            sock.sendall(together * encode_command(words))
-            assert sock.recv(1 << 16)[:1] in b"$+*"
+            wire.send(together * encode_command(words))
+            for _ in range(together):
+                assert wire.reply()[:1] in b"$+*"
             turns.on_loop(lambda: sys.setprofile(None))
             paths.append(calls[calls.index("Session.readable") :])
     return min(paths, key=len)
