@@ -80,7 +80,7 @@ async def get_item(request: Request) -> Response:
 
 
 async def delete_item(request: Request) -> Response:
-    """Reply to DELETE /v1/conversations/{id}/items/{item} with the conversation without the item."""
+    """Remove an item for DELETE /v1/conversations/{id}/items/{item}, and reply with the remaining conversation."""
     service, tenant = _service_and_tenant(request)
     conversation_id, stored = await _found(request)
     item_id = request.path_params["item_id"]

@@ -271,8 +271,11 @@ class ContextTree:
         return None if victim is None else time.monotonic() - victim.used
 
     def keep(self, context: AgentBlocks, lifetimes: Lifetimes) -> KeptContext:
-        """Keep the first blocks of a context of the tree for their lifetimes: others are evicted before them. All kept
-        blocks take at most half of the tree's memory, and those of a tenant its share of that.
+        """Protect the first blocks of a context in the tree until their lifetimes end: unprotected blocks are evicted
+        before them.
+
+        All protected blocks take at most half of the tree's memory, and the blocks of one tenant take at most its
+        share of that half. The result has the number of tokens that are protected, and the reason if not all are.
         """
         self._settle()
         now, wall = time.monotonic(), unix_ms()

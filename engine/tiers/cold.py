@@ -164,7 +164,7 @@ class SafetensorsCacheAdapter:
     def find(
         self, agent_id: str, tokens: Sequence[int] | None = None, *, is_cancelled: Callable[[], bool] = lambda: False
     ) -> tuple[AgentBlocks | None, str | None]:
-        """Return the result of `load`, and the reason of a miss.
+        """Return the result of `load`, and the reason for a miss.
 
         Stops when `is_cancelled` returns True, which is not counted as a miss.
         """

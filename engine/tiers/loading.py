@@ -44,7 +44,7 @@ class Loaded:
     blocks: AgentBlocks | None  # freed by the receiver, under its agent's name; None on a miss
     tier: Tier
     reach: int  # tokens of the prompt that need not be computed
-    why: str | None  # the reason of a miss, or of a result that is shorter than the prompt
+    why: str | None  # the reason for a miss, or of a result that is shorter than the prompt
     seconds: float  # duration of the load
     own: bool  # whether it is a part of the agent's own context
 

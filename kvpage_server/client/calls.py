@@ -151,9 +151,7 @@ class Calls:
     def fetch_blocks_into(
         self, names: Sequence[BlockName], shape: BlockShape, buffers: Sequence[Buffer]
     ) -> Call[list[str | None]]:
-        """Receive blocks into buffers. The result is a list with None for each found block, otherwise the reason of the
-        miss.
-        """
+        """Receive blocks into buffers. The result lists the reason for each miss, and None for each found block."""
         check_names(names)
         into = places(buffers, len(names))
         check_block_sizes(into.sizes(), shape)

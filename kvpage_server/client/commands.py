@@ -216,7 +216,7 @@ class PageCommands(BlobCommands):
         return Request(pieces, Values, _all_ok)
 
     def read_pages(self, names: PageKeys, places: Memory, verify: bool) -> Request[Missed]:
-        """Receive pages into the buffers `places`. The result has the reason of each miss, by index.
+        """Receive pages into the buffers `places`. The result has the reason for each miss, by index.
 
         With `verify`, the pages are received as blobs, because their headers have the checksums.
         """
@@ -258,7 +258,7 @@ class PageCommands(BlobCommands):
     def read_blocks(
         self, names: Sequence[BlockName], shape: BlockShape, places: Memory, verify: bool
     ) -> Request[Missed]:
-        """Receive whole blocks into the buffers `places`. The result has the reason of each miss, by index.
+        """Receive whole blocks into the buffers `places`. The result has the reason for each miss, by index.
 
         `verify` has no effect, because a block has no checksum of its own.
         """

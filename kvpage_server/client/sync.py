@@ -193,7 +193,7 @@ class PageClient:
         *,
         deadline: float | None = None,
     ) -> list[str | None]:
-        """Receive each block into its buffer. Return for each block the reason of its miss, as in `misses`, or None if
+        """Receive each block into its buffer. Return for each block the reason for its miss, as in `misses`, or None if
         it was found.
 
         Raises BadBuffer as `mget_blocks_into`.

@@ -31,7 +31,7 @@ Answers: TypeAlias = list[Any]
 Translation: TypeAlias = tuple[list[Command], Callable[[Answers], Any]]
 _AGENT_PAGE_IDS = (0, 1)  # page ids of an agent's blocks: tokens, and the state after them
 _STAT_FIELDS = {"tier": b"memory", "pinned": None, "lease_left_ms": None}  # fields of KVPAGESTAT; leases are unknown
-ABSENT = "absent"  # the reason of every miss, because strings have no records of their removal
+ABSENT = "absent"  # the reason for every miss, because strings have no records of their removal
 _MAX_SCAN_CALLS = 1_000_000  # for the keys of one request
 
 

@@ -291,7 +291,7 @@ def _decoded(answer: Answer) -> Answer:
 
 
 def _why_string(store: QueriedStore, key: bytes) -> Answer | None:
-    """Return an answer about a string: stored, or the reason of its removal. None if the store has no record of it."""
+    """Return whether a string is stored, or the reason for its removal. None if the store has no record of it."""
     if isinstance(store, PagesOnStrings):
         return None
     (idle,) = ask(store, _idle_time(key))

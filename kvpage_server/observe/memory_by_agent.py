@@ -578,9 +578,9 @@ def _agent(
 def _prefixes(
     found: Sequence[Manifest], blocks: Mapping[bytes, ContextBlock], owners: Mapping[bytes, tuple[str, ...]]
 ) -> list[SharedPrefix]:
-    """Return the prefixes that several agents share, the largest savings of bytes first.
+    """Return the prefixes that several agents share, in descending order of the bytes that sharing saves.
 
-    A prefix ends at a block that more agents have than any block after it.
+    A prefix ends at each block that more agents have than any block that follows it in a context.
     """
     next_agents: Counter[bytes] = Counter()  # by block: the most agents that any block after it has
     for manifest in found:

@@ -450,7 +450,11 @@ def compile_calls(
 
 
 def _reason(constraints: Constraints, tool: OfferedTool, error: ConstraintError) -> str:
-    """Return the reason of an error. That of the parameters alone does not quote other parts of the grammar."""
+    """Return the reason for an error in the grammar of a tool.
+
+    The tool's parameters are compiled alone, because their error does not quote other parts of the grammar. If they
+    compile, the reason is that of `error`.
+    """
     try:
         constraints.compile(of_json(tool.parameters))
     except ConstraintError as alone:

@@ -26,7 +26,7 @@ Self = TypeVar("Self")
 P = ParamSpec("P")
 
 
-GONE = "gone"  # the reason of a miss: no server answered
+GONE = "gone"  # the reason for a miss: no server answered
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,7 +182,7 @@ class ClusterCalls:
     ) -> Plan[list[str | None]]:
         """Receive blocks into buffers. If a block is absent, try to read its single pages.
 
-        Return for each block the reason of its miss, or None if it was found.
+        Return for each block the reason for its miss, or None if it was found.
         """
         check_names(names)
         into = places(buffers, len(names))
@@ -337,7 +337,7 @@ class ClusterCalls:
     ) -> Plan[list[str | None]]:
         """Receive pages that are stored as strings, and pages that are in stored blocks, into `rooms`.
 
-        Return for each page the reason of its miss, or None if it was found. `shapes` are the shapes of the pages'
+        Return for each page the reason for its miss, or None if it was found. `shapes` are the shapes of the pages'
         blocks if the caller has them already.
         """
         single = [
@@ -374,7 +374,7 @@ class ClusterCalls:
     ) -> Plan[None]:
         """Receive blocks that were written page by page. `absent` are the indexes of blocks that are not stored whole.
 
-        Set `missed` to None for a complete block, otherwise to the reason of a miss. A block without its first page
+        Set `missed` to None for a complete block, otherwise to the reason for a miss. A block without its first page
         stays absent.
         """
         firsts = [next(key for key, *_ in pages_of_block(names[i], shape)) for i in absent]
@@ -443,7 +443,7 @@ def _lease(name: BlockName, lease_ms: int, **how: bool) -> Command:
 
 
 def _reason(answer: Answer | Failed) -> str | None:
-    """Return the reason of a miss from the reply to a read: None for a string that was received into its memory.
+    """Return the reason for a miss from the reply to a read: None for a string that was received into its memory.
 
     Raises WrongReply for a reply that is neither a string nor null.
     """

@@ -140,9 +140,10 @@ class Values:
         return [*self._into, self._scratch[: self._wanted_behind()]] if self._into else [self._scratch]
 
     def _wanted_behind(self) -> int:
-        """Return the number of bytes to receive after a long string.
+        """Return the number of bytes that one receive call reads after the end of a long string.
 
-        If the next string has a `Place`, these bytes end at its body.
+        If the next string has a `Place`, these bytes end where its body begins, so that the body is received directly
+        into its array. Otherwise they fill the scratch memory.
         """
         after = len(self._values) + 1
         place = self._places[after] if self._places and after < len(self._places) else None

@@ -55,10 +55,10 @@ class Postponed(Exception):
 
 
 def prepare(client: Client, tiered: DiskTier, spec: Spec, words: Command) -> None:
-    """Raise Postponed if a command has to wait for the disk, or ReplyError if the disk fails.
+    """Check whether a command can run now. The check itself does not wait.
 
-    It waits while the write-behind queue is full (commands that write), and while values that it needs are loaded.
-    Nothing is waited for here.
+    Raises Postponed if the command writes and the write-behind queue is full, or if values that it needs are still on
+    disk; their load has then begun. Raises ReplyError if the command writes and the disk cannot be written to.
     """
     if spec.runs_queued:
         _prepare_queued(client, tiered)

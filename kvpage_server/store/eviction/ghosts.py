@@ -1,7 +1,7 @@
 """Ghosts: records of removed pages, with the reason, the time, and the policy or quota.
 
 A block has one ghost for each reason, with a bit for each page that was removed for this reason, in rows of 64 heads. A
-page is in at most one ghost: the one with the reason of its last removal. `MOST_ROWS` limits the rows of all ghosts
+page is in at most one ghost: the one with the reason for its last removal. `MOST_ROWS` limits the rows of all ghosts
 together. Ghosts of the blocks that lost pages longest ago are dropped first, and `since` becomes the time of the newest
 dropped ghost. Costs: O(rows) to record the pages of a block, O(1) to find the ghost of a page.
 """
