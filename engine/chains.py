@@ -143,6 +143,16 @@ def chain_hashes(fingerprint: int, tokens: Sequence[int], block_tokens: int, cha
     return names
 
 
+def beginnings(fingerprint: int, parent: str, tokens: Sequence[int]) -> list[str]:
+    """Return the names of the blocks with the first 1, 2, ... of these tokens: see `chain_hash`."""
+    digest = hashlib.blake2b(fingerprint.to_bytes(8, "little") + bytes.fromhex(parent), digest_size=16)
+    names: list[str] = []
+    for token in np.asarray(tokens, "<u4"):
+        digest.update(token.tobytes())
+        names.append(digest.hexdigest())
+    return names
+
+
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Return the number of tokens at the start that are the same in both."""
     if (shortest := min(len(a), len(b))) and tuple(a[:shortest]) == tuple(b[:shortest]):

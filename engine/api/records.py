@@ -11,6 +11,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 from uuid import uuid4
@@ -46,14 +47,17 @@ class Records:
         self._kept: dict[str, bytes] = {}  # by key, the oldest first: values that are not on the page server
         self._bytes = 0
 
-    async def put(self, values: Mapping[str, bytes]) -> None:
-        """Store values, the last one last. If the page server does not answer, they are kept in memory."""
+    async def put(self, values: Mapping[str, bytes]) -> bool:
+        """Store values, the last one last. If the page server does not answer, they are kept in memory. Return whether
+        it answers, or there is none.
+        """
         if self._server:
             raw_commands = [_set(key, value) for key, value in values.items()]
             if await self._ask(self._server, self._server.ask(raw_commands)) is not None:
-                return
+                return True
         for key, value in values.items():
             self._keep(key, value)
+        return not self._server
 
     async def get(self, keys: Sequence[str]) -> list[bytes | None]:
         """Return the values of keys: those in memory, or else those of the page server."""
@@ -67,26 +71,30 @@ class Records:
             found = dict(zip(absent, values, strict=True))
         return [self._kept.get(key) or found.get(key) for key in keys]
 
-    async def change(self, key: str, change: Callable[[bytes], bytes]) -> bool:
-        """Replace a value by `change` of it, although other engines may change it, too. Return False if there is none.
-        `change` may be called again, and its exceptions are raised.
+    async def change(self, key: str, change: Callable[[bytes | None], bytes | None]) -> bool:
+        """Replace a value by `change` of it, although other engines may change it, too. None stands for no value.
+        Return whether there was one. `change` may be called again, and its exceptions are raised.
         """
         if self._server and key not in self._kept:
             known = False
 
             def changed(value: bytes | None) -> list[RawCommand]:
                 nonlocal known
-                known = value is not None
-                return [] if value is None else [_set(key, change(value))]
+                known, after = value is not None, change(value)
+                if after is not None:
+                    return [_set(key, after)]
+                return [RawCommand(["DEL", key], integer)] if known else []
 
             work = self._server.transaction([key], RawCommand(["GET", key], text), changed)
             if await self._ask(self._server, work) is None:
                 raise _away()
             return known
-        if (kept := self._kept.get(key)) is None:
-            return False
-        self._keep(key, change(kept))
-        return True
+        kept = self._kept.get(key)
+        if (after := change(kept)) is not None:
+            self._keep(key, after)
+        elif kept is not None:
+            self._bytes -= len(self._kept.pop(key))
+        return kept is not None
 
     async def delete(self, keys: Sequence[str]) -> bool:
         """Delete values. Return whether there was one."""
@@ -148,11 +156,16 @@ def _away() -> ApiError:
 #
 #     turn:{tenant}:{response id}       JSON of a StoredTurn: the items of one turn, and the ids of the turns before it
 #     response:{tenant}:{response id}   JSON of the reply
+#     end:{tenant}:{chain hash}         JSON of a ContextEnd: how many of their contexts end with the block of this name
+#
+# A longer context takes the place of a shorter one with the same first tokens. Ends name the shorter ones, so that they
+# are not freed with the longer one.
 #
 # A conversation is read with two requests, whatever its length, and its size is bounded by the model's context, because
 # replies, which have fields of any size, are not a part of it.
 
 MAX_TURNS = 4096  # of a conversation
+MAX_LEFT = 16  # contexts of a ContextEnd
 _RESPONSE_ID = re.compile(r"resp_[0-9a-f]{32}")
 _HASH = re.compile(r"[0-9a-f]{32}")
 
@@ -168,6 +181,15 @@ class StoredTurn:
     context: ContextNames | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ContextEnd:
+    """The end of the contexts of stored responses, which have the same tokens."""
+
+    responses: int = 0
+    # contexts of deleted responses that begin with these tokens, and are to be freed when no stored response has them
+    left: Sequence[ContextNames] = ()
+
+
 class ResponseRecords:
     """The stored responses of all tenants. Its methods run on the event loop of the API, and raise as `Records`."""
 
@@ -175,9 +197,14 @@ class ResponseRecords:
         self._records = records
 
     async def put(self, tenant: str, response: dict[str, Any], turn: StoredTurn) -> None:
-        """Store a reply and its turn."""
+        """Store a reply and its turn, and count the end of its context."""
         keys = _keys(tenant, response["id"])
-        await self._records.put(dict(zip(keys, (to_json(asdict(turn)), to_json(response)), strict=True)))
+        stored = await self._records.put(dict(zip(keys, (to_json(asdict(turn)), to_json(response)), strict=True)))
+        if turn.context and stored:
+            with suppress(ApiError):  # without the end, the context may be freed with a longer one
+                await self._change_end(
+                    tenant, turn.context.blocks[-1], lambda end: replace(end, responses=end.responses + 1)
+                )
 
     async def response(self, tenant: str, response_id: str) -> dict[str, Any] | None:
         """Return a stored reply; None if there is none of this tenant."""
@@ -209,10 +236,53 @@ class ResponseRecords:
         """Delete a stored response. Return whether there was one."""
         return bool(_RESPONSE_ID.fullmatch(response_id)) and await self._records.delete(_keys(tenant, response_id))
 
+    async def last_end(self, tenant: str, ends: Sequence[str]) -> str | None:
+        """Return the last of `ends`, names of blocks, with which the context of a stored response ends."""
+        values = await self._records.get([_end_key(tenant, end) for end in ends])
+        return next((end for end, raw in zip(ends[::-1], values[::-1], strict=True) if _end(raw).responses), None)
+
+    async def leave(self, tenant: str, end: str, context: ContextNames) -> None:
+        """Leave a deleted response's context for the responses whose contexts have this end."""
+        await self._change_end(tenant, end, lambda found: replace(found, left=[*found.left, context][:MAX_LEFT]))
+
+    async def release(self, tenant: str, context: ContextNames) -> Sequence[ContextNames]:
+        """Count the end of a deleted response's context no more. Return the contexts to be freed that were left for the
+        last response with this end.
+        """
+        left: Sequence[ContextNames] = ()
+
+        def released(end: ContextEnd) -> ContextEnd:
+            nonlocal left
+            others = max(0, end.responses - 1)
+            left = () if others else end.left
+            return replace(end, responses=others)
+
+        await self._change_end(tenant, context.blocks[-1], released)
+        return left
+
+    async def _change_end(self, tenant: str, end: str, change: Callable[[ContextEnd], ContextEnd]) -> None:
+        def changed(raw: bytes | None) -> bytes | None:
+            after = change(_end(raw))
+            return to_json(asdict(after)) if after.responses else None
+
+        await self._records.change(_end_key(tenant, end), changed)
+
 
 def _keys(tenant: str, response_id: str) -> tuple[str, str]:
     """Return the keys of a response's turn and of its reply."""
     return f"turn:{tenant}:{response_id}", f"response:{tenant}:{response_id}"
+
+
+def _end_key(tenant: str, end: str) -> str:
+    return f"end:{tenant}:{end}"
+
+
+def _end(raw: bytes | None) -> ContextEnd:
+    """Return the end of contexts in a value; an end of none if it is none."""
+    match parsed(raw):
+        case {"responses": int(responses), "left": list(left)} if responses > 0 and len(left) <= MAX_LEFT:
+            return ContextEnd(responses, [names for names in map(_context, left) if names])
+    return ContextEnd()
 
 
 def _turn(raw: bytes | None) -> StoredTurn | None:
@@ -228,7 +298,7 @@ def _turn(raw: bytes | None) -> StoredTurn | None:
 def _context(found: Any) -> ContextNames | None:
     """Return the names of a context in a turn; None if it has none."""
     match found:
-        case {"blocks": list(blocks), "chain": {"root": str(root), "client": str(client), "shared": int(shared)}}:
+        case {"blocks": [_, *_] as blocks, "chain": {"root": str(root), "client": str(client), "shared": int(shared)}}:
             first = found.get("first")
             if isinstance(first, list) and all(isinstance(one, str) and _HASH.fullmatch(one) for one in blocks + first):
                 return ContextNames(tuple(blocks), Chain(root, client, shared), tuple(first))
@@ -328,7 +398,7 @@ class ConversationRecords:
     async def _change(
         self, tenant: str, conversation_id: str, change: Callable[[StoredConversation], StoredConversation]
     ) -> bool:
-        def changed(raw: bytes) -> bytes:
+        def changed(raw: bytes | None) -> bytes | None:
             stored = _conversation(raw)
             return to_json(asdict(change(stored))) if stored else raw
 

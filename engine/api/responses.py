@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from ..agent_engine import Answer
 from ..chains import ContextNames
+from ..tiers.store import AgentCacheStore
 from .completions import answer, conversation
 from .diagnosis import AskedPrompt, diagnosis
 from .openai.errors import ApiError, invalid, renamed, shortened
@@ -112,9 +113,11 @@ async def delete_response(request: Request) -> Response:
     if not await service.responses.delete(tenant.name, response_id):
         raise _not_found(response_id)
     left: int | None = None  # tokens of its context that stay; None for all
-    if turn and turn.context and response and response.get("model") in service.models.by_name:
-        model = await service.model(request, tenant, response["model"])
-        left = await asyncio.to_thread(model.engine.store.forget, turn.context)
+    if turn and turn.context:
+        contexts = [turn.context, *await service.responses.release(tenant.name, turn.context)]
+        if response and response.get("model") in service.models.by_name:
+            store = (await service.model(request, tenant, response["model"])).engine.store
+            left = min([await _free(service, tenant.name, store, context) for context in reversed(contexts)])
     service.prompt_log.delete(response_id, tenant.name, left)
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
@@ -131,6 +134,19 @@ def no_conversation(conversation_id: str) -> ApiError:
     """Return the error for an unknown conversation, or another tenant's."""
     message = f"there is no conversation {shortened(conversation_id)}"
     return ApiError(404, message, "conversation", "conversation_not_found")
+
+
+async def _free(service: Service, tenant: str, store: AgentCacheStore, context: ContextNames) -> int:
+    """Free a deleted response's context, except the blocks up to the last one in which the context of a stored response
+    ends; they are freed with that response. Return the number of the first tokens that stay.
+    """
+    ends = await asyncio.to_thread(store.ends_in, context)
+    for kept in range(len(ends), 0, -1):
+        if end := await service.responses.last_end(tenant, ends[kept - 1]):
+            if end != context.blocks[kept - 1]:
+                await service.responses.leave(tenant, end, replace(context, blocks=context.blocks[:kept]))
+            return await asyncio.to_thread(store.forget, context, kept)
+    return await asyncio.to_thread(store.forget, context)
 
 
 def _not_found(response_id: str) -> ApiError:

@@ -413,12 +413,17 @@ class ContextTree:
             if common_prefix(other.tokens, context.tokens):
                 self._add(self._nodes_of(other), other.agent_id)
 
-    def forget_blocks(self, names: Sequence[str]) -> int:
+    def tokens_of(self, names: Sequence[str]) -> list[tuple[str, Sequence[int]] | None]:
+        """Return for each block the parent's hash in its name, and its tokens; None if it is not in the tree."""
+        nodes = [self._nodes.get(name) for name in names]
+        return [(node.parent, node.tokens) if node else None for node in nodes]
+
+    def forget_blocks(self, names: Sequence[str], kept: int = 0) -> int:
         """Drop the blocks with these names from the last on, until one that an agent references or another context
-        continues. Return the number of names up to that block.
+        continues, and without the first `kept`. Return the number of names up to that block.
         """
         held = {found.block_id for found in self._pool.references() if found.agent_id != HOLDER}
-        for i in reversed(range(len(names))):
+        for i in reversed(range(kept, len(names))):
             node = self._nodes.get(names[i])
             if node and (node.block.block_id in held or names[i] in self._children):
                 return i + 1
@@ -426,7 +431,7 @@ class ContextTree:
                 self._order.removed(node.key)
                 self._drop(node)
                 self._publish_removed([node])
-        return 0
+        return kept
 
     def context_of(self, name: str) -> AgentBlocks | None:
         """Return the blocks up to the full block `name`; None if they are not all in the tree."""

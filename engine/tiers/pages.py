@@ -435,11 +435,19 @@ class PageTier:
         self.save_failure = next(iter(failures), None)
         return saved
 
-    def forget(self, names: ContextNames) -> int:
-        """Delete a context without a name, except blocks that other contexts continue or a manifest names. Return the
-        number of its first blocks that stay, which is all of them if the server does not answer.
+    def tokens_of_blocks(self, names: ContextNames) -> list[tuple[str, Sequence[int]] | None]:
+        """Return for each block of a context the parent's hash in its name, and its tokens; None if the server has no
+        record of it.
         """
-        left = self._ask(tails.forget(self._connection, self._spec, names, self._layout.together))
+        found = self._ask(tails.tokens_of(self._connection, self._spec, names, self._layout.together))
+        return found or [None] * len(names.blocks)
+
+    def forget(self, names: ContextNames, kept: int = 0) -> int:
+        """Delete a context without a name, except its first `kept` blocks and blocks that other contexts continue or
+        a manifest names. Return the number of its first blocks that stay, which is all of them if the server does not
+        answer.
+        """
+        left = self._ask(tails.forget(self._connection, self._spec, names, self._layout.together, kept))
         return len(names.blocks) if left is None else left
 
     # -- agents ----------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from kvpage_server.page import unix_ms
 from kvpage_server.system.process import trim_malloc
 from kvpage_server.system.text import plural
 
-from ..chains import ContextNames, root_of
+from ..chains import ContextNames, beginnings, root_of
 from ..event_loop import EventLoop
 from ..generation.tokens import token_ids
 from ..memory.blocks import AgentBlocks, BlockError, check_agent_id
@@ -314,17 +314,29 @@ class AgentCacheStore:
         """Return the names with which `forget` finds a context."""
         return names_of(context.agent_id, context.tokens, self.spec)
 
-    def forget(self, names: ContextNames) -> int:
-        """Delete a context without a name from memory and from the page server, except blocks that other contexts
-        continue or an agent has. Return the number of its first tokens that stay. This waits for the write in progress.
-        If the page server does not answer, its blocks stay there until they are evicted.
+    def ends_in(self, names: ContextNames) -> list[list[str]]:
+        """Return for each block of a context the names that the last blocks of contexts have which end in it, from its
+        first token to its last; none for a block that neither memory nor the page server has.
+        """
+        with self._lock:
+            found = self._tree.tokens_of(names.blocks)
+        if self._pages and None in found:
+            stored = self._pages.tokens_of_blocks(names)
+            found = [one or other for one, other in zip(found, stored, strict=True)]
+        return [beginnings(self.spec.fingerprint, *one) if one else [] for one in found]
+
+    def forget(self, names: ContextNames, kept: int = 0) -> int:
+        """Delete a context without a name from memory and from the page server, except its first `kept` blocks and
+        blocks that other contexts continue or an agent has. Return the number of its first tokens that stay. This waits
+        for the write in progress. If the page server does not answer, its blocks stay there until they are evicted.
         """
         with self._flusher.paused():
-            self._flusher.withdraw(names.blocks)
+            if not kept:
+                self._flusher.withdraw(names.blocks)
             with self._lock:
-                left = self._tree.forget_blocks(names.blocks)
+                left = self._tree.forget_blocks(names.blocks, kept)
             if self._pages:
-                left = max(left, self._pages.forget(names))
+                left = max(left, self._pages.forget(names, kept))
         return left * self.spec.block_tokens
 
     def fork(self, agent_id: str, new_id: str) -> bool:

@@ -195,11 +195,13 @@ async def record(
     return entered[-1] is True and blocks[-1].tokens < size
 
 
-async def forget(connection: ServerConnection, spec: ModelCacheSpec, names: ContextNames, together: int) -> int:
+async def forget(
+    connection: ServerConnection, spec: ModelCacheSpec, names: ContextNames, together: int, kept: int = 0
+) -> int:
     """Delete the blocks of a context from its end, and their entries in records, until one that another context
-    continues or a manifest names. Return the number of blocks up to that one.
+    continues or a manifest names, and without the first `kept`. Return the number of blocks up to that one.
     """
-    for i in reversed(range(len(names.blocks))):
+    for i in reversed(range(kept, len(names.blocks))):
         parent = Parent(names.blocks[:i], names.chain, together)
         following = Parent(names.blocks[: i + 1], names.chain, together)
         if await _read(connection, spec, *following.records((), spec)):
@@ -212,7 +214,24 @@ async def forget(connection: ServerConnection, spec: ModelCacheSpec, names: Cont
             removed += await _remove(connection, spec, parent, key, names.blocks[i])
         for place in removed[0].places(parent, spec) if removed else ():
             await _delete(connection, place)
-    return 0
+    return kept
+
+
+async def tokens_of(
+    connection: ServerConnection, spec: ModelCacheSpec, names: ContextNames, together: int
+) -> list[tuple[str, Sequence[int]] | None]:
+    """Return for each block of a context the parent's hash in its name, and its tokens; None if no record names it."""
+    parents = [Parent(names.blocks[:i], names.chain, together) for i in range(len(names.blocks))]
+    keys = [f"tails:{first}" for first in names.first] + [f"tails:{parent.name}" for parent in parents[1:]]
+    raws = await connection.ask_untouched([RawCommand(["GET", key], text) for key in keys])
+    records = [_known(raw, key, spec) for key, raw in zip(keys, raws, strict=True)]
+    first = len(names.first)
+    tails = [[tail for record in records[:first] for tail in record], *records[first:]]
+    found: list[tuple[str, Sequence[int]] | None] = []
+    for name, parent, some in zip(names.blocks, parents, tails, strict=True):
+        tokens = (tail.tokens for tail in some if chain_hash(spec.fingerprint, parent.name, tail.tokens) == name)
+        found.append(next(((parent.name, one) for one in tokens), None))
+    return found
 
 
 def names_of(agent_id: str, tokens: Sequence[int], spec: ModelCacheSpec) -> ContextNames:

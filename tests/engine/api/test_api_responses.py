@@ -351,6 +351,37 @@ def test_a_deleted_response_frees_its_context(server: RunningServer, client: red
         assert client.keys("tails:*") == []
 
 
+@pytest.mark.parametrize("stored", [False, True], ids=["memory", "store"])
+@pytest.mark.parametrize("question", ["Hello", 600 * "a"], ids=["short", "long"])
+def test_a_deleted_response_leaves_contexts_of_others(
+    server: RunningServer, client: redis.Redis, tmp_path: Path, stored: bool, question: str
+) -> None:
+    """The first response's context is a part of those of the second and the third, and is freed with the last one."""
+    model = write_tiny(tmp_path / "tiny")
+    options = ["--store", server.url, "--keep", "all"] if stored else []
+    with start_engine(model, *options) as engine, engine.client() as api:
+        first = create(api, input=question)
+        assert first.usage
+        prompt = first.usage.input_tokens
+        chat: Any = [{"role": "user", "content": question}, {"role": "assistant", "content": first.output_text}]
+        others = [
+            create(api, previous_response_id=first.id, input=300 * "b"),
+            create(api, input=[*chat, {"role": "user", "content": 300 * "c"}]),
+            create(api, input=question),
+        ]
+        for other in others:
+            api.responses.delete(other.id)
+            assert read(create(api, input=question, max_output_tokens=1, store=False)) == prompt - 1
+        if stored:
+            with start_engine(model, *options) as second:
+                assert read(create(second.client(), input=question, store=False)) == prompt - 1
+        api.responses.delete(first.id)
+        if stored:
+            until(lambda: client.keys("seal:*") == [], "the end of the blocks")
+            assert client.keys("end:*") == []
+        assert read(create(api, input=question, max_output_tokens=1, store=False)) < 10
+
+
 def test_a_response_that_is_not_stored_leaves_nothing(
     server: RunningServer, client: redis.Redis, tmp_path: Path
 ) -> None:
