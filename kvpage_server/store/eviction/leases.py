@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import sys
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -46,6 +46,14 @@ class Bytes(NamedTuple):
     def fits(self, size: Bytes, most: Bytes) -> bool:
         """Return whether `size` more bytes are within the limits `most`."""
         return all(had + more <= limit for had, more, limit in zip(self, size, most, strict=True))
+
+
+@dataclass(slots=True)
+class Kept:
+    """The units with a lifetime: their number, and their bytes on disk or in memory."""
+
+    units: int = 0
+    nbytes: int = 0
 
 
 @dataclass(slots=True)
@@ -82,7 +90,8 @@ class Leases:
         self._account_of = account_of
         self._bytes: dict[object, Bytes] = {}  # protected bytes by account; no entry for 0 bytes
         self._kept: dict[tuple[object, Tenant], Bytes] = {}  # bytes with a lifetime, by account and tenant
-        self._kept_units: Counter[Tenant] = Counter()  # number of units with a lifetime, by tenant
+        self.kept = Kept()  # by all tenants
+        self.tenants: OrderedDict[Tenant, Kept] = OrderedDict()  # those with units, the first one to keep any first
         self.by_unit: OrderedDict[Unit, Lease] = OrderedDict()  # the first one may leave memory first
         # Blocks whose lifetime has ended, with its end in monotonic milliseconds; the last one is evicted first.
         self._ended: OrderedDict[Unit, int] = OrderedDict()
@@ -110,27 +119,31 @@ class Leases:
         """Return the bytes of all protected units of a unit's account."""
         return self._bytes.get(self._account_of(unit), _NOTHING)
 
-    @property
-    def tenants(self) -> dict[Tenant, tuple[int, int]]:
-        """The number of units with a lifetime, and their bytes on disk or in memory, by tenant."""
-        return {
-            tenant: (units, sum(size.disk for (_, name), size in self._kept.items() if name == tenant))
-            for tenant, units in sorted(self._kept_units.items())
-        }
-
     def recount(self) -> None:
         """Count all protected bytes again, because the accounts of units have changed."""
         self._bytes.clear()
         self._kept.clear()
         for unit, lease in self.by_unit.items():
             lease.account = self._account_of(unit)
-            self._count(lease, lease.size, lease.on_disk, lease.in_index)
+            _add(self._bytes, lease.account, lease.size, lease.on_disk, lease.in_index)
+            if lease.kept_until:
+                _add(self._kept, (lease.account, lease.tenant), lease.size, lease.on_disk, lease.in_index)
 
     def _count(self, lease: Lease, size: int, on_disk: int = 0, in_index: int = 0) -> None:
         """Add bytes of memory, disk and index, which may be negative, to a lease's account, and to its tenant."""
         _add(self._bytes, lease.account, size, on_disk, in_index)
         if lease.kept_until:
-            _add(self._kept, (lease.account, lease.tenant), size, on_disk, in_index)
+            self._count_kept(lease, 0, size, on_disk, in_index)
+
+    def _count_kept(self, lease: Lease, units: int, size: int, on_disk: int, in_index: int) -> None:
+        """Add units and their bytes, which may be negative, to the sums of the tenant of a lease."""
+        _add(self._kept, (lease.account, lease.tenant), size, on_disk, in_index)
+        tenant = self.tenants.setdefault(lease.tenant, Kept())
+        for kept in (tenant, self.kept):
+            kept.units += units
+            kept.nbytes += on_disk
+        if not tenant.units:
+            del self.tenants[lease.tenant]
 
     def of(self, unit: Unit) -> Lease:
         """Return the lease of a unit; an empty one if it is not protected."""
@@ -194,8 +207,7 @@ class Leases:
             lease = self._lease(unit, size, _NO_LIMIT) or lease
             self._end_lifetime(unit, lease)
             lease.kept_until, lease.tenant = until, tenant
-            _add(self._kept, (lease.account, tenant), *size)
-            self._kept_units[tenant] += 1
+            self._count_kept(lease, 1, *size)
         lease.kept_until, lease.ends, lease.seconds = until, ends, seconds
         self._ended.pop(unit, None)
         self._schedule(unit, lease)
@@ -205,10 +217,7 @@ class Leases:
     def _end_lifetime(self, unit: Unit, lease: Lease) -> None:
         """Remove the lifetime from the lease of a unit, if it has one."""
         if lease.kept_until:
-            _add(self._kept, (lease.account, lease.tenant), -lease.size, -lease.on_disk, -lease.in_index)
-            self._kept_units[lease.tenant] -= 1
-            if not self._kept_units[lease.tenant]:
-                del self._kept_units[lease.tenant]
+            self._count_kept(lease, -1, -lease.size, -lease.on_disk, -lease.in_index)
             lease.kept_until = lease.ends = lease.seconds = 0
             self.on_lifetime(unit, lease)
 
@@ -318,7 +327,7 @@ class Leases:
         self._due.clear()
         self._bytes.clear()
         self._kept.clear()
-        self._kept_units.clear()
+        self.kept, self.tenants = Kept(), OrderedDict()
         self._ended.clear()
 
 

@@ -312,11 +312,12 @@ def _kvpage(server: Server) -> Fields:
         "blocks": index.blocks,
         "leased_or_pinned": len(guards),
         "leased_or_pinned_bytes": guards.bytes,
-        "kept": sum(units for units, _ in guards.tenants.values()),
-        "kept_bytes": sum(size for _, size in guards.tenants.values()),
+        "kept": guards.kept.units,
+        "kept_bytes": guards.kept.nbytes,
         **{
-            f"kept{number}": f"values={units},bytes={size},tenant={tenant.decode('utf-8', 'surrogateescape')}"
-            for number, (tenant, (units, size)) in enumerate(islice(guards.tenants.items(), _MOST_TENANTS))
+            f"kept{number}": f"values={kept.units},bytes={kept.nbytes},"
+            f"tenant={tenant.decode('utf-8', 'surrogateescape')}"
+            for number, (tenant, kept) in enumerate(sorted(islice(guards.tenants.items(), _MOST_TENANTS)))
         },
         "blocks_remembered": len(ghosts),
         "strings_remembered": len(server.keyspace.lost),
