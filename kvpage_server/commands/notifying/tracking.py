@@ -7,7 +7,7 @@ every changed key that begins with one of its prefixes.
 The messages are sent before any other reply. So when a client receives the reply of its SET, all other clients that
 cache the old value have been sent the message; its own message follows its reply. A message names one key, as Redis's
 do (redis-py understands no others). In broadcasting mode it names all changed keys. If the messages about the changes
-of one step take more than 8 MiB, further clients get one that invalidates all of their keys.
+of one step take more than 8 MiB, or are more than 8,192, further clients get one that invalidates all of their keys.
 
 A command that names a request but no page, such as KVBLOCKGET, reads every key of the request. The note has the name
 `kv:{req}:`, which COMMAND GETKEYS also returns. A request's index is noted under its own key. Both change with every
@@ -172,6 +172,9 @@ _OPENING = {
 _INDEX = b":index"
 _MANY = 1000  # changed keys with a message each; above, one message invalidates all keys
 _MOST_SENT = 8 << 20  # bytes of messages that are sent in one step; above, one message invalidates all keys of a client
+_MOST_MESSAGES = 8192  # messages of one step; above, clients with many changed keys get one for all of their keys
+_MANY_KEYS = 16  # changed keys of a client that are many then
+_KEY = 64  # bytes of a message about a key, at most, without the key
 _MOST_NOTED = 20_000  # pairs of a changed key and a prefix for one block; above, one message invalidates all keys
 _STEP = 1000  # notes that are freed before other clients have their turn
 _NOTE = 512  # bytes of a note, without the key
@@ -238,6 +241,7 @@ class Tracking:
         self._prefixes: Prefixes[_Prefix] = Prefixes()
         self._changed_prefixes: dict[_Prefix, None] = {}
         self._due: dict[Recipient, _Pending] = {}
+        self._messages = 0  # number of keys that were added to `_due` since the last `send_pending`
         self._left = 0  # bytes of messages that `send_pending` may still send
 
     def __bool__(self) -> bool:
@@ -473,14 +477,29 @@ class Tracking:
 
     def _changed(self, name: bytes, by: Recipient | None) -> None:
         """Prepare messages to the readers of a noted key, and delete the notes."""
-        readers = self._remove(name)
+        readers, nbytes = self._remove(name), len(name) + _NOTE
         self.items -= len(readers)
+        recipients = list(self._recipients_of(readers, by))
         for reader in readers:
-            del reader.keys[name]
-            if reader.client is not None:
-                self._count(reader, reader.client, -len(name) - _NOTE)
-        for client in self._recipients_of(readers, by):
-            self._pending_for(client).keys[name] = None
+            if reader.client is not None:  # otherwise `_free_notes` deletes the note
+                del reader.keys[name]
+                self._count(reader, reader.client, -nbytes)
+        for client in recipients:
+            due = self._due.get(client) or self._pending_for(client)
+            due.keys[name] = None
+            self._messages += 1
+            if self._messages > _MOST_MESSAGES and len(due.keys) > _MANY_KEYS:
+                self._forget_all(client, due)
+
+    def _forget_all(self, client: Recipient, due: _Pending) -> None:
+        """Prepare the message that all keys of a client are invalid, and delete its notes."""
+        due.flushed = True
+        due.keys.clear()
+        reader, self.clients[client] = self.clients[client], _Reader(client)
+        self._release(reader)
+        self._ended.append(reader)
+        if len(self._ended) == 1:
+            asyncio.get_running_loop().call_soon(self._free_notes)
 
     def _recipients_of(self, readers: Iterable[_Reader], by: Recipient | None) -> Iterator[Recipient]:
         for reader in readers:
@@ -520,18 +539,31 @@ class Tracking:
         """Send the pending messages: first up to `_MOST_SENT` bytes of keys. Each further client gets one message that
         invalidates all of its keys, because copies of the keys for hundreds of clients take long.
         """
-        self.is_due, self._left = False, _MOST_SENT
+        self.is_due, self._left, self._messages = False, _MOST_SENT, 0
         everything_due, self._due = self._due, {}
+        encoded: dict[int, dict[bytes, bytes]] = {2: {}, 3: {}}  # messages about keys, by protocol and key
         for client, due in everything_due.items():
-            if client.tracking is None:
+            to = self._recipient_of(client) if client.tracking is not None else None
+            if to is None:
                 continue
-            messages: list[list[bytes] | None] = [None] if due.flushed else []
-            self._send(client, [*messages, *([key] for key in due.keys)])
+            keys = [] if due.flushed else _readable_by_both(due.keys, client, to)
+            if due.flushed or (keys and not self._fit(keys)):
+                self._push(to, _all_invalid(to.protocol))
+            elif keys:
+                known = encoded[to.protocol]
+                for key in keys:
+                    if key not in known:
+                        known[key] = b"".join(_invalidation([key], to.protocol))
+                self._push(to, Raw(b"".join([known[key] for key in keys])))
         changed_prefixes, self._changed_prefixes = self._changed_prefixes, {}
         for prefix in changed_prefixes:
             changed, prefix.changed = prefix.changed, {}
             if changed:
                 self._broadcast(prefix.clients, changed)
+
+    def _fit(self, keys: Sequence[bytes]) -> bool:
+        """Return whether messages about these keys may still be sent."""
+        return sum(map(len, keys)) + _KEY * len(keys) <= self._left
 
     def _broadcast(self, clients: Iterable[Recipient], changed: Mapping[bytes, Recipient | None]) -> None:
         """Send clients one message about all changed keys of a prefix. Equal messages are created once for each user
@@ -543,7 +575,7 @@ class Tracking:
             mode = client.tracking
             if mode is not None and mode.no_loop and client in actors:
                 if others := [key for key, by in changed.items() if by is not client]:
-                    self._send(client, [others])
+                    self._send(client, others)
                 continue
             to = self._recipient_of(client) if mode is not None else None
             if to is None:
@@ -551,26 +583,25 @@ class Tracking:
             alike = client.user, to.user, to.protocol
             if alike not in encoded:
                 keys = _readable_by_both(changed, client, to)
-                encoded[alike] = _encode_invalidations([keys], to.protocol) if keys else None
+                encoded[alike] = self._encoded(keys, to.protocol) if keys else None
             if (message := encoded[alike]) is not None:
                 self._push(to, message)
 
-    def _send(self, client: Recipient, messages: Sequence[list[bytes] | None]) -> None:
-        """Send messages to a client, or to the client of its `redirect`, about the keys that both may read. A message
-        is a list of keys; None means all keys.
-        """
+    def _send(self, client: Recipient, keys: Sequence[bytes]) -> None:
+        """Send a client, or the client of its `redirect`, one message about the keys that both may read."""
         to = self._recipient_of(client)
-        if to is None:
-            return
-        seen = (message if message is None else _readable_by_both(message, client, to) for message in messages)
-        messages = [message for message in seen if message is None or message]
-        if messages:
-            self._push(to, _encode_invalidations(messages, to.protocol))
+        keys = _readable_by_both(keys, client, to) if to is not None else []
+        if to is not None and keys:
+            self._push(to, self._encoded(keys, to.protocol))
+
+    def _encoded(self, keys: Sequence[bytes], protocol: int) -> Raw:
+        """Return a message about changed keys, or the one that all keys are invalid if it would not fit."""
+        return Raw(b"".join(_invalidation(keys, protocol))) if self._fit(keys) else _all_invalid(protocol)
 
     def _push(self, to: Recipient, message: Raw) -> None:
         """Send an encoded message, or the one that all keys are invalid if it does not fit."""
         if len(message) > self._left:
-            message = _encode_invalidations([None], to.protocol)
+            message = _all_invalid(to.protocol)
         self._left -= len(message)
         to.push(message)
 
@@ -609,22 +640,20 @@ def _block_of(key: bytes) -> tuple[bytes, int] | None:
     return (name.req_id, name.page) if name is not None else None
 
 
-def _encode_invalidations(messages: Sequence[list[bytes] | None], protocol: int) -> Raw:
-    """Return messages about changed keys, encoded one after the other for RESP version `protocol`, 2 or 3.
-
-    A message is a list of keys; None means all keys, as do keys of more than `_MOST_SENT` bytes. In RESP2 they are
-    pub/sub messages of `CHANNEL`.
+def _invalidation(keys: Sequence[bytes], protocol: int) -> Iterator[bytes]:
+    """Yield the pieces of a message about changed keys, encoded for RESP version `protocol`, 2 or 3: in RESP2, a
+    message of `CHANNEL`.
     """
-    if sum(len(key) for keys in messages for key in keys or ()) > _MOST_SENT:
-        messages = [None]
-    opening = _OPENING[protocol]
-    return Raw(b"".join([opening + _encoded_keys(keys, protocol) for keys in messages]))
+    yield b"%b*%d\r\n" % (_OPENING[protocol], len(keys))
+    for key in keys:
+        yield b"$%d\r\n" % len(key)
+        yield key
+        yield b"\r\n"
 
 
-def _encoded_keys(keys: list[bytes] | None, protocol: int) -> bytes:
-    if keys is None:
-        return b"_\r\n" if protocol == 3 else b"$-1\r\n"
-    return b"*%d\r\n" % len(keys) + b"".join([b"$%d\r\n%b\r\n" % (len(key), key) for key in keys])
+def _all_invalid(protocol: int) -> Raw:
+    """Return the message that all keys are invalid, encoded for RESP version `protocol`."""
+    return Raw(_OPENING[protocol] + (b"_\r\n" if protocol == 3 else b"$-1\r\n"))
 
 
 def _free(tables: Iterator[dict[Any, Any]]) -> None:

@@ -511,8 +511,8 @@ MISTAKES = [
         "told-of-nothing",
         _COMMANDS + "notifying.tracking",
         "Tracking._broadcast",
-        "if others := [key for key, by in changed.items() if by is not client]:\n                    self._send(client, [others])",
-        "others = [key for key, by in changed.items() if by is not client]\n                self._send(client, [others])",
+        "if others := [key for key, by in changed.items() if by is not client]:\n                    self._send(client, others)",
+        "others = [key for key, by in changed.items() if by is not client]\n                self._send(client, others)",
         "who has made all the changes itself, under NOLOOP, gets a message about no key",
     ),
     Mistake(
