@@ -119,7 +119,7 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
         if spec.most and len(words) > spec.most:
             raise too_many(spec, words)
         reply = spec.handler(client, words[spec.words :])
-        if client.tracking is not None:
+        if client.tracking is not None and not notes_in_steps(client, reply, words):
             server.events.tracking.note(client, spec, words[spec.words :])
         return in_steps(client, spec, reply) if type(reply) is Stream else reply
     except Exception as error:  # noqa: BLE001 - it becomes an error reply
@@ -131,6 +131,13 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
         calls.histogram[took.bit_length()] += 1
         if took >= server.slow_from:
             note_slow(client, spec, words, took)
+
+
+def notes_in_steps(client: Client, reply: Reply, words: Command) -> bool:
+    """Return whether a command of a tracking client names so many keys that `run` does not note them. The caller of
+    `run` notes them in steps before the steps of the `reply` begin.
+    """
+    return client.tracking is not None and type(reply) is Stream and len(words) > WORDS_PER_STEP
 
 
 def error_reply(client: Client, spec: Spec, words: Command, error: Exception) -> ReplyError:
@@ -226,7 +233,10 @@ def _run_queued(client: Client, spec: Spec, words: Command) -> Reply:
     try:
         while True:
             try:
-                return run(client, spec, words)
+                reply = run(client, spec, words)
+                if notes_in_steps(client, reply, words):
+                    client.server.events.tracking.note(client, spec, words[spec.words :])
+                return reply
             except Postponed as postponed:
                 postponed.__traceback__ = None  # its frames refer to it, and to the words
                 if postponed.wait.now is None:

@@ -66,3 +66,27 @@ def invalidated(wire: Wire) -> Iterator[list[bytes] | None]:
     wire.send(encode_command([b"PING"]))
     while (frame := wire.reply()) != b"+PONG\r\n":
         yield parse(frame)[1]
+
+
+def test_very_many_read_keys_are_noted_in_steps(turns: Turns) -> None:
+    count = 30_000
+    names = [word for number in range(count) for word in (b"r%d" % number, b"0")]
+    words = encode_command([b"KVPAGEPREFIX", b"1", b"0", b"%d" % count, *names])
+    track = b"".join(map(encode_command, TRACK))
+    assert min(turns.cost(track, words).longest for _ in range(TRIES)) < LONGEST
+
+
+@pytest.mark.parametrize("transaction", [False, True])
+def test_every_name_of_a_long_command_is_noted(turns: Turns, transaction: bool) -> None:
+    names = [b"r%d" % number for number in range(2000)]
+    words = [b"KVPAGEPREFIX", b"1", b"0", b"2000", *(word for name in names for word in (name, b"0"))]
+    with Wire(turns.server.port) as reader, Wire(turns.server.port) as writer:
+        commands = [*TRACK, *([[b"MULTI"], words, [b"EXEC"]] if transaction else [words])]
+        reader.send(b"".join(map(encode_command, commands)))
+        for _ in commands:
+            last = reader.reply()
+        assert last == (b"*1\r\n:0\r\n" if transaction else b":0\r\n")
+        for name in names[::667]:
+            writer.ask(b"KVPAGESET", name, *b"0 0 0 0 1 1 1 0 a".split())
+            assert list(invalidated(reader)) == [[b"kv:%b:" % name]]
+        writer.ask(b"FLUSHALL")
