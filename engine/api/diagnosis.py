@@ -59,7 +59,9 @@ class AskedPrompt:
     # The lifetimes of its tokens. Prompts that continue it have the same list, and renew them for all.
     lifetimes: list[KeptTokens] = field(default_factory=list)
     found: Sequence[KeptTokens] = ()  # those of earlier prompts, when it was answered
-    deleted: bool = False  # whether a client has deleted some of its tokens
+    deleted: Stay | None = None  # when a client has deleted tokens of it, and the part that stayed
+    restored: Stay | None = None  # when deleted tokens were stored again, and the part that was there then
+    withdrawn: bool = False  # whether the client has deleted its reply, which is unknown then
 
     @classmethod
     def of(cls, tenant: str, agent_id: str | None, credential: str, body: ChatBody) -> AskedPrompt:
@@ -129,7 +131,23 @@ class AskedPrompt:
                 return Lost(0, None)
         lifetimes = self.found if before.lifetimes is self.lifetimes else before.lifetimes
         end = max((one.until for one in lifetimes if one.tokens > reused), default=inf)
-        return Lost(same - reused, "deleted" if before.deleted else "expired" if end < time.time() else "evicted")
+        deleted = same - before.left(self.asked) > FEW_TOKENS
+        return Lost(same - reused, "deleted" if deleted else "expired" if end < time.time() else "evicted")
+
+    def left(self, when: float) -> float:
+        """Return how many of its first tokens clients had not deleted at the time.monotonic() `when`; inf for all."""
+        last = self.restored if self.restored and self.restored.since < when else self.deleted
+        return last.tokens if last else inf
+
+    def delete(self, left: int) -> None:
+        """Note that a client has deleted its tokens except the first `left`."""
+        now = time.monotonic()
+        self.deleted, self.restored = Stay(now, min(left, self.left(now))), None
+
+    def restore(self, context: array[int], when: float) -> None:
+        """Note that `context` was stored at the time.monotonic() `when`."""
+        if self.deleted and (same := common_prefix(self.tokens, context)) > self.left(when):
+            self.restored = Stay(when, same)
 
     def begin_lifetimes(self, before: AskedPrompt | None, answer: Answer) -> None:
         """Note its lifetimes, and begin those of the client's prompt `before` anew, as far as it has reused them."""
@@ -144,6 +162,13 @@ class AskedPrompt:
         if kept := answer.kept:
             wanted = (KeptTokens(tokens, kept.until / 1000, seconds) for tokens, seconds in self.wanted)
             _begin(self.lifetimes, [one.shortened(kept.tokens).anew(now) for one in wanted])
+
+
+class Stay(NamedTuple):
+    """The part of a prompt that clients have not deleted."""
+
+    since: float  # time.monotonic()
+    tokens: float  # its first tokens; inf for all
 
 
 class KeptTokens(NamedTuple):
@@ -263,14 +288,21 @@ class PromptLog:
             prompt.answer, prompt.answered = array("I", answer.tokens), time.monotonic()
             prompt.kept, prompt.states = 0 if answer.not_kept else prompt.kept, answer.states
             prompt.unread = prompt.unread or (None if answer.reuse.why in _GONE else answer.reuse.why)
+            before = self._last_answered.get((prompt.tenant, prompt.client), reply_id)
             self._last_answered[prompt.tenant, prompt.client] = reply_id
             self._bytes += 4 * len(answer.tokens)
+            if before != reply_id and before in self._prompts and self._prompts[before].withdrawn:
+                self._remove(before)
+            context = (prompt.tokens + prompt.answer)[: prompt.kept]
+            for other in self._prompts.values():
+                if (other.tenant, other.model) == (prompt.tenant, prompt.model):
+                    other.restore(context, prompt.answered)
             self._trim()
 
-    def find(self, reply_id: str | None, tenant: str) -> AskedPrompt | None:
-        """Return the prompt of a reply; None if it is not kept, or another tenant's."""
-        found = self._prompts.get(reply_id) if reply_id else None
-        return found if found and found.tenant == tenant else None
+    def find(self, reply_id: str | None, tenant: str, kind: str) -> AskedPrompt | None:
+        """Return the prompt of a reply whose id begins with `kind`; None if it is not kept, or another tenant's."""
+        found = self._prompts.get(reply_id) if reply_id and reply_id.startswith(kind) else None
+        return found if found and found.tenant == tenant and not found.withdrawn else None
 
     def last(self, prompt: AskedPrompt) -> list[AskedPrompt]:
         """Return the last prompts of the same client: the last one that is answered, and the last one if it is not."""
@@ -279,25 +311,27 @@ class PromptLog:
         return [self._prompts[one] for one in ids if one in self._prompts]
 
     def delete(self, reply_id: str, tenant: str, left: int | None) -> None:
-        """Forget the prompt of a reply that was deleted. The first `left` tokens of its context stay, all for None.
-        Mark other prompts that have tokens behind these in common with it.
+        """Withdraw the prompt of a response that was deleted; it stays until the client's next answer, if it is the
+        last one. The first `left` tokens of its context stay, all for None. Mark all prompts that have tokens behind
+        these in common with it.
         """
-        if not (deleted := self.find(reply_id, tenant)):
+        if not (deleted := self.find(reply_id, tenant, "resp_")):
             return
-        self._remove(reply_id)
         context = deleted.tokens + deleted.answer
-        if left is None or left >= len(context):
-            return
-        for other in self._prompts.values():
-            same = (other.tenant, other.model) == (tenant, deleted.model)
-            if same and other.tokens[: left + 1] == context[: left + 1]:
-                other.deleted = True
+        if left is not None and left < len(context):
+            for other in self._prompts.values():
+                same = (other.tenant, other.model) == (tenant, deleted.model)
+                if same and other.tokens[: left + 1] == context[: left + 1]:
+                    other.delete(left)
+        deleted.withdrawn = True
+        if self._last_answered.get((tenant, deleted.client)) != reply_id:
+            self._remove(reply_id)
 
     def delete_agent(self, tenant: str, agent_id: str) -> None:
         """Mark the prompts of an agent whose contexts were deleted. `agent_id` is the client's name for the agent."""
         for prompt in self._prompts.values():
             if (prompt.tenant, prompt.client) == (tenant, client_of(agent_id)):
-                prompt.deleted = True
+                prompt.delete(0)
 
     def _trim(self) -> None:
         while self._bytes > MAX_BYTES:

@@ -36,7 +36,8 @@ async def create_message(request: Request) -> Response:
     except ApiError as error:
         raise renamed(error, NAMES) from error
     prompt = replace(prompt, prewarms=not body.max_tokens)
-    diagnostics = partial(_diagnostics, body, service.prompt_log.find(body.compared, tenant.name), asked)
+    earlier = service.prompt_log.find(body.compared, tenant.name, "msg_")
+    diagnostics = partial(_diagnostics, body, earlier, asked)
     envelope = MessageEnvelope(reply_id, body.model, given, len(prompt.tokens), prompt.boundaries, diagnostics)
     shape = MessageShape(envelope, reader, silent=not body.max_tokens)
     return await answer(service, request, service.ask(model, [prompt]), [shape], envelope, chat)

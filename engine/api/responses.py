@@ -46,7 +46,7 @@ async def create_response(request: Request) -> Response:
         raise renamed(error, NAMES) from error
     prompt = replace(prompt, prewarms=body.prompt_cache_options.prewarm)
     compared = body.prompt_cache_options.comparison_response_id
-    diagnostics = partial(_diagnostics, compared, service.prompt_log.find(compared, tenant.name), asked)
+    diagnostics = partial(_diagnostics, compared, service.prompt_log.find(compared, tenant.name, "resp_"), asked)
     if not body.store:
         prompt = replace(prompt, keep=False, written=False)
     ancestors = [*earlier[-1].ancestors, body.previous_response_id] if earlier and body.previous_response_id else []

@@ -25,7 +25,7 @@ from api_engines import TOOL_TEMPLATE, RunningEngine, start_engine, write_family
 from servers import start_server
 
 from engine.agent_engine import Answer, Reuse
-from engine.api.diagnosis import AskedPrompt, common_prefix, diagnosis
+from engine.api.diagnosis import AskedPrompt, PromptLog, common_prefix, diagnosis
 from engine.api.openai.schema import ChatBody
 from engine.memory.lifetimes import KeptContext
 from kvpage_server.page import unix_ms
@@ -110,6 +110,7 @@ def ask_responses(
         "tools": [{"type": "function", "name": name, "parameters": {}, "strict": False} for name in body["tools"]],
         "prompt_cache_options": ({"comparison_response_id": earlier} if earlier else {})
         | ({"ttl": "30m"} if body.get("cached") else {}),
+        "store": body.get("stored", True),
         **({} if body["system"] is None else {"instructions": body["system"]}),
     }
     with engine.client(engine.token) as client:
@@ -215,16 +216,52 @@ def test_a_replaced_agent_was_not_evicted(tmp_path: Path) -> None:
 
 @BOTH
 def test_a_deleted_prompt_was_not_evicted(tmp_path: Path, ask: Callable[..., tuple[str, Any]]) -> None:
-    """A deleted response is unknown. An earlier message with the same context has lost its tokens, too."""
+    """A deleted response is unknown. An earlier reply with the same context, which is not stored, has lost its tokens,
+    too.
+    """
     with start_engine(write_tiny(tmp_path / "tiny")) as engine, engine.client() as client:
         body, api = plain(3), Asking(engine, ask)
-        message = api.first(body)
+        earlier = api.first({**body, "stored": False})
         deleted = ask_responses(engine, body)[0]
         client.responses.delete(deleted)
-        kind, lost, why = api.why(body, message)
+        kind, lost, why = api.why(body, earlier)
         assert (kind, lost > 100, why) == ("unavailable", True, "deleted")
         assert ask_responses(engine, body, deleted)[1] == {"type": "comparison_response_not_found"}
         assert api.why(body, api.first(body))[0] == "hit"
+
+
+def test_the_last_prompt_of_a_client_was_deleted(tmp_path: Path) -> None:
+    """`why` says so once. When the context was stored again, others evict it."""
+    with start_engine(write_tiny(tmp_path / "tiny"), "--memory", "2mb") as engine, engine.client() as client:
+        text = words(Random(9), 40)
+
+        def ask() -> tuple[str, str | None]:
+            made: Any = client.responses.create(model="tiny", max_output_tokens=1, input=text)
+            return made.id, made.kvpage["why"]
+
+        client.responses.delete(ask()[0])
+        assert ask()[1] == "deleted"
+        assert ask()[1] is None
+        evict(engine)
+        assert ask()[1] == "evicted"
+
+
+def test_a_context_that_was_stored_again_is_not_deleted() -> None:
+    """Only prompts that were asked before have lost their tokens by the deletion."""
+    log = PromptLog()
+
+    def add(reply_id: str) -> AskedPrompt:
+        prompt = asked()
+        log.add(reply_id, prompt)
+        log.answered(reply_id, answered(0))
+        return prompt
+
+    earlier, _ = add("msg_1"), add("resp_1")
+    log.delete("resp_1", "", 40)
+    before = asked()
+    for prompt in (before, add("msg_2"), before):
+        assert prompt.lost(earlier, 0).why == "deleted"
+    assert asked().lost(earlier, 0).why == "evicted"
 
 
 def test_a_deleted_agent_was_not_evicted(engine: RunningEngine) -> None:
@@ -354,6 +391,12 @@ def test_a_prompt_that_was_not_kept_or_not_read_was_not_evicted(tmp_path: Path) 
             assert made.usage.input_tokens_details.cached_tokens < 10
             assert (found["type"], found["evicted_tokens"], found["evicted_why"]) == ("unavailable", 0, why)
             assert made.kvpage["why"] == why
+
+
+def test_an_id_of_the_other_api_is_unknown(offered: RunningEngine, earlier: tuple[str, str]) -> None:
+    message, response = earlier
+    assert ask_messages(offered, BASE, response)[1] == {"type": "previous_message_not_found"}
+    assert ask_responses(offered, BASE, message)[1] == {"type": "comparison_response_not_found"}
 
 
 def test_an_id_of_another_tenant_is_unknown(tenants: RunningEngine) -> None:
