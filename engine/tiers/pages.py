@@ -27,7 +27,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby, takewhile
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from kvpage_server.client import Refused, Unsupported
 from kvpage_server.client.cluster.plan import GONE
@@ -75,6 +75,13 @@ class References(Protocol):
 
     def delete(self, connection: ServerConnection, agent_id: str, /) -> Work[dict[str, bytes]]:
         """Delete an agent's contexts, of any model. Return their manifests by key."""
+
+
+class UnsavedPrompt(NamedTuple):
+    """The prompt of a named agent whose answer is not saved."""
+
+    names: ContextNames
+    written: set[str]  # the names of its blocks that only this prompt has, as far as this engine knows
 
 
 class PageTier:
@@ -127,7 +134,7 @@ class PageTier:
         self._token = uuid.uuid4().hex  # the value of this engine's claims, by which it recognises them
         # The prompts of named agents whose answers are not saved, by agent and name of the last block. If an answer is
         # cancelled, its prompt is forgotten with the agent's context.
-        self._unsaved: OrderedDict[tuple[str, str], ContextNames] = OrderedDict()
+        self._unsaved: OrderedDict[tuple[str, str], UnsavedPrompt] = OrderedDict()
 
     @property
     def breaker(self) -> CircuitBreaker:
@@ -235,8 +242,8 @@ class PageTier:
 
         async def record() -> None:
             await tails.record(connection, self._layout, spec, manifest, saved.places)
-            await self._forget_records({manifest_key(agent_id, spec.fingerprint): before}, agent_id)
             await self._forget_unsaved(agent_id)
+            await self._forget_records({manifest_key(agent_id, spec.fingerprint): before}, agent_id)
 
         await self._complete(saved, record())
         return saved  # its blocks and the manifest are stored
@@ -261,10 +268,16 @@ class PageTier:
         manifest, parts = await self.loop.on_block_thread(lambda: self._parts(context, states))
         if label is None and answering:
             names = tails.names_of(context.agent_id, context.tokens, self._spec)
-            self._unsaved[context.agent_id, names.blocks[-1]] = names
+            unsaved = self._unsaved.setdefault((context.agent_id, names.blocks[-1]), UnsavedPrompt(names, set()))
             if len(self._unsaved) > MOST_UNSAVED:
                 self._unsaved.popitem(last=False)
-        return await self._report_save(self._publish(manifest, parts, label))
+        saved = await self._report_save(self._publish(manifest, parts, label))
+        if answering and label is None:
+            unsaved.written.update(place.name for place in (saved.places if saved else ()))
+        else:
+            for one in self._unsaved.values():
+                one.written.difference_update(manifest.names)
+        return saved
 
     async def _publish(self, manifest: ContextManifest, parts: block_writer.Parts, label: str | None) -> Saved:
         """Write a context without a name: its blocks, the records that name them, and the label."""
@@ -466,8 +479,8 @@ class PageTier:
         replaced = await self._references.copy(self._connection, agent_id, new_id, self._spec.fingerprint)
         if replaced is None:
             return False
-        await self._forget_records(replaced, new_id)
         await self._forget_unsaved(new_id)
+        await self._forget_records(replaced, new_id)
         return True
 
     def delete(self, agent_id: str) -> bool | None:
@@ -477,8 +490,8 @@ class PageTier:
 
     async def _delete(self, agent_id: str) -> bool:
         deleted = await self._references.delete(self._connection, agent_id)
-        await self._forget_records(deleted, agent_id)
         await self._forget_unsaved(agent_id)
+        await self._forget_records(deleted, agent_id)
         return bool(deleted)
 
     async def _forget_records(self, manifests: Mapping[str, bytes | None], agent_id: str) -> None:
@@ -495,9 +508,15 @@ class PageTier:
             await tails.forget(self._connection, spec, names, self._layout.together)
 
     async def _forget_unsaved(self, agent_id: str) -> None:
-        """Delete the prompts of an agent whose answers were not saved, except blocks that others use."""
-        for key in [key for key in self._unsaved if key[0] == agent_id]:
-            await tails.forget(self._connection, self._spec, self._unsaved.pop(key), self._layout.together)
+        """Delete the blocks that an agent's prompts without a saved answer have written, except blocks that others
+        use.
+        """
+        unsaved = [self._unsaved.pop(key) for key in list(self._unsaved) if key[0] == agent_id]
+        written = set[str]().union(*(one.written for one in unsaved))
+        for one in sorted(unsaved, key=lambda one: len(one.names.blocks), reverse=True):
+            blocks = one.names.blocks
+            kept = next((i + 1 for i in reversed(range(len(blocks))) if blocks[i] not in written), 0)
+            await tails.forget(self._connection, self._spec, one.names, self._layout.together, kept)
 
     def agents(self) -> list[str]:
         """Return the agents that have a context for this model."""

@@ -150,6 +150,23 @@ def test_a_cancelled_prompt_is_found_until_the_next_answer(tier: PageTier, other
     assert reached(other, TOKENS) == 2 * BLOCK
 
 
+@pytest.mark.parametrize("end", ["deleted", "replaced"])
+@pytest.mark.parametrize("first", ["unnamed", "hint", "cancelled"])
+def test_a_cancelled_prompt_leaves_an_equal_context(tier: PageTier, other: PageTier, first: str, end: str) -> None:
+    """Whichever of both was written first."""
+    label = None if first == "hint" else ""
+    unnamed, cancelled = ("anon", label), ("alice", None)
+    for agent_id, label in (cancelled, unnamed) if first == "cancelled" else (unnamed, cancelled):
+        publish(tier, TOKENS[: 2 * BLOCK], agent_id, label, answering=agent_id == "alice")
+    if end == "deleted":
+        tier.delete("alice")
+    else:
+        context = made(tier._remote.pool, "alice", some_tokens(32, 21))
+        tier.save(context)
+        tier._remote.pool.free(context.block_ids, "alice")
+    assert reached(other, TOKENS) == 2 * BLOCK
+
+
 def test_blocks_that_a_hint_has_saved_outlast_the_next_answer(tier: PageTier, other: PageTier) -> None:
     """They are no prompt of an answer that was cancelled."""
     publish(tier, TOKENS[: 2 * BLOCK], "alice", None)
