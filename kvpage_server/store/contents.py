@@ -150,6 +150,9 @@ class Tier:
     def removed(self, key: bytes) -> None:
         """Process the removal of a key. Its block may have other pages."""
 
+    def pages_removed(self, keys: Sequence[bytes]) -> None:
+        """Process the removal of single pages of a block that has others."""
+
     def unit_removed(self, unit: Unit) -> None:
         """Process the removal of a string, or of a block's last page. Another value may have replaced it."""
 
@@ -304,16 +307,34 @@ class Contents:
         now = unix_ms()
         if not block.soonest or block.soonest > now:
             return block
-        if block.extent is not None:
+        entries, expired = self.catalogue.entries, list[tuple[bytes, int, int, int]]()
+        if block.extent is None:
+            expired = [name for name in block.page_names() if 0 < entries[name[0]].expires <= now]
+        if block.extent is not None or len(expired) == block.pages:
             self.counters.expired += self.remove_block(block, "expired")
             return None
-        block.soonest = 0
-        for key in list(block.page_keys()):
-            if 0 < self.expires_of(key) <= now:
-                self.expire(key)
-            else:
-                block.expires_at(self.expires_of(key))
-        return block if block.pages else None
+        if expired:
+            self._expire_pages(block, expired)
+        block.soonest = min(filter(None, (entries[key].expires for key in block.page_keys())), default=0)
+        return block
+
+    def _expire_pages(self, block: Block, names: Sequence[tuple[bytes, int, int, int]]) -> None:
+        """Remove expired single pages of a block that has others. A name is a key, a layer, a head and a kv_type."""
+        rows, footprint, size = defaultdict[int, int](int), 0, 0
+        for key, layer, head, kv_type in names:
+            page = cast(Page, self.catalogue.pop(key))
+            footprint += page.footprint
+            size += HEADER_SIZE + page.size
+            block.discard(layer, head, kv_type)
+            rows[row_of(layer, head, kv_type)] |= bit_of(head)
+        self.grow(block, -footprint)
+        self.eviction_order.quotas.grew(block, -size)
+        self.expiry_order.keys -= len(names)
+        self.ghosts.remember(block, rows, "expired")
+        self.tier.pages_removed([name[0] for name in names])
+        self.counters.expired += len(names)
+        for name in names:
+            self.notify("expired", name[0])
 
     def has_unexpired(self, block: Block) -> bool:
         """Return whether a block has a page that has not expired. No page is removed. O(1) if the first page is one."""

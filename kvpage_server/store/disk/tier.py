@@ -446,6 +446,9 @@ class DiskTier(Tier):
         name = name_of_key(key)
         self.stored.remove(name, replaced=self.stored.maxdisk > 0 and not is_removed(self._contents, name))
 
+    def pages_removed(self, keys: Sequence[bytes]) -> None:
+        self.stored.remove_all(map(name_of_key, keys), replaced=True)
+
     def unit_removed(self, unit: Unit) -> None:
         if isinstance(unit, Block):
             self.account.block_removed(unit)

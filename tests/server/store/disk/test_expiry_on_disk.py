@@ -15,6 +15,7 @@ from waiting import PATIENCE
 
 from kvpage_server.core import NewPages
 from kvpage_server.page import unix_ms
+from kvpage_server.store import contents
 from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.disk.encoding import Change, Value
 from kvpage_server.store.disk.lmdb_file import DiskError
@@ -116,6 +117,24 @@ async def test_all_pages_of_a_block_expire_during_a_tidy_up(tmp_path: Path, stal
     assert sorted(keyspace.listing.keys()) == [LONG, SHORT]
     assert keyspace.contents.expiry_order.keys == 1
     await keyspace.tier.close()
+
+
+async def test_expired_pages_of_a_block_leave_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = [b"kv:r:0:%d:0:0" % head for head in range(1, 60)]
+    async with with_disk(tmp_path) as (keyspace, tier, disk):
+        for head, key in enumerate(pages, start=1):
+            words = [b"r", b"0", b"%d" % head, b"0", b"0", b"8", b"1", b"32", b"0", bytes(32)]
+            keyspace.contents.set_pages(NewPages(words, 0, 1, keyspace.arena, 1, False, True))
+            keyspace.contents.set_expiry(key, LATER)
+        await tier.behind.settle()
+        monkeypatch.setattr(contents, "unix_ms", lambda: LATER)
+        block = keyspace.reader.block(b"r", 0)
+        assert block is not None
+        assert block.pages == 1
+        await tier.behind.settle()
+        assert expiries(disk) == {PAGE: 0, LONG: 0, SHORT: 0}
+        assert tier.stored.usage.expected == tier.stored.usage.used
+        assert tier.stored.usage.replaced == 0
 
 
 def test_a_value_with_changing_expiries_is_not_rewritten(tmp_path: Path) -> None:

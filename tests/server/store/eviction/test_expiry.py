@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpage_server.store import expire
+from kvpage_server.core import NewPages
+from kvpage_server.page import unix_ms
+from kvpage_server.store import contents, expire
 from kvpage_server.store.expire import ExpiryOrder
+from kvpage_server.store.keyspace import Keyspace
 
 Times = dict[bytes, int]  # when keys expire, in milliseconds
 NEVER = 10**9
@@ -134,3 +140,58 @@ def test_no_key_is_lost(
             expirer.keys -= 1
         assert not times
         assert (expirer.keys, expirer._notes) == (0, 0)
+
+
+PAGES = [b"kv:r:%d:%d:0:0" % (layer, head) for layer in range(10) for head in range(100)]
+LATER = unix_ms() + 3_600_000
+
+
+def store_with_pages(expiring: list[bytes], events: list[tuple[str, bytes]]) -> Keyspace:
+    """Return a store with a block of single pages, some of which expire; its events are added to a list."""
+    keyspace = Keyspace()
+    words = [b"r", b"", b"", b"0", b"0", b"8", b"1", b"32", b"0", bytes(32)]
+    every: list[Any] = []
+    for key in PAGES:
+        _, _, words[1], words[2], _, _ = key.split(b":")
+        every += words
+    keyspace.contents.set_pages(NewPages(every, 0, len(PAGES), keyspace.arena, 1, False, True))
+    for key in expiring:
+        keyspace.contents.set_expiry(key, LATER)
+    keyspace.contents.on_event = lambda event, key: events.append((event, key))
+    keyspace.contents.on_block = lambda _, more: events.extend(more)
+    return keyspace
+
+
+@pytest.mark.parametrize("left", [0, 1, 500])
+def test_pages_of_a_block_expire_together(left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store is the same as after the removal of one page after another, which calls 30 functions for each."""
+    together, single = list[tuple[str, bytes]](), list[tuple[str, bytes]]()
+    expiring = PAGES[left:]
+    stores = store_with_pages(expiring, together), store_with_pages(expiring, single)
+    monkeypatch.setattr(contents, "unix_ms", lambda: LATER)
+    blocks = [store.index.block(b"r", 0) for store in stores]
+    calls = 0
+
+    def count(_: FrameType, event: str, __: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    assert blocks[0] is not None
+    sys.setprofile(count)
+    found = stores[0].contents.unexpired(blocks[0])
+    sys.setprofile(None)
+    assert found is (blocks[0] if left else None)
+    assert calls < 10 * len(PAGES)
+    for key in expiring:
+        stores[1].contents.expire(key)
+    assert together == single == [("expired", key) for key in expiring]
+    assert [*map(state, stores)] == [state(stores[1])] * 2
+    assert stores[0].contents.counters.expired == len(expiring)
+    assert sorted(stores[0].listing.keys()) == sorted(PAGES[:left])
+
+
+def state(store: Keyspace) -> tuple[object, ...]:
+    block, ghosts = store.index.block(b"r", 0), store.ghosts._blocks[b"r", 0]
+    of_block = (block.pages, block.footprint, dict(block.rows)) if block is not None else ()
+    rows = {reason: {row: heads for row, heads in ghost.rows.items() if heads} for reason, ghost in ghosts.items()}
+    return of_block, rows, store.contents.expiry_order.keys, store.contents.catalogue.key_bytes
