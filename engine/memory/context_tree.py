@@ -556,8 +556,9 @@ class ContextTree:
         known = self._nodes.get(node.name)
         return known if known and known.covers(node) else node
 
-    def _put(self, node: _Node) -> _Node:
-        """Add a node, and return the node of the tree for its tokens.
+    def _put(self, node: _Node, kept: list[tuple[_Node, _Lifetime]]) -> _Node:
+        """Add a node, and return the node of the tree for its tokens. Append it to `kept` with the lifetime of each
+        node that it replaces.
 
         It replaces the node of the same name, unless that covers it, or is the only one of both with a state at its
         end. If a longer sibling covers it, that is returned instead. Shorter siblings that it covers are dropped.
@@ -570,7 +571,7 @@ class ContextTree:
         # A longer sibling may cover this node, and this node may cover shorter siblings.
         longer, shorter = self._sides(node.parent, node.tokens)
         if known:
-            node.used, node.stored = known.used, known.stored and known.block.states == node.block.states
+            node.used = known.used  # it is not stored, because `known` lacks some of its states
             node.withheld = known.withheld
             pin = self._pins.get(known.name)
             lifetimes.append(self._drop(known))
@@ -584,10 +585,7 @@ class ContextTree:
         self._nodes[node.name] = node
         if pin:
             self._pins[node.name] = pin
-        for lifetime in sorted(filter(None, lifetimes)):  # the last one ends last
-            sizes = self._sizes(self._protected() | {node.name: lifetime.tenant})
-            if sizes.total() <= self._max_bytes // 2 and sizes[lifetime.tenant] <= lifetime.share:
-                self._kept[node.name] = lifetime
+        kept += [(node, lifetime) for lifetime in sorted(filter(None, lifetimes))]  # the last one ends last
         at, siblings = self._place(node.parent, node.tokens)
         siblings.insert(at, node)
         self._children[node.parent] = siblings
@@ -612,8 +610,9 @@ class ContextTree:
         """Add the nodes of an agent's context. Only new nodes count as used. If they replace a shorter node, a client
         continues this context, and they count as used again.
         """
-        size = len(self._nodes)
-        put = list(map(self._put, path))
+        size, kept = len(self._nodes), list[tuple[_Node, _Lifetime]]()
+        put = [self._put(node, kept) for node in path]
+        self._keep_again(kept)
         new = [node for node in put if node.key not in self._order]
         self._use(new)
         self._order.follows([node.key for node in put])
@@ -621,6 +620,16 @@ class ContextTree:
         if len(self._nodes) < size + len(new):
             self._order.now += BURST
             self._use(new)
+
+    def _keep_again(self, lifetimes: Sequence[tuple[_Node, _Lifetime]]) -> None:
+        """Give new nodes the lifetimes of the nodes that they replace, in this order and as far as there is room."""
+        protected = self._protected() if lifetimes else {}
+        sizes, most = self._sizes(protected), self._max_bytes // 2
+        for node, lifetime in lifetimes:
+            nbytes, before = node.block.nbytes, protected.get(node.name)
+            after = sizes + Counter({lifetime.tenant: nbytes}) - Counter({before: nbytes} if before is not None else {})
+            if after.total() <= most and after[lifetime.tenant] <= lifetime.share:
+                self._kept[node.name], protected[node.name], sizes = lifetime, lifetime.tenant, after
 
     def _publish_stored(self, nodes: Sequence[_Node], session: str) -> None:
         """Publish an event for each chain of full blocks among new nodes, which are in the order of their tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,6 +10,9 @@ from dataclasses import replace
 import pytest
 from contexts import BLOCK, SPEC, made, some_tokens
 from pools import pool_of
+
+# isort: split
+import mlx.core as mx
 
 from engine.memory.blocks import AgentBlocks, block_names
 from engine.memory.context_tree import FULL, ContextTree
@@ -97,6 +101,36 @@ def test_a_block_that_grows_stays_kept_within_the_share(tree: ContextTree, pool:
         pool.free(tree.adopt(context).block_ids, "a")
         pool.free(context.block_ids, "a")
     assert 4 * BYTES <= tree.kept_bytes <= 5 * BYTES
+
+
+def test_replaced_blocks_keep_their_lifetimes_in_linear_time(pool: BlockPool) -> None:
+    """Blocks of models with states are replaced when another answer has left a state elsewhere."""
+
+    def calls(blocks: int) -> int:
+        """Adopt a context again, with other states, and return the number of function calls that this takes."""
+        tree, count = ContextTree(SPEC, pool, 1 << 30), 0
+
+        def counted(frame: object, event: str, argument: object) -> None:
+            nonlocal count
+            count += event == "call"
+
+        for after in (3, 5):
+            context, state = made(pool, "a", some_tokens(1, blocks * BLOCK)), ((mx.zeros((2, 2)),),)
+            changed = [block.with_state(2, state).with_state(after, state) for block in context.blocks]
+            sys.setprofile(counted if after == 5 else None)
+            try:
+                kept = tree.adopt(replace(context, blocks=tuple(changed)))
+            finally:
+                sys.setprofile(None)
+            pool.free(context.block_ids, "a")
+            pool.free(kept.block_ids, "a")
+            if after == 3:
+                tree.keep(kept, Lifetimes([(len(kept), 300)]))
+        assert tree.lifetimes(kept)[-1:] == [(len(kept), 300)]
+        tree.clear()
+        return count
+
+    assert calls(80) < 8 * calls(20)
 
 
 def test_the_agent_of_a_pinned_block_stays_known(
