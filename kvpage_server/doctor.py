@@ -570,7 +570,7 @@ def tls(patient: Patient) -> Iterator[Diagnosis]:
         yield Diagnosis("tls", "error", _text(error), "name a certificate and its key, both PEM: docs/security.md")
         return
     if refusal:
-        yield Diagnosis("tls", "error", f"{config.tls_cert_file}: {refusal}", _RENEW)
+        yield Diagnosis("tls", "error", f"{config.tls_cert_file}: {refusal}", _OF_DATES[refusal])
     elif until is None:
         yield Diagnosis("tls", "skipped", "the dates of the certificate cannot be read")
     else:
@@ -581,6 +581,10 @@ def tls(patient: Patient) -> Iterator[Diagnosis]:
 
 
 _RENEW = "renew it, and send the server SIGHUP: docs/operations.md#renew-the-log-file-and-the-certificates"
+_OF_DATES = {  # advice by OpenSSL's text about the dates of a certificate
+    "certificate has expired": _RENEW,
+    "certificate is not yet valid": "set the clocks of both machines: timedatectl set-ntp true; or wait until it is valid",
+}
 
 
 def users(patient: Patient) -> Iterator[Diagnosis]:
@@ -673,9 +677,22 @@ def reached(patient: Patient) -> Iterator[Diagnosis]:
             yield Diagnosis("server", "error", f"{where}: {info}", "name a user with the right +info: --user")
         elif not patient.urls and isinstance(info, redis.ConnectionError):
             yield Diagnosis("server", "skipped", f"none runs at {where}")
+        elif (refusal := _refusal_of_certificate(info)) is not None:
+            why = refusal.verify_message
+            advice = _OF_DATES.get(
+                why, "name the file of its authority in the URL (?ssl_ca_certs=FILE): docs/security.md"
+            )
+            yield Diagnosis("server", "error", f"the certificate of {where} is refused: {why}", advice)
         else:
             advice = "start it, or open its port: systemctl status kvpage-server, its log, the firewall"
             yield Diagnosis("server", "error", f"{where} does not answer: {info}", advice)
+
+
+def _refusal_of_certificate(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
+    """Return the error of the check of a server's certificate that has caused a failed connection, or None."""
+    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _running(patient: Patient) -> list[tuple[str, dict[str, Any]]]:

@@ -215,6 +215,26 @@ def test_a_certificate_is_reported_before_it_ends(conf: Path, certificates: Path
     assert (missing.state, "none.key" in missing.found) == ("error", True)
 
 
+@needs_openssl
+@pytest.mark.parametrize(
+    ("days", "refusal", "advice"),
+    [("-1", "certificate has expired", "renew it"), ("2", "self-signed certificate", "?ssl_ca_certs=FILE")],
+)
+def test_a_refused_certificate_of_a_server_gets_advice(conf: Path, days: str, refusal: str, advice: str) -> None:
+    own = ["req", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-keyout", "own.key", "-out", "own.csr"]
+    run_openssl(*own, at=conf.parent)
+    signed = ["x509", "-req", "-in", "own.csr", "-signkey", "own.key", "-days", days, "-out", "own.crt"]
+    run_openssl(*signed, at=conf.parent)
+    own_files = [f"--tls-{kind}-file {conf.parent}/own.{end}" for kind, end in (("cert", "crt"), ("key", "key"))]
+    port = free_port()
+    options = "--tls-port", str(port), *" ".join(own_files).split(), "--tls-auth-clients", "no"
+    with start_server(*options, file=conf):
+        trusted = f"?ssl_ca_certs={conf.parent}/own.crt" if days == "-1" else ""
+        found = result(doctor.reached, str(conf), url=f"rediss://localhost:{port}{trusted}")
+    assert (found.state, refusal in found.found) == ("error", True)
+    assert advice in found.advice
+
+
 def test_a_store_that_is_open_to_everybody_is_an_error(conf: Path) -> None:
     everywhere = "--bind", "0.0.0.0"
     assert result(doctor.users, str(conf), *everywhere).state == "warning"
