@@ -43,7 +43,7 @@ from kvpage_server.net.companion import Companion, missing
 from kvpage_server.net.connection_memory import keep_large_blocks_apart
 from kvpage_server.net.listener import Listener, ListenError, name_of, open_all
 from kvpage_server.service import log_start, regular_work, renew_when
-from kvpage_server.store.disk.database import Disk
+from kvpage_server.store.disk.database import FILE, Disk
 from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.system.durable import open_private, restrict_permissions
@@ -110,9 +110,10 @@ def _main(words: list[str]) -> None:
         certificates.CertificateError,
         ListenError,
         DiskError,
-        DiskFull,
     ) as error:
         sys.exit(f"kvpage-server: {error}")
+    except DiskFull as error:
+        sys.exit(f"kvpage-server: {os.path.join(here, FILE)}: {error}")
     except OSError as error:
         where = os.path.join(here, error.filename or "")  # `here` may have been deleted
         sys.exit(f"kvpage-server: {where}: {error.strerror or error}")

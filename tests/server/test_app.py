@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from servers import START_WITHIN, STOP_WITHIN, RunningServer, free_port, start_server
+from small_disks import small_disk
 from waiting import until
 from wire import Wire, encode_command
 
@@ -66,6 +67,18 @@ class TestWords:
         done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, encoding="utf-8", timeout=100)
         os.close(writer)
         assert (done.returncode, done.stderr) == (141, "")
+
+    def test_a_full_disk_at_the_start_is_an_error_with_the_file(self, tmp_path: Path) -> None:
+        with small_disk(tmp_path / "disk", 1) as disk:
+            (disk / "filler").write_bytes(bytes(1 << 20))
+            done = run("--port", "0", "--dir", str(disk))
+        message = f"kvpage-server: {disk / 'kvpage.lmdb'}: No space left on device\n"
+        assert (done.returncode, done.stderr) == (1, message)
+
+    def test_the_last_value_of_a_repeated_option_counts(self) -> None:
+        """As in redis-server. The lists of users and quotas grow."""
+        config = from_arguments("--maxmemory 1mb --dir A --maxmemory 2mb --dir B --user a on --user b on".split())
+        assert (config.maxmemory, config.dir, len(config.user)) == (2 << 20, "B", 2)
 
     def test_it_is_installed_as_a_command(self) -> None:
         command = Path(sysconfig.get_path("scripts"), "kvpage-server")
