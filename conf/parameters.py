@@ -24,8 +24,9 @@ $ kvpage-server --check-config conf/kvpage.conf
 the configuration is valid
 ```
 
-Every parameter can also be given on the command line, where it overrides the file. If one is given twice, the last value
-counts, as in redis-server; `user`, `quota` and `client-output-buffer-limit` add to a list. The file can be left out:
+Every parameter can also be given on the command line, where it overrides the file. If one is given twice, the last
+value counts, as in redis-server; `user`, `quota` and `client-output-buffer-limit` add to a list. The file can be left
+out:
 
 ```console
 $ kvpage-server conf/kvpage.conf --port 9222 --maxmemory 8gb

@@ -583,7 +583,7 @@ def tls(patient: Patient) -> Iterator[Diagnosis]:
 _RENEW = "renew it, and send the server SIGHUP: docs/operations.md#renew-the-log-file-and-the-certificates"
 _OF_DATES = {  # advice by OpenSSL's text about the dates of a certificate
     "certificate has expired": _RENEW,
-    "certificate is not yet valid": "set the clocks of both machines: timedatectl set-ntp true; or wait until it is valid",
+    "certificate is not yet valid": "set the clocks of both machines (timedatectl set-ntp true), or wait",
 }
 
 
