@@ -106,7 +106,7 @@ def _run(command: list[str], port: int, directory: Path | None = None, name: str
             while not answers(port):
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise RuntimeError(f"{command} does not answer on port {port}:\n{server.log}")
-                time.sleep(0.02)
+                time.sleep(0.005)
             yield server
         finally:
             server.stop()
