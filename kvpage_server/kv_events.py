@@ -27,10 +27,16 @@ TOPIC = b"kvpage"
 END = (-1).to_bytes(8, "big", signed=True)
 MOST_BATCHES = 10_000  # that can be sent again
 MOST_BYTES = 64 << 20  # of these batches
+MOST_UNREAD = 4 * MOST_BYTES  # bytes of replies that all subscribers together have not read
 MOST_CHANGES = 256  # in a batch, which takes less than a millisecond of Python's lock
 MOST_WAITING = 100_000  # changes that wait for the thread, as in vLLM
 _GATHER = 0.02  # seconds between two batches, in which changes gather
 _UNREAD = MOST_BATCHES  # batches for a subscriber that does not read; it loses later ones
+_LONGEST_FRAME = 1024  # bytes of a frame that a subscriber sends; a longer one ends its connection
+_MOST_REQUESTS = 1000  # subscribers whose requests wait
+_FEW = 16  # requests of a subscriber that are received before they are examined
+_AGAIN = 50  # milliseconds until it is examined again whether a waiting request can be answered
+_STALLED = 60_000  # milliseconds without progress after which the connection for replies ends
 _LINGER = 200  # milliseconds for unsent batches at the end
 _JOIN = 2.0  # seconds until the thread has ended
 
@@ -171,6 +177,10 @@ class KVEvents(Generic[T]):
         self._is_closing = False
         self._batches: deque[tuple[bytes, bytes]] = deque()  # sequence numbers, and payloads
         self._kept = 0  # bytes of the payloads in `_batches`
+        # By the identity of each subscriber that has not read all of its replies: the tracker of the last one, and the
+        # bytes of the payloads.
+        self._unread: dict[bytes, tuple[Any, int]] = {}
+        self._requests: dict[bytes, bytes] = {}  # first number of the next reply, by identity, in the order of requests
         self._sent = 0  # the next sequence number
         self._left_out = 0  # value of `dropped` when a number was left out last
         self._context = self._zmq.Context()
@@ -209,7 +219,8 @@ class KVEvents(Generic[T]):
         """Send the events of all changes, and end. Later changes are not published."""
         with self._lock:
             self._is_closing = True
-        os.write(self._waking, b"\0")
+        with suppress(BrokenPipeError):  # the thread may have noticed, and ended, already
+            os.write(self._waking, b"\0")
         self._thread.join(_JOIN)
         os.close(self._waking)
 
@@ -218,6 +229,11 @@ class KVEvents(Generic[T]):
         socket.setsockopt(self._zmq.LINGER, _LINGER)
         socket.setsockopt(self._zmq.SNDHWM, most_unread)
         socket.setsockopt(self._zmq.IPV6, 1)
+        socket.setsockopt(self._zmq.MAXMSGSIZE, _LONGEST_FRAME)
+        if kind == self._zmq.ROUTER:
+            socket.setsockopt(self._zmq.RCVHWM, _FEW)
+            socket.setsockopt(self._zmq.TCP_MAXRT, _STALLED)
+            socket.copy_threshold = 0  # the tracker of a copied message would be done at once
         try:
             if kind == self._zmq.PUB and address.startswith(">"):
                 socket.connect(address[1:])
@@ -236,8 +252,10 @@ class KVEvents(Generic[T]):
             poller.register(self._replayer, self._zmq.POLLIN)
         while not self._is_closing or self._changes:
             try:
-                ready = dict(poller.poll())
+                ready = dict(poller.poll(_AGAIN if self._requests else None))
                 if self._replayer in ready:
+                    self._note_request()
+                if self._requests:
                     self._replay()
                 if self._sleeping in ready:
                     os.read(self._sleeping, 64)
@@ -284,16 +302,33 @@ class KVEvents(Generic[T]):
             self._kept -= len(self._batches.popleft()[1])
         self._publisher.send_multipart([TOPIC, number, payload])
 
-    def _replay(self) -> None:
-        """Answer a request of a REQ socket, or of a DEALER with its empty frame: identity, empty frame, number."""
+    def _note_request(self) -> None:
+        """Receive a request of a REQ socket, or of a DEALER with its empty frame: identity, empty frame, number."""
         identity, *rest = self._replayer.recv_multipart()
         if len(rest) != 2 or rest[0] or len(rest[1]) != 8:
             log.warning("KV events: a request for batches is an empty frame and a number of 8 bytes")
-            return
-        for number, payload in self._batches:
-            if number >= rest[1]:
+        elif len(self._requests) < _MOST_REQUESTS:
+            self._requests[identity] = rest[1]
+
+    def _replay(self) -> None:
+        """Answer the waiting requests. A subscriber waits until it has read its last reply, and all of them until
+        fewer than MOST_UNREAD bytes are unread, because unread replies take memory.
+        """
+        self._unread = {who: unread for who, unread in self._unread.items() if not unread[0].done}
+        total = sum(size for _, size in self._unread.values())
+        for identity, first in [*self._requests.items()]:
+            if identity in self._unread:
+                continue
+            batches = [batch for batch in self._batches if batch[0] >= first]
+            size = sum(len(payload) for _, payload in batches)
+            if total and total + size > MOST_UNREAD:
+                return
+            total += size
+            del self._requests[identity]
+            for number, payload in batches:
                 self._replayer.send_multipart([identity, b"", TOPIC, number, payload])
-        self._replayer.send_multipart([identity, b"", b"", END, b""])
+            last = self._replayer.send_multipart([identity, b"", b"", END, b""], copy=False, track=True)
+            self._unread[identity] = last, size
 
 
 def _library(module: str, package: str) -> Any:

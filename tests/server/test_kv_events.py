@@ -17,6 +17,7 @@ import redis
 import zmq
 from event_readers import Subscriber, hashes, subscribed
 from servers import RunningServer, free_port, start_server
+from waiting import until
 
 from kvpage_server import app, kv_events
 from kvpage_server.kv_events import KVEvents, KVEventsError, events_of_store
@@ -295,6 +296,41 @@ def test_other_requests_for_batches_are_ignored() -> None:
             socket.send_multipart(request)
         assert [socket.recv_multipart()[2] for _ in range(2)] == [bytes(8), kv_events.END]
         assert not socket.poll(100)
+
+
+def test_unread_replies_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A subscriber that does not read its replies delays those of others, and takes no more memory."""
+    monkeypatch.setattr(kv_events, "MOST_UNREAD", 32 << 20)
+    request = [b"", bytes(8)]
+    with publisher() as (events, *ports), zmq.Context() as context, subscribed(*ports) as subscriber:
+        for number in range(20):
+            events.put((True, b"x" * (1 << 20), number))
+        replayed(subscriber, b"x" * (1 << 20) + b":19")
+        strangers = [context.socket(zmq.DEALER) for _ in range(2)]
+        for socket in strangers:
+            for option, value in ((zmq.RCVHWM, 1), (zmq.RCVBUF, 1 << 16), (zmq.LINGER, 0), (zmq.RCVTIMEO, 60_000)):
+                socket.setsockopt(option, value)
+            socket.connect(f"tcp://127.0.0.1:{ports[1]}")
+        for socket in strangers:
+            socket.send_multipart(request)
+            until(lambda: len(events._unread) > 0)
+        assert not strangers[1].poll(300)
+        assert len(events._unread) == 1
+        while strangers[0].recv_multipart()[2] != kv_events.END:
+            pass
+        assert strangers[1].recv_multipart()[2] == bytes(8)
+        for socket in strangers:
+            socket.close()
+
+
+def test_a_long_request_for_batches_is_not_received(caplog: pytest.LogCaptureFixture) -> None:
+    with publisher() as (_, *ports), zmq.Context() as context, subscribed(*ports) as subscriber:
+        with context.socket(zmq.DEALER) as socket:
+            socket.connect(f"tcp://127.0.0.1:{ports[1]}")
+            socket.send_multipart([b"", bytes(8), bytes(10 << 20)])
+            assert list(subscriber.replay(0))
+        assert list(subscriber.replay(0))
+    assert not caplog.records
 
 
 def test_the_first_reply_is_enough_for_a_req_socket() -> None:
