@@ -362,13 +362,13 @@ class PageTier:
         return [[*(key for place in places for key in self._layout.keys(place)), *finding] for places in blocks]
 
     def keep_anew(self, context: AgentBlocks, on_renewed: Callable[[KeptContext], object]) -> None:
-        """Start to begin the lifetimes anew that the first blocks of a context have on the server. If they have one,
-        call `on_renewed` with the part that is kept, on the loop's thread.
+        """Start to begin the lifetimes anew that the first blocks of a context have on the server. If it answers, call
+        `on_renewed` with the part that is kept, on the loop's thread.
         """
 
         async def renew(_: ServerConnection) -> None:
             kept = await self._attempt(self._renew(context), self.unasked)
-            if kept and kept.tokens:
+            if kept:
                 on_renewed(kept)
 
         self.do_in_background(renew)

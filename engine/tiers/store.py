@@ -14,7 +14,9 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -85,6 +87,9 @@ class CacheConfig:
 
 log = logging.getLogger(__name__)
 
+RENEWAL_PART = 1 / 20  # of a lifetime: hits in memory renew it on the page server once in this time
+SHORTEST_LIFETIME = 300  # seconds, that a client can request
+MOST_RENEWALS = 4096  # of which the time is known
 WORTH_SECONDS = 0.1  # a context without a name is written at once if computing it takes longer, else at its second use
 
 
@@ -154,6 +159,8 @@ class AgentCacheStore:
         self.claims = Claims(spec, pages, self._loop)
         self._sources = LoadSources(spec, pool, pages, cold, self._loop, self._tally, self._make_room_for)
         self._loadings: weakref.WeakSet[Loading] = weakref.WeakSet()  # to cancel at `close`
+        # the time.monotonic() of the next renewal of lifetimes on the page server: see `_put_off_renewal`
+        self._renewals: OrderedDict[str | tuple[str, int], float] = OrderedDict()
         self._versions: weakref.WeakValueDictionary[str, _ContextVersion] = weakref.WeakValueDictionary()  # by agent
 
     def load(self, agent_id: str, tokens: Sequence[int] | None = None) -> Loaded | None:
@@ -756,7 +763,7 @@ class AgentCacheStore:
             adopted = self._tree.adopt(blocks)
             self._tree.mark_stored(adopted)
             if loaded.tier == "page":
-                self._renew_on_server(adopted, loaded.reach, lifetimes)
+                self._renew_on_server(adopted, loaded.reach, lifetimes, loaded=True)
             entry = self._hot.look(blocks.agent_id)
             if version and not is_shared and not (entry and entry.unwritten_tiers):
                 whole = tokens is None and (loaded.tier == "cold" or loaded.why is None)
@@ -765,18 +772,40 @@ class AgentCacheStore:
             else:
                 self._pool.free(adopted.block_ids, blocks.agent_id)
 
-    def _renew_on_server(self, context: AgentBlocks, reach: int, lifetimes: Lifetimes) -> None:
+    def _renew_on_server(self, context: AgentBlocks, reach: int, lifetimes: Lifetimes, *, loaded: bool = False) -> None:
         """Start to begin the lifetimes anew that a context has on the page server, also from other engines. The tree
         keeps it, too, for the tenant of `lifetimes`. `reach` is the number of its tokens that the prompt has reused.
+
+        Unless the context was `loaded` from the server now, this is done once in a RENEWAL_PART of the lifetime, and of
+        the shortest lifetime if there is none.
         """
+        if not self._pages:
+            return
+        names = self._tree.names(context.agent_id, context.tokens)
+        first, hit, now = names[0], (names[-1], reach), time.monotonic()
+        if not loaded and max(self._renewals.get(first, 0.0), self._renewals.get(hit, 0.0)) > now:
+            return
+        self._put_off_renewal(hit, SHORTEST_LIFETIME)
 
         def keep(kept: KeptContext) -> None:
-            pair = min(kept.tokens, reach), round((kept.until - unix_ms()) / 1000)
+            seconds = (kept.until - unix_ms()) / 1000
             with self._lock:
-                self._tree.keep(context, lifetimes.of_context([pair]))
+                if kept.tokens:
+                    self._tree.keep(context, lifetimes.of_context([(min(kept.tokens, reach), round(seconds))]))
+                    self._put_off_renewal(hit, seconds)
+                else:
+                    self._put_off_renewal(first, SHORTEST_LIFETIME)
 
-        if self._pages:
-            self._pages.keep_anew(context, keep)
+        self._pages.keep_anew(context, keep)
+
+    def _put_off_renewal(self, of: str | tuple[str, int], seconds: float) -> None:
+        """Renew the lifetimes of contexts with this first block, or of a context with this last block and this number
+        of reused tokens, after a part of these `seconds`.
+        """
+        self._renewals[of] = time.monotonic() + seconds * RENEWAL_PART
+        self._renewals.move_to_end(of)
+        if len(self._renewals) > MOST_RENEWALS:
+            self._renewals.popitem(last=False)
 
     def _replace(self, context: AgentBlocks, lifetimes: Lifetimes | None = None) -> None:
         """Replace the agent's last context, mark the new one as dirty, and take over its references."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 
+import contexts
 import pytest
 import redis
 from engine_families import family
@@ -13,7 +15,7 @@ from proxy import start_proxy
 from servers import RunningServer
 from stored_pages import small_store
 from test_engine_pages import SPEC, TOKENS, context, page_keys
-from waiting import PATIENCE
+from waiting import PATIENCE, eventually, until
 
 from engine.chains import unnamed_agent
 from engine.memory import kvcache
@@ -21,6 +23,7 @@ from engine.memory.blocks import AgentBlocks, block_names
 from engine.memory.lifetimes import KeptContext, Lifetimes
 from engine.pool import BlockPool
 from engine.tiers.pages import PageTier
+from engine.tiers.store import AgentCacheStore
 from kvpage_server.page import unix_ms
 
 MB = 1 << 20
@@ -106,6 +109,46 @@ def test_a_renewal_takes_few_requests(server: RunningServer, client: redis.Redis
         assert kept.tokens == 165
         assert proxy.questions - before <= 3
         tier.close()
+
+
+def test_hits_in_memory_renew_once_in_a_part_of_a_lifetime(
+    server: RunningServer, client: redis.Redis, pool: BlockPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As often as the shortest lifetime, the server is asked about a context without one."""
+    pages = PageTier(server.url, contexts.SPEC, pool)
+    store = AgentCacheStore(contexts.SPEC, pool, pages=pages)
+    begun, ended, keep_anew, agent_id = list[AgentBlocks](), list[int](), pages.keep_anew, unnamed_agent("")
+
+    def counted(context: AgentBlocks, on_renewed: Callable[[KeptContext], object]) -> None:
+        begun.append(context)
+        keep_anew(context, lambda kept: (on_renewed(kept), ended.append(kept.tokens)))
+
+    def publish(tokens: Sequence[int], seconds: int = 0) -> None:
+        made = contexts.made(pool, agent_id, tokens)
+        store.publish(made, lifetimes=Lifetimes([(len(tokens), seconds)] if seconds else []))
+        pool.free(made.block_ids, agent_id)
+        store.flush_dirty()
+
+    def renewals(tokens: Sequence[int]) -> list[int]:
+        """The tokens of each renewal by ten hits."""
+        begun.clear()
+        ended.clear()
+        for _ in range(10):
+            found = store.begin_load(agent_id, [*tokens, 95], named=False).result()
+            assert found.blocks
+            pool.free(found.blocks.block_ids, agent_id)
+        assert eventually(lambda: len(ended) == len(begun))
+        return list(ended)
+
+    monkeypatch.setattr(pages, "keep_anew", counted)
+    for seconds, renewed in ((300, 20), (0, 0), (20, 20)):
+        tokens = contexts.some_tokens(seconds, 20)
+        publish(tokens, seconds)
+        assert renewals(tokens) == [renewed]
+    again = time.monotonic() + 1
+    until(lambda: time.monotonic() > again, "a part of the lifetime")
+    assert renewals(tokens) == [20]
+    store.close()
 
 
 @pytest.mark.parametrize("other", [TOKENS[:600], (*TOKENS[:600], 1, 2, 3), TOKENS[:512]])
