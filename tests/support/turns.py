@@ -57,6 +57,13 @@ class Turns:
             self._converse(sock, command)
         return self.on_loop(lambda: Cost(self.loop.longest, self.loop.total, self.loop.turns))
 
+    def takes_short_turns(self, before: bytes, command: bytes, limit: float, tries: int = 5) -> bool:
+        """Return whether each turn of a command takes less than `limit` seconds of the processor in one of some tries.
+
+        A long turn is long each time, unless this machine did something else.
+        """
+        return any(self.cost(before, command).longest < limit for _ in range(tries))
+
     def join(self, stack: ExitStack, data: bytes) -> None:
         """Another connection that has said something, for as long as the stack is open."""
         sock = stack.enter_context(socket.create_connection(("127.0.0.1", self.server.port), timeout=60))
