@@ -175,7 +175,12 @@ class Protection:
         """Raise OverLimit if a new extent of `size` bytes lets its block, if protected, grow above the limit."""
         block = self._contents.index.block(req_id, page)
         if block is not None and block in self._contents.leases:
-            had = block.footprint if block.extent is None else block.extent.slot.size
+            if block.extent is not None:
+                had = block.extent.slot.size
+            elif self._contents.any_on_disk:  # a page on disk only has no footprint
+                had = sum(self._contents.catalogue.entries[key].size for key in block.page_keys())
+            else:
+                had = block.footprint
             self._admit_growth({block: size - had})
 
     def _admit_growth(self, growth: Mapping[Block, int]) -> None:

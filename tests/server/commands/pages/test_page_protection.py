@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -344,6 +345,28 @@ def test_a_replaced_page_is_no_growth_of_its_block(stored_whole: bool) -> None:
         client.execute_command("KVPAGEMSET", 2, *2 * ["r", 0, 0, 0, *page])
         client.execute_command("KVPAGESET", "r", 1, 0, 0, *page)
         assert client.strlen("kv:r:1:0:0:0") > 10_000
+
+
+@pytest.mark.parametrize("stored_whole", [True, False])
+def test_a_replaced_block_on_disk_is_no_growth(stored_whole: bool, tmp_path: Path) -> None:
+    """Half of the memory, which protected values may take, has room for one block of 30 KB, and "r" is on disk."""
+    options = ("--store", "tiered", "--maxdisk", "64mb", "--maxmemory", "80kb")
+    shape = [0, 3, 1, 1, 0, 1, 0, 8, 10_000]
+    with start_server(*options, directory=tmp_path) as server, server.client() as client:
+        if stored_whole:
+            client.execute_command("KVBLOCKSET", "r", *shape, b"x" * 30_000)
+        else:
+            for layer in range(3):
+                client.execute_command("KVPAGESET", "r", layer, 0, 0, 0, 8, 1, 10_000, 0, b"y" * 10_000)
+        client.save()
+    with start_server(*options, directory=tmp_path) as server, server.client() as client:
+        assert client.execute_command("KVPAGEPIN", "r") == 1
+        client.execute_command("KVBLOCKSET", "other", *shape, b"x" * 30_000)
+        assert client.execute_command("KVPAGEPIN", "other") == 1
+        client.execute_command("KVBLOCKSET", "r", *shape, b"z" * 30_000)
+        assert client.execute_command("KVBLOCKGET", "r", 0) == b"z" * 30_000
+        with pytest.raises(redis.OutOfMemoryError, match="leased, pinned and kept values take more than"):
+            client.execute_command("KVBLOCKSET", "r", 0, 9, *shape[2:], b"z" * 90_000)
 
 
 def test_a_new_page_that_is_named_twice_counts_once() -> None:
