@@ -137,6 +137,7 @@ class Job:
     error: Exception | None = None  # raised by the checks in `submit`; the next step passes it to `on_error`
     loading: Loading | None = None
     loaded: Loaded | None = None  # its blocks are held under the agent's id until it runs
+    restored: tuple[Tier, int] = ("none", 0)  # tier and tokens of its loads; a repeated load finds them in memory
     restore_seconds: float = 0.0
     claim: Claim | None = None
     reach: int = 0  # tokens of the prompt that were loaded when the claim was made
@@ -169,7 +170,7 @@ class Job:
             stage=self.stage,
             prompt=len(self.tokens),
             reused=loaded.reach if loaded else 0,
-            tier=loaded.tier if loaded and loaded.reach else "none",
+            tier=self.restored[0] if loaded and loaded.reach else "none",
             generated=self.generated,
             seconds=time.perf_counter() - self.submitted,
         )
@@ -177,7 +178,7 @@ class Job:
     def answer(self, done: CompletedGeneration) -> Answer:
         """Return the answer for `on_done`, with the reuse of the job's loads."""
         loaded = self.loaded
-        tier: Tier = loaded.tier if loaded else "prefix" if self.leader else "none"
+        tier: Tier = self.restored[0] if loaded else "prefix" if self.leader else "none"
         reuse = Reuse(
             tier=tier if done.tokens_reused else "none",
             tokens=done.tokens_reused,
@@ -408,6 +409,8 @@ class AgentEngine:
                 self._fail(job, error)
                 continue
             job.restore_seconds += job.loaded.seconds
+            if job.loaded.reach != job.restored[1]:
+                job.restored = job.loaded.tier, job.loaded.reach
             if job.loaded.why == "pool" and not job.loaded.blocks and self._batch.running:
                 job.not_before = self._ended + 1
                 job.stage = Stage.SUBMITTED

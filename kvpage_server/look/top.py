@@ -139,7 +139,7 @@ class _View:
 class MemoryByAgent:
     """A cached reading of the memory by agent.
 
-    It is read again after HOLDINGS_SECONDS, or after the duration of the last reading divided by HOLDINGS_SHARE if that
+    It is read again after HOLDINGS_SECONDS, or after the CPU seconds of the last reading divided by HOLDINGS_SHARE if that
     is longer, so that reading takes at most this share of the time.
     """
 
@@ -150,11 +150,11 @@ class MemoryByAgent:
 
     def now(self) -> Holdings:
         """Return the memory by agent; read it from the store if the cached reading is too old."""
-        began = time.monotonic()
+        began, used = time.monotonic(), time.thread_time()
         if began >= self._until:
             self._holdings = ask(self._store, self._look())
-            took = time.monotonic() - began
-            self._until = began + max(HOLDINGS_SECONDS, took / HOLDINGS_SHARE)
+            used = time.thread_time() - used
+            self._until = began + max(HOLDINGS_SECONDS, used / HOLDINGS_SHARE)
         return self._holdings
 
 

@@ -180,17 +180,17 @@ class Observer:
     async def holdings(self) -> Holdings:
         """Return the memory by agent.
 
-        The result is at most HOLDINGS_SECONDS old, or as old as the last read took divided by HOLDINGS_SHARE, if that
-        is longer. It is read again early if more than half of the keys were removed.
+        The result is at most HOLDINGS_SECONDS old, or as old as the CPU seconds of the last read divided by
+        HOLDINGS_SHARE, if that is longer. It is read again early if more than half of the keys were removed.
         """
         last = self._holdings
         async with last.lock:
             now = await self.overview()
             if last.value is None or time.monotonic() >= last.until:
-                began, self._keys = time.monotonic(), now.contents.keys
+                began, used, self._keys = time.monotonic(), time.thread_time(), now.contents.keys
                 last.value = await self.read(holdings_of_store(known=self._known))
-                took = time.monotonic() - began
-                last.until = began + max(HOLDINGS_SECONDS, took / HOLDINGS_SHARE)
+                used = time.thread_time() - used  # not elapsed time, which is long on a busy machine
+                last.until = began + max(HOLDINGS_SECONDS, used / HOLDINGS_SHARE)
             return last.value
 
     async def agent(self, agent_id: str) -> list[tuple[Agent, list[BlockPlace]]]:
