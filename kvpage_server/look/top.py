@@ -139,8 +139,8 @@ class _View:
 class MemoryByAgent:
     """A cached reading of the memory by agent.
 
-    It is read again after HOLDINGS_SECONDS, or after the CPU seconds of the last reading divided by HOLDINGS_SHARE if that
-    is longer, so that reading takes at most this share of the time.
+    It is read again after HOLDINGS_SECONDS, or after the CPU seconds of the last reading divided by HOLDINGS_SHARE if
+    that is longer, so that reading takes at most this share of the time.
     """
 
     def __init__(self, store: QueriedStore, look: Callable[[], Reading[Holdings]]) -> None:
