@@ -233,7 +233,7 @@ def _open_store(config: Config) -> Keyspace:
         return Keyspace(maxmemory=config.maxmemory, policy=config.maxmemory_policy)
     began = time.monotonic()
     maxdisk = _within_file_size(config.maxdisk if isinstance(config.maxdisk, int) else default_maxdisk(Path()))
-    disk = Disk(Path(), maxdisk=maxdisk, flushes=config.appendfsync != "no")
+    disk = Disk(Path(), maxdisk=maxdisk, flushes=config.appendfsync != "no", codes=config.page_code == "disk")
     keyspace = Keyspace(maxmemory=config.maxmemory, policy=config.maxmemory_policy, disk=disk, maxdisk=maxdisk)
     tier = keyspace.tier
     assert tier is not None

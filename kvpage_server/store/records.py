@@ -14,6 +14,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import Buffer
 
 from kvpage_server.page import FIELD_AT, HEADER_SIZE, MAX_REQ_ID, checksum, header_fields
@@ -26,18 +27,21 @@ from kvpage_server.page import FIELD_AT, HEADER_SIZE, MAX_REQ_ID, checksum, head
 # up to 511 bytes. So a name of more than 500 bytes is stored under its hash, and the record contains the name.
 #
 #     [8: XXH3-64 of all that follows and of the database key][head][meta][name, if longer than 500 bytes]
-#     [body, if at most 1 KiB]
+#     [body, if at most 1 KiB and not coded; 8: bytes of the code, if the body is coded]
 #
 # All numbers are little-endian. `meta` is a page's 64-byte header, a block's shape, or empty. A longer body is cut into
-# pieces with consecutive numbers, each a value of its own in LMDB.
+# pieces with consecutive numbers, each a value of its own in LMDB. The pieces of a coded body have its code, see
+# docs/page-code.md.
 
 INLINE = 1024  # bytes of the longest body that is stored within its record
 PIECE = 64 * 4096 - 16  # bytes of a piece; with LMDB's 16 bytes it fills 64 consecutive pages of the file
 SHORT_PIECE = 4096 - 16  # bytes of a piece if the file has no 64 consecutive free pages
+SHARED = 2022  # bytes of the longest piece that shares a page of the file with others
 _SHORT = 1 << 63  # flag in the number of the first piece: the pieces are short
 _LONGEST_KEY = 500  # bytes of a name that is its own database key
 _DIGEST = struct.Struct("<Q")
 _HEAD = struct.Struct("<HIQQQQQ")  # sizes of meta and name; expires, used, size, digest, first
+_CODED = struct.Struct("<Q")
 
 
 class Damaged(Exception):
@@ -68,19 +72,25 @@ class Body(NamedTuple):
     """The place of a body: `inline` in its record, or in consecutive pieces from number `first` on.
 
     `size` is in bytes, `digest` is the body's XXH3-64. `first` has a flag for short pieces, see `first_of`; it is 0 for
-    a body without pieces.
+    a body without pieces. `coded` has the bytes of the body's code, 0 if it is not coded.
     """
 
     size: int
     digest: int
     first: int
     inline: bytes = b""
+    coded: int = 0
+
+    @property
+    def stored(self) -> int:
+        """Bytes that are stored: of the code, or of the body if it is not coded."""
+        return self.coded or self.size
 
     @property
     def pieces(self) -> range:
         """The numbers of the body's pieces, which are consecutive; empty without pieces."""
         number = self.first & ~_SHORT
-        return range(number, number - (-self.size // self.piece)) if self.first else range(0)
+        return range(number, number - (-self.stored // self.piece)) if self.first else range(0)
 
     @property
     def piece(self) -> int:
@@ -104,10 +114,10 @@ class Record:
     body: Body
 
     def __bytes__(self) -> bytes:
-        stored_under, (size, digest, first, inline) = database_key(self.name), self.body
+        stored_under, (size, digest, first, inline, coded) = database_key(self.name), self.body
         name = b"" if stored_under == self.name else self.name
         head = _HEAD.pack(len(self.meta), len(name), self.expires, self.used, size, digest, first)
-        rest = b"".join((head, self.meta, name, inline))
+        rest = b"".join((head, self.meta, name, _CODED.pack(coded) if coded else inline))
         return _DIGEST.pack(checksum(rest + stored_under)) + rest
 
     @classmethod
@@ -124,11 +134,14 @@ class Record:
         after_meta = start + meta_size
         after_name = after_meta + name_size
         name = raw[after_meta:after_name] if name_size else stored_under
-        return cls(name, raw[start:after_meta], expires, used, Body(size, digest, first, raw[after_name:]))
+        inline, coded = raw[after_name:], 0
+        if first and inline:
+            inline, (coded,) = b"", _CODED.unpack(inline)
+        return cls(name, raw[start:after_meta], expires, used, Body(size, digest, first, inline, coded))
 
 
 def footprint(name: bytes, size: int) -> int:
-    """Return the approximate bytes on disk of a string or an extent with a body of `size` bytes."""
+    """Return the approximate bytes on disk of a string or an extent whose body has `size` bytes, coded or not."""
     return room_for(64 + len(name), size)
 
 
@@ -156,6 +169,8 @@ def room_for(described: int, size: int) -> int:
 #     [8: XXH3-64 of all that follows and of the database key][8: the soonest expiry of a row][rows]
 #     row: [64: the page's header][expires: 8][used: 8][XXH3-64 of the body: 8][first piece: 8, 0 for an empty body]
 #
+# The reserved field of the header, which is 0 outside of a sheet, has the bytes of a coded body's code.
+#
 # All numbers are little-endian. Times are in unix milliseconds, 0 for never.
 
 _LAYERS, _HEADS = 16, 64  # layers and heads in one sheet: they limit the rows that are rewritten when a page changes
@@ -163,13 +178,19 @@ _NAME = re.compile(rb"kkv:([^:]{1,256}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,4}):(0|[1-
 _START = struct.Struct("<QQ")  # digest, soonest
 _SHEET_DIGEST = 8
 _TIMES = struct.Struct("<QQQQ")  # a row after its header: expires, used, digest, first
-_ROW = struct.Struct(header_fields("kv_type", "layer", "head", "body_size").format + _TIMES.format[1:])
+_ROW = struct.Struct(header_fields("kv_type", "layer", "head", "body_size", "reserved").format + _TIMES.format[1:])
 ROW = _ROW.size  # bytes
 _SHEET_OVERHEAD = 64  # bytes that a sheet with one row takes in addition to the row, its piece and the request id
 _KV_TYPE, _PAGE, _SIZE, _USED = FIELD_AT["kv_type"], FIELD_AT["page"], FIELD_AT["body_size"], HEADER_SIZE + 8
+_CODED_AT = FIELD_AT["reserved"]
 _PLACE = struct.Struct("<II")  # layer and head; in a header, the page id follows
 _COLUMNS = np.dtype(
-    {"names": ["size", "expires"], "formats": ["<u4", "<u8"], "offsets": [_SIZE, HEADER_SIZE], "itemsize": ROW}
+    {
+        "names": ["size", "coded", "expires"],
+        "formats": ["<u4", "<u4", "<u8"],
+        "offsets": [_SIZE, _CODED_AT, HEADER_SIZE],
+        "itemsize": ROW,
+    }
 )
 
 Spot = tuple[int, int, int]  # kv_type, layer, head
@@ -202,7 +223,7 @@ def block_of(key: bytes) -> tuple[bytes, bytes, int]:
 def pack(key: bytes, rows: Mapping[Spot, bytes]) -> bytes:
     """Return the bytes of a sheet with these rows. `key` is its database key."""
     body = b"".join(rows.values())
-    expiries = np.frombuffer(body, _COLUMNS)["expires"]
+    expiries = _columns(body)["expires"]
     expiring = expiries[expiries > 0]
     rest = (int(expiring.min()) if len(expiring) else 0).to_bytes(8, "little") + body
     return checksum(rest + key).to_bytes(8, "little") + rest
@@ -230,8 +251,8 @@ def bodies(key: bytes, rows: bytes) -> dict[bytes, Body]:
     _, req_id, page = block_of(key)
     before, between = name_of_key(b"kv:%b:" % req_id), b":%d:" % page
     return {
-        b"%b%d:%d%b%d" % (before, layer, head, between, kv_type): Body(size, digest, first)
-        for kv_type, layer, head, size, _, _, digest, first in _ROW.iter_unpack(rows)
+        b"%b%d:%d%b%d" % (before, layer, head, between, kv_type): Body(size, digest, first, b"", coded)
+        for kv_type, layer, head, size, coded, _, _, digest, first in _ROW.iter_unpack(rows)
     }
 
 
@@ -247,33 +268,42 @@ def body_of(rows: bytes, spot: Spot) -> Body | None:
     while found >= 0:
         start = found - _PAGE + _PLACE.size
         if start % ROW == 0 and rows[start + _KV_TYPE] == kv_type:
-            _, _, _, size, _, _, digest, first = _ROW.unpack_from(rows, start)
-            return Body(size, digest, first)
+            _, _, _, size, coded, _, _, digest, first = _ROW.unpack_from(rows, start)
+            return Body(size, digest, first, b"", coded)
         found = rows.find(pattern, found + 1)
     return None
 
 
 def row_of(record: Record) -> bytes:
     """Return the record of a page as a row of a sheet. The record's `meta` is the page's header."""
-    return record.meta + _TIMES.pack(record.expires, record.used, record.body.digest, record.body.first)
+    body = record.body
+    header = _with_coded(record.meta, body.coded) if body.coded else record.meta
+    return header + _TIMES.pack(record.expires, record.used, body.digest, body.first)
 
 
 def record_of(name: bytes, row: bytes) -> Record:
     """Return the contents of a page's row as a record with this name."""
-    _, _, _, size, expires, used, digest, first = _ROW.unpack(row)
-    return Record(name, row[:HEADER_SIZE], expires, used, Body(size, digest, first))
+    _, _, _, size, coded, expires, used, digest, first = _ROW.unpack(row)
+    header = _with_coded(row[:HEADER_SIZE], 0) if coded else row[:HEADER_SIZE]
+    return Record(name, header, expires, used, Body(size, digest, first, b"", coded))
+
+
+def _with_coded(header: bytes, coded: int) -> bytes:
+    """Return a page's header with this number in its reserved field, which is 0 outside of a sheet."""
+    return header[:_CODED_AT] + coded.to_bytes(4, "little") + header[_CODED_AT + 4 :]
 
 
 def pages(req_id: bytes, page: int, rows: bytes) -> Iterator[tuple[bytes, Spot, int, int]]:
     """Yield each page's key, spot, expiry and last use, both in unix milliseconds, in the order of the rows."""
     before, between = b"kv:%b:" % req_id, b":%d:" % page
-    for kv_type, layer, head, _, expires, used, _, _ in _ROW.iter_unpack(rows):
+    for kv_type, layer, head, _, _, expires, used, _, _ in _ROW.iter_unpack(rows):
         yield b"%b%d:%d%b%d" % (before, layer, head, between, kv_type), (kv_type, layer, head), expires, used
 
 
 def headers(rows: bytes) -> Iterator[bytes]:
     """Yield the 64-byte header of each page."""
-    return (rows[start : start + HEADER_SIZE] for start in range(0, len(rows), ROW))
+    found = (rows[start : start + HEADER_SIZE] for start in range(0, len(rows), ROW))
+    return (_with_coded(header, 0) for header in found) if _columns(rows)["coded"].any() else found
 
 
 def size_of(header: bytes) -> int:
@@ -290,13 +320,13 @@ def records(key: bytes, rows: bytes) -> Iterator[Record]:
 
 def expires_of(rows: bytes, spot: Spot) -> int:
     """Return the expiry of a page; 0 if it has none, or no row. O(rows)."""
-    found = (row[4] for row in _ROW.iter_unpack(rows) if row[:3] == spot)
+    found = (row[5] for row in _ROW.iter_unpack(rows) if row[:3] == spot)
     return next(found, 0)
 
 
 def expiring(rows: bytes) -> tuple[int, bytes]:
     """Return the number of pages that have an expiry, which is not 0, and the row of the page that expires first."""
-    expires = np.frombuffer(rows, _COLUMNS)["expires"]
+    expires = _columns(rows)["expires"]
     some = np.flatnonzero(expires)
     first = int(some[expires[some].argmin()])
     return len(some), rows[first * ROW : (first + 1) * ROW]
@@ -309,7 +339,8 @@ def used(rows: bytes) -> int:
 
 @lru_cache(maxsize=1024)  # the pages of a model have few sizes
 def footprint_of(id_size: int, size: int) -> int:
-    """Return the approximate bytes on disk of a page with a body of `size` bytes and a request id of `id_size` bytes.
+    """Return the approximate bytes on disk of a page whose body has `size` bytes, coded or not, and a request id of
+    `id_size` bytes.
 
     The page may be the only one of its sheet, so the parts of a sheet that its rows share are included.
     """
@@ -323,5 +354,20 @@ PAGE_BOUND = 3 * (ROW + _SHEET_OVERHEAD + MAX_REQ_ID) + 2 * INLINE + 8192
 
 def sheet_footprint(id_size: int, rows: bytes) -> int:
     """Return the sum of `footprint_of` for the pages of some rows."""
-    sizes, counts = np.unique(np.frombuffer(rows, _COLUMNS)["size"], return_counts=True)
+    sizes, counts = np.unique(_stored(rows), return_counts=True)
     return sum(footprint_of(id_size, int(size)) * int(count) for size, count in zip(sizes, counts, strict=True))
+
+
+def stored_sizes(rows: bytes) -> list[int]:
+    """Return the bytes that are stored of each page's body: of its code, or of the body if it is not coded."""
+    sizes: list[int] = _stored(rows).tolist()
+    return sizes
+
+
+def _stored(rows: bytes) -> NDArray[np.uint32]:
+    columns = _columns(rows)
+    return np.where(columns["coded"] > 0, columns["coded"], columns["size"])
+
+
+def _columns(rows: bytes) -> NDArray[np.void]:
+    return np.frombuffer(rows, _COLUMNS)

@@ -32,7 +32,7 @@ MAY_KNOW = {
     "core": "page",
     "lossless": "core page",
     "resp": "core",
-    "store": "core glob page system",
+    "store": "core glob lossless page system",
     "configuration": "bounded core glob store system",
     "tracing": "",
     "commands": "bounded configuration core glob page resp store system",

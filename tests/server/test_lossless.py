@@ -10,8 +10,8 @@ import xxhash
 from cores import CORES
 from hypothesis import given, strategies
 
-from kvpage_server.lossless import decode_lossless, encode_lossless
-from kvpage_server.page import DType, PageError
+from kvpage_server.lossless import decode_body, decode_lossless, encode_block_body, encode_lossless, encode_page_body
+from kvpage_server.page import BlockShape, DType, PageError, Plane
 
 WORDS = {DType.BFLOAT16: np.uint16, DType.FLOAT16: np.uint16, DType.FLOAT32: np.uint32}
 CODES = {1: DType.BFLOAT16, 2: DType.FLOAT16, 3: DType.FLOAT32}
@@ -179,3 +179,112 @@ def test_wrong_fields_with_a_right_checksum_are_refused(offset: int, value: byte
     assert coded is not None
     with pytest.raises(PageError, match=match):
         decode_lossless(hashed(coded[:offset] + value + coded[offset + len(value) :]))
+
+
+# -- bodies of pages and blocks ----------------------------------------------------------------------------------------
+
+
+def block_of(shape: BlockShape, seed: int) -> bytes:
+    """Return the body of a block: values of a cache, or random bytes if the dtype has no code."""
+    parts = []
+    for number in range(shape.layers):
+        for plane in shape.planes:
+            for head in range(shape.heads):
+                one = seed + 1000 * number + 10 * head + plane.kv_type
+                if plane.dtype in WORDS:
+                    parts.append(like_a_cache(shape.page_size, plane.head_dim, plane.dtype, one).tobytes())
+                else:
+                    parts.append(random.Random(one).randbytes(shape.page_nbytes(plane)))
+    return b"".join(parts)
+
+
+def decoded(coded: bytes | memoryview, size: int) -> bytes:
+    into = bytearray(size)
+    decode_body(coded, memoryview(into))
+    return bytes(into)
+
+
+KINDS = strategies.tuples(
+    strategies.sampled_from([*WORDS, DType.BFLOAT16, DType.BFLOAT16, DType.UINT32, DType.UINT8]),
+    strategies.sampled_from([2, 8, 64, 80]),
+)
+
+
+@given(
+    strategies.integers(1, 4),
+    strategies.integers(1, 5),
+    strategies.sampled_from([1, 7, 16, 33, 128]),
+    strategies.lists(KINDS, min_size=1, max_size=4),
+    strategies.integers(0, 2**20),
+)
+def test_blocks_of_any_shape_are_exact(
+    layers: int, heads: int, page_size: int, kinds: list[tuple[DType, int]], seed: int
+) -> None:
+    planes = tuple(Plane(number, dtype, dim) for number, (dtype, dim) in enumerate(kinds))
+    shape = BlockShape(layers, heads, page_size, planes)
+    body = block_of(shape, seed)
+    coded = encode_block_body(body, shape)
+    if coded is not None:
+        assert len(coded) <= 0.9 * len(body) + 1
+        assert decoded(coded, len(body)) == body
+    elif all(dtype is DType.BFLOAT16 and dim == 64 for dtype, dim in kinds):
+        assert page_size < 16
+
+
+def test_large_blocks_are_coded_in_several_parts() -> None:
+    shape = BlockShape(6, 5, 512, (Plane(0, DType.BFLOAT16, 128), Plane(1, DType.BFLOAT16, 128)))
+    body = block_of(shape, 1)
+    coded = encode_block_body(body, shape)
+    assert coded is not None
+    assert len(body) > 7 << 20
+    assert len(body) / len(coded) > 1.4
+    assert decoded(coded, len(body)) == body
+
+
+def test_a_page_of_another_length_than_its_shape_stays() -> None:
+    body = like_a_cache(128, 64, DType.BFLOAT16).tobytes()
+    assert encode_page_body(body, DType.BFLOAT16, 128, 64) is not None
+    for dtype, rows, channels in (
+        (DType.BFLOAT16, 127, 64),
+        (DType.FLOAT32, 128, 64),
+        (DType.UINT8, 128, 128),
+        (DType.BFLOAT16, 64 * 64, 2),
+    ):
+        assert encode_page_body(body, dtype, rows, channels) is None
+    assert encode_page_body(b"", DType.BFLOAT16, 1, 0) is None
+
+
+def test_a_code_is_not_decoded_into_memory_of_another_size() -> None:
+    coded = encode_page_body(like_a_cache(128, 64, DType.BFLOAT16).tobytes(), DType.BFLOAT16, 128, 64)
+    assert coded is not None
+    for size in (0, 16383, 16385):
+        with pytest.raises(PageError, match=f"16384 bytes, not of {size}"):
+            decoded(coded, size)
+
+
+@given(strategies.integers(0, 2**32 - 1), strategies.data())
+def test_wrong_parts_with_a_right_checksum_are_refused(value: int, data: strategies.DataObject) -> None:
+    """Each number of a part's description is replaced. Nothing outside of the memory is read or written."""
+    shape = BlockShape(1, 2, 16, (Plane(0, DType.BFLOAT16, 64), Plane(1, DType.FLOAT32, 64)))
+    body = block_of(shape, 1)
+    coded = encode_block_body(body, shape)
+    assert coded is not None
+    changed = bytearray(coded)
+    at = data.draw(strategies.sampled_from([16, 17, 20, 24, 28, 32]))
+    width = data.draw(strategies.sampled_from([1, 4]))
+    changed[at : at + width] = (value & (1 << 8 * width) - 1).to_bytes(width, "little")
+    if changed != coded:
+        with pytest.raises(PageError):
+            decoded(hashed(bytes(changed)), len(body))
+
+
+@pytest.mark.parametrize("size", [17, 30, 36, 100])
+def test_a_block_that_ends_early_is_refused(size: int) -> None:
+    shape = BlockShape(1, 2, 16, (Plane(0, DType.BFLOAT16, 64),))
+    body = block_of(shape, 1)
+    coded = encode_block_body(body, shape)
+    assert coded is not None
+    with pytest.raises(PageError, match="checksum"):
+        decoded(coded[:size], len(body))
+    with pytest.raises(PageError):
+        decoded(hashed(bytes(coded[:size])), len(body))

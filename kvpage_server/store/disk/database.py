@@ -14,16 +14,28 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TypeAlias
+from typing import IO, NamedTuple, TypeAlias
 
 import lmdb
 import numpy as np
 import xxhash
 
-from kvpage_server.page import HEADER_SIZE, checksum, unix_ms
+from kvpage_server.lossless import HASHED_FROM, decode_body, seal_of
+from kvpage_server.page import HEADER_SIZE, PageError, checksum, unix_ms
 from kvpage_server.store import records
-from kvpage_server.store.disk.encoding import LIFETIME, Change, Clear, Delete, Lifetime, SetExpiry, Sheets, Write
+from kvpage_server.store.disk.encoding import (
+    LIFETIME,
+    Change,
+    Clear,
+    Delete,
+    Lifetime,
+    SetExpiry,
+    Sheets,
+    Write,
+    code_of,
+)
 from kvpage_server.store.disk.lmdb_file import (
+    CODED_FORMAT,
     FORMAT,
     RESERVE,
     CleanMarker,
@@ -78,7 +90,9 @@ class StoredBodies:
             body = self._body(name)
             if body is None or body.size != len(into):
                 return False
-            if len(body.pieces) == 1:
+            if body.coded:
+                digest = self._decode(body, into)
+            elif len(body.pieces) == 1:
                 _copy(self._piece(body.pieces.start, body.size), into)
                 digest = checksum(into)
             else:
@@ -88,24 +102,42 @@ class StoredBodies:
         return True if digest == body.digest else Damaged(_WRONG_BODY)
 
     def find(self, name: bytes, size: int) -> Found:
-        """Return the pieces of a body after a check, or another outcome; a body of another size counts as absent."""
+        """Return the pieces of a body after a check, or another outcome; a body of another size counts as absent.
+
+        A coded body is decoded into memory of its own.
+        """
         try:
             body = self._body(name)
             if body is None or body.size != size:
                 return False
-            pieces = list(self._pieces_of(body))
+            if body.coded:
+                pieces = [np.empty(size, np.uint8).data]
+                digest = self._decode(body, pieces[0])
+            else:
+                pieces = list(self._pieces_of(body))
+                digest = _digest_of(pieces)
         except Damaged as damage:
             return damage.with_traceback(None)
-        return pieces if _digest_of(pieces) == body.digest else Damaged(_WRONG_BODY)
+        return pieces if digest == body.digest else Damaged(_WRONG_BODY)
 
     def check(self, name: bytes) -> int:
-        """Read a body and check it. Returns its size; 0 if there is none. Raises Damaged."""
+        """Read a body and check it. Returns the bytes that were read; 0 if there is none. Raises Damaged.
+
+        A coded body is checked by the hash of its code, without decoding.
+        """
         body = self._body(name)
         if body is None:
             return 0
-        if _digest_of(self._pieces_of(body)) != body.digest:
+        pieces, seed, digest = list(self._pieces_of(body)), 0, body.digest
+        if body.coded:
+            try:
+                seed, digest = seal_of(pieces[0])
+            except PageError as error:
+                raise Damaged(f"its code is damaged: {error}") from None
+            pieces[0] = pieces[0][HASHED_FROM:]
+        if _digest_of(pieces, seed) != digest:
             raise Damaged(_WRONG_BODY)
-        return body.size
+        return body.stored
 
     def _body(self, name: bytes) -> Body | None:
         """Return the `Body` of a value from the cache, a sheet or a record; None if there is none. Raises Damaged."""
@@ -141,13 +173,26 @@ class StoredBodies:
             start += len(piece)
         return digest.intdigest()
 
+    def _decode(self, body: Body, into: memoryview) -> int:
+        """Decode a coded body into memory, and return its XXH3-64. Raises Damaged."""
+        code = np.empty(body.coded, np.uint8)
+        start = 0
+        for piece in self._pieces_of(body):
+            _copy(piece, code.data[start : start + len(piece)])
+            start += len(piece)
+        try:
+            decode_body(code.data, into)
+        except PageError as error:
+            raise Damaged(f"its code is damaged: {error}") from None
+        return checksum(into)
+
     def _pieces_of(self, body: Body) -> Iterator[memoryview]:
         if not body.first:
             if len(body.inline) != body.size:
                 raise Damaged("its body has another length than its record says")
             yield memoryview(body.inline)
             return
-        left = body.size
+        left = body.stored
         for number in body.pieces:
             piece = self._piece(number, min(left, body.piece))
             left -= len(piece)
@@ -164,9 +209,9 @@ def _copy(piece: memoryview, into: memoryview) -> None:
     np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(piece, np.uint8))
 
 
-def _digest_of(pieces: Iterable[memoryview]) -> int:
+def _digest_of(pieces: Iterable[memoryview], seed: int = 0) -> int:
     """Return the XXH3-64 of the pieces together, which are views of the map. Release the GIL while the disk is read."""
-    digest = xxhash.xxh3_64()
+    digest = xxhash.xxh3_64(seed=seed)
     for piece in pieces:
         if 0 < len(piece) <= _HASHED_WITH_GIL:
             np.frombuffer(piece, np.uint8).max()  # reads every byte with the GIL released, so the disk is read here
@@ -175,8 +220,26 @@ def _digest_of(pieces: Iterable[memoryview]) -> int:
 
 
 _LOST_FLAG = b"lost"  # key of the flag in `about`
+_CODED_KEY = b"coded"  # key of `Coded` in `about`
+_CODED = struct.Struct("<QQ")
 
 _Txn: TypeAlias = "lmdb.Transaction[bytes]"
+
+
+class Coded(NamedTuple):
+    """Bytes of all coded bodies on disk: of the bodies, and of their codes.
+
+    Bodies of damaged records count until the lost pieces are deleted.
+    """
+
+    raw: int = 0
+    stored: int = 0
+
+    def plus(self, body: Body, sign: int = 1) -> Coded:
+        """Return the sizes with a body that was added (1) or deleted (-1)."""
+        if not body.coded:
+            return self
+        return Coded(max(self.raw + sign * body.size, 0), max(self.stored + sign * body.coded, 0))
 
 
 # -- Lost pieces -------------------------------------------------------------------------------------------------------
@@ -206,6 +269,13 @@ class LostPieces:
         for key in lost:
             txn.delete(key, db=self.pieces)
         return len(lost)
+
+    def coded(self, txn: _Txn) -> Coded:
+        """Return the sizes of all coded bodies together. Reads all records: O(records)."""
+        found = Coded()
+        for body in self._bodies(txn):
+            found = found.plus(body)
+        return found
 
     def _lost(self, txn: _Txn) -> Iterator[bytes]:
         """Yield the keys of lost pieces: merge the sorted ranges of the records' pieces with the sorted keys of all
@@ -241,11 +311,11 @@ def _bodies_of(key: bytes, data: bytes) -> Iterator[Body]:
 #
 # The file has five databases:
 #
-#     about       the format, the store's id, and flags
+#     about       the format, the store's id, flags, and the sizes of coded bodies together
 #     records     a record for each string and each extent; sheets for the single pages of other blocks.
 #                 `store/records.py` describes both
-#     pieces      the bodies, in numbered pieces of up to 64 pages of LMDB, or of one page each if not enough free pages
-#                 are contiguous
+#     pieces      the bodies or their codes, in numbered pieces of up to 64 pages of LMDB, or of one page each if not
+#                 enough free pages are contiguous
 #     quarantine  the last few damaged records. Pieces of their bodies stay in `pieces`
 #     kept        the end of each unit's lifetime, its length, and its tenant
 #
@@ -276,11 +346,15 @@ _Place = tuple[bytes, Spot] | None  # database key of a sheet, and the row in it
 class Disk:
     """The values in the LMDB file of a directory. `maxdisk` is in bytes, 0 for no limit.
 
-    With `flushes`, commits are durable. Raises DiskError if the file is foreign, damaged, of another format, or in use.
+    With `flushes`, commits are durable. With `codes`, bodies of pages and extents are coded when they are written, if
+    that saves space; coded bodies are read in any case. Raises DiskError if the file is foreign, damaged, of another
+    format, or in use.
     """
 
-    def __init__(self, directory: Path, *, maxdisk: int = 0, flushes: bool = True) -> None:
+    def __init__(self, directory: Path, *, maxdisk: int = 0, flushes: bool = True, codes: bool = False) -> None:
         self.path = directory / FILE
+        self.coded = Coded()
+        self._codes = codes
         # The reserve file, which is deleted when the disk is full: LMDB needs free pages to remove values.
         self._reserve = directory / f"{FILE}.reserve"
         # Id of the last committed transaction, and a cache for it: the `Body` of pages by name.
@@ -327,13 +401,16 @@ class Disk:
         with env.begin(db=about) as txn:
             found = txn.get(b"format", b"")
             self.id = str(txn.get(b"id", b""), "ascii", "replace")
+            if coded := txn.get(_CODED_KEY):
+                self.coded = Coded(*_CODED.unpack(coded))
         if not found.isdigit():
             raise DiskError(f"{self.path} is a database, but not a store of kvpage-server")
-        if int(found) != FORMAT:
-            older = int(found) < FORMAT
+        self._format = int(found)
+        if not FORMAT <= self._format <= CODED_FORMAT:
+            older = self._format < FORMAT
             raise DiskError(
-                f"{self.path} has format {int(found)}, {'older' if older else 'newer'} than {FORMAT}, "
-                "the one that this version reads and writes"
+                f"{self.path} has format {self._format}, {'older' if older else 'newer'} than "
+                f"{FORMAT if older else CODED_FORMAT}, the {'oldest' if older else 'newest'} that this version reads"
             )
         self._records = env.open_db(b"records")
         self._pieces = env.open_db(b"pieces")
@@ -414,7 +491,11 @@ class Disk:
 
     def _remove_lost(self) -> None:
         with self._env.begin(write=True) as txn:
-            removed = self._lost.remove(txn)
+            removed, coded = self._lost.remove(txn), self.coded
+            if removed:
+                coded = self._lost.coded(txn)
+                self._note_coded(txn, coded)
+        self.coded = coded
         if removed:
             self._marker.committed()
             log.warning("%s: removed %d pieces of values whose records were damaged", self.path, removed)
@@ -455,47 +536,64 @@ class Disk:
                 has = 0
         self._has_reserve = has == RESERVE
 
-    def write(self, changes: Iterable[Change]) -> None:
+    def write(self, changes: Iterable[Change]) -> dict[bytes, int]:
         """Commit changes in order, all or none. They are durable on return if the store was opened with `flushes`.
 
-        If the map is full, retry once: with the pages of lost pieces and of the last commit, and with bodies in pieces
-        of one page each. Raises DiskFull, DiskError.
+        Return the bytes of the code of each value that was coded, by name. If the map is full, retry once: with the
+        pages of lost pieces and of the last commit, and with bodies in pieces of one page each. Raises DiskFull,
+        DiskError.
         """
         changes = list(changes)
         with lmdb_errors(self.path, writing=True):
             try:
-                self._commit(changes)
+                coded = self._commit(changes)
             except lmdb.MapFullError:
                 with suppress(lmdb.MapFullError):
                     self._remove_lost()
                     self._commit_small_change()
-                self._commit(changes, piece=SHORT_PIECE)
+                coded = self._commit(changes, piece=SHORT_PIECE)
             if not self._has_reserve:
                 self._keep_reserve()
+        return coded
 
-    def _commit(self, changes: Iterable[Change], *, piece: int = PIECE) -> None:
-        before = self._next
+    def _commit(self, changes: Iterable[Change], *, piece: int = PIECE) -> dict[bytes, int]:
+        before = self._next, self._format, self.coded
+        coded: dict[bytes, int] = {}
         try:
             with self._env.begin(write=True) as txn:
                 sheets = Sheets(txn, self._records)
                 for change in changes:
-                    self._change(txn, sheets, change, piece)
+                    self._change(txn, sheets, change, piece, coded)
                 sheets.flush()
                 if sheets.damaged:
                     self._lost.note(txn)
+                if self.coded != before[2]:
+                    self._note_coded(txn, self.coded)
                 quarantined = txn.stat(self._quarantine)["entries"]
         except BaseException:
-            self._next = before
+            self._next, self._format, self.coded = before
             raise
         self.quarantined = quarantined
         self._marker.committed()
+        return coded
 
-    def _change(self, txn: _Txn, sheets: Sheets, change: Change, piece: int) -> None:
+    def _note_coded(self, txn: _Txn, coded: Coded) -> None:
+        txn.put(_CODED_KEY, _CODED.pack(*coded), db=self._about)
+
+    def _note_format(self, txn: _Txn, number: int) -> None:
+        if self._format != number:
+            txn.put(b"format", b"%d" % number, db=self._about)
+            self._format = number
+
+    def _change(self, txn: _Txn, sheets: Sheets, change: Change, piece: int, coded: dict[bytes, int]) -> None:
+        """Make a change in a transaction. If it stores a coded body, add the bytes of its code to `coded`."""
         if isinstance(change, Clear):
             sheets.clear()
             # The quarantine refers to pieces.
             for database in (self._records, self._quarantine, self._pieces, self._lifetimes):
                 txn.drop(database, delete=False)
+            self.coded = Coded()
+            self._note_format(txn, FORMAT)
             return
         if change.name[:1] == LIFETIME:
             if isinstance(change, Write):
@@ -506,7 +604,8 @@ class Disk:
         place = records.place_of(change.name)
         if isinstance(change, Write):
             self._delete(txn, sheets, change.name, place)
-            self._put(txn, sheets, change, place, piece)
+            if size := self._put(txn, sheets, change, place, piece):
+                coded[change.name] = size
         elif isinstance(change, Delete):
             self._delete(txn, sheets, change.name, place)
         elif isinstance(change, SetExpiry):
@@ -514,25 +613,32 @@ class Disk:
         else:
             self._move_to_quarantine(txn, sheets, change.name, place)
 
-    def _put(self, txn: _Txn, sheets: Sheets, write: Write, place: _Place, piece: int) -> None:
+    def _put(self, txn: _Txn, sheets: Sheets, write: Write, place: _Place, piece: int) -> int:
+        """Store a value. Return the bytes of its code; 0 if it is not coded."""
         body = memoryview(write.body)
         has_row = place is not None and len(write.meta) == HEADER_SIZE
-        first, inline = 0, b""
+        first, inline, code = 0, b"", None
         if len(body) <= INLINE and not has_row:
             inline = bytes(body)
         elif len(body):
+            code = code_of(write) if self._codes else None
+            content = body if code is None else memoryview(code)
             first = first_of(self._next, piece)
-            for start in range(0, len(body), piece):
+            for start in range(0, len(content), piece):
                 number = NUMBER.pack(self._next)
-                txn.put(number, body[start : start + piece], append=True, db=self._pieces)
+                txn.put(number, content[start : start + piece], append=True, db=self._pieces)
                 self._next += 1
-        stored = Body(len(body), write.digest or checksum(body), first, inline)
+        stored = Body(len(body), write.digest or checksum(body), first, inline, len(code or b""))
+        if code is not None:
+            self.coded = self.coded.plus(stored)
+            self._note_format(txn, CODED_FORMAT)
         record = Record(write.name, write.meta, write.expires, write.used, stored)
         if place is not None and has_row:
             key, spot = place
             sheets.of(key)[spot] = records.row_of(record)
         else:
             txn.put(database_key(write.name), bytes(record), db=self._records)
+        return stored.coded
 
     def _delete(self, txn: _Txn, sheets: Sheets, name: bytes, place: _Place) -> None:
         if place is not None and (row := sheets.of(place[0]).pop(place[1], None)):
@@ -554,6 +660,7 @@ class Disk:
     def _delete_pieces(self, txn: _Txn, record: Record) -> None:
         for number in record.body.pieces:
             txn.delete(NUMBER.pack(number), db=self._pieces)
+        self.coded = self.coded.plus(record.body, -1)
 
     def _retime(self, txn: _Txn, sheets: Sheets, change: SetExpiry, place: _Place) -> None:
         if place is not None and (row := sheets.of(place[0]).get(place[1])):

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import lmdb
 
 from kvpage_server.core import Slot
-from kvpage_server.page import BlockShape, DType, PageError, Plane, header_fields, unix_ms
+from kvpage_server.lossless import encode_block_body, encode_page_body
+from kvpage_server.page import HEADER_SIZE, BlockShape, DType, PageError, Plane, header_fields, unix_ms
 from kvpage_server.store import records
 from kvpage_server.store.memory.index import Block, Extent, ExtentPage, OnDisk
 from kvpage_server.store.records import Damaged, Record, Spot
@@ -93,6 +94,7 @@ class Lifetime(NamedTuple):
 _SHAPE = struct.Struct("<IIIQQ")
 _PLANE = struct.Struct("<BBI")
 _CHECKSUM = header_fields("checksum")
+_MATRIX = header_fields("dtype", "page_size", "head_dim")
 
 
 class Corrupt:
@@ -132,9 +134,8 @@ def _encode_shape(extent: Extent) -> bytes:
 def extent_of(record: Record, block: Block, used: int) -> Extent:
     """Return the extent of a record, with its body on disk only. `used` is in monotonic seconds. Raises Damaged."""
     try:
-        layers, heads, page_size, created, ttl = _SHAPE.unpack_from(record.meta)
-        planes = [Plane(kv_type, DType(dtype), dim) for kv_type, dtype, dim in _PLANE.iter_unpack(record.meta[28:])]
-        shape = BlockShape(layers, heads, page_size, tuple(planes))
+        shape = _shape_of(record.meta)
+        created, ttl = _SHAPE.unpack_from(record.meta)[3:]
     except (struct.error, PageError, ValueError) as error:
         raise Damaged(f"its shape cannot be read: {error}") from None
     if shape.nbytes != record.body.size:
@@ -143,6 +144,36 @@ def extent_of(record: Record, block: Block, used: int) -> Extent:
     extent = Extent(shape, body, record.body.digest, created, ttl)
     extent.expires = record.expires
     return extent
+
+
+def _shape_of(meta: bytes) -> BlockShape:
+    """Return the shape in the `meta` of an extent. Raises struct.error, PageError or ValueError."""
+    layers, heads, page_size, _, _ = _SHAPE.unpack_from(meta)
+    planes = [Plane(kv_type, DType(dtype), dim) for kv_type, dtype, dim in _PLANE.iter_unpack(meta[_SHAPE.size :])]
+    return BlockShape(layers, heads, page_size, tuple(planes))
+
+
+def code_of(write: Write) -> memoryview | bytes | None:
+    """Return the code of a page's or an extent's body (docs/page-code.md), or None.
+
+    None means that the body stays as it is: it is a string, or the code would save less than a tenth of it, or no page
+    of the file.
+    """
+    code: memoryview | bytes | None
+    try:
+        if write.name[:1] == b"b":
+            code = encode_block_body(write.body, _shape_of(write.meta))
+        elif len(write.meta) == HEADER_SIZE:
+            dtype, page_size, head_dim = _MATRIX.unpack(write.meta)
+            code = encode_page_body(write.body, DType(dtype), page_size, head_dim)
+        else:
+            return None
+    except (struct.error, ValueError):  # no page of ours
+        return None
+    if code is None:
+        return None
+    saves = len(code) <= records.SHARED or records.room_for(0, len(code)) < records.room_for(0, len(write.body))
+    return code if saves else None
 
 
 # -- The sheets that a transaction changes -----------------------------------------------------------------------------

@@ -21,7 +21,9 @@ from lmdb.verify import VerifyError, verify
 
 from kvpage_server.system.durable import flush_directory, open_private, restrict_permissions
 
-FORMAT = 2  # format 1 had a record for each page
+# Format 1 had a record for each page. A file has format 2 until the first coded body is written, then format 3.
+FORMAT = 2
+CODED_FORMAT = 3
 RESERVE = 1 << 20  # bytes of the reserve file
 _LARGEST_MAP = 1 << 40  # bytes of address space without `maxdisk`
 _SMALLEST_MAP = 1 << 30

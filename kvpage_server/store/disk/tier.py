@@ -162,7 +162,7 @@ class Loader:
             units.append(record.name)
             used.append(record.used)
             pieces.append(record.body.first)
-            size_on_disk = footprint(record.name, record.body.size)
+            size_on_disk = footprint(record.name, record.body.stored)
             if block := block_name_of(record.name):
                 self._stored.usage.note_stray(record.name, block)
             self._stored.usage.note_found(record.name, record.name, size_on_disk)
@@ -201,12 +201,13 @@ class Loader:
         """Create the entries of a block's pages from their rows, as values on disk only. O(pages)."""
         add, note_found = self._contents.add_page_on_disk, self._stored.usage.note_found
         pages, unit = records.pages(block.req_id, block.page, rows), name_of_unit(block)
-        for header, (key, (kv_type, layer, head), expires, used) in zip(records.headers(rows), pages, strict=True):
+        found = zip(records.headers(rows), pages, records.stored_sizes(rows), strict=True)
+        for header, (key, (kv_type, layer, head), expires, used), stored in found:
             name = name_of_key(key)
             size, last = records.size_of(header), self._seconds(used)
             on_disk = OnDisk(name, size, expires=expires, header=header, unit=block, used=last)
             add(block, key, on_disk, (layer, head, kv_type))
-            note_found(name, unit, records.footprint_of(len(block.req_id), on_disk.size))
+            note_found(name, unit, records.footprint_of(len(block.req_id), stored))
         self._contents.note_size(block)
 
 
@@ -252,11 +253,13 @@ class Changes:
             elif isinstance(value, Slot | ExtentPage) and isinstance(value.unit, Block):
                 if value.unit is not last:
                     last, unit = value.unit, name_of_unit(value.unit)
-                usage.add(name, unit, size_on_disk(name, value), again=self._is_queued_again(name))
+                size = size_on_disk(name, value, batch.coded.get(name, 0))
+                usage.add(name, unit, size, again=self._is_queued_again(name))
             else:
                 if block := block_name_of(name):
                     usage.note_stray(name, block)
-                usage.add(name, name, size_on_disk(name, value), again=self._is_queued_again(name))
+                size = size_on_disk(name, value, batch.coded.get(name, 0))
+                usage.add(name, name, size, again=self._is_queued_again(name))
 
     def _removed(self, name: bytes) -> None:
         """Note the removal of a value, and of its unit if nothing of it is left."""

@@ -344,10 +344,13 @@ def _change_size(name: bytes) -> int:
     return _CHANGE + len(name)
 
 
-def size_on_disk(name: bytes, value: Entry | Extent | ShortText) -> int:
-    """Return the approximate bytes that a value takes on disk."""
+def size_on_disk(name: bytes, value: Entry | Extent | ShortText, coded: int = 0) -> int:
+    """Return the approximate bytes that a value takes on disk. `coded` has the bytes of its code, 0 if there is none.
+
+    Before a value is written, its code is unknown, and this is an upper bound.
+    """
     if (type(value) is Slot or type(value) is ExtentPage) and type(value.unit) is Block:
-        return footprint_of(len(value.unit.req_id), value.size)
+        return footprint_of(len(value.unit.req_id), coded or value.size)
     if isinstance(value, tuple):
         return footprint(name, len(value[0]))
-    return footprint(name, value.slot.size if isinstance(value, Extent) else value.size)
+    return footprint(name, coded or (value.slot.size if isinstance(value, Extent) else value.size))

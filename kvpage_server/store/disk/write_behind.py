@@ -48,6 +48,7 @@ class Batch(Generic[T]):
     removed: dict[bytes, None] = field(default_factory=dict)  # names with a removal: an ordered set
     # Expiries that the commit writes, of values whose expiry in memory has changed since the commit began.
     expiries: dict[bytes, int] = field(default_factory=dict)
+    coded: dict[bytes, int] = field(default_factory=dict)  # bytes of codes of committed values, by name
     position: int = 0  # number of the last change, see `WriteBehind.position`
     began: float = 0.0  # start of the commit, in monotonic seconds
 
@@ -152,7 +153,10 @@ class DiskWriter(Generic[T]):
         The error has no traceback, which would keep the batch in memory.
         """
         try:
-            (self._disk.make_room if makes_room else self._disk.write)(self._changes(batch))
+            if makes_room:
+                self._disk.make_room(self._changes(batch))
+            else:
+                batch.coded = self._disk.write(self._changes(batch))
         except (DiskFull, DiskError) as error:
             return type(error)(str(error))
         except Exception as error:

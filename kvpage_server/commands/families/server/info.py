@@ -156,11 +156,14 @@ def _persistence(server: Server) -> Fields:
 
 def _disk(tiered: DiskTier) -> Fields:
     """Return the fields about the disk tier, a part of the section kvpage."""
-    behind, counts = tiered.behind, tiered.stored.counts
+    behind, counts, coded = tiered.behind, tiered.stored.counts, tiered.disk.coded
     return {
         "disk_values": tiered.values_on_disk,
         "disk_bytes": tiered.used_disk,
         "disk_file_bytes": tiered.disk.size,
+        "disk_coded_bytes": coded.stored,
+        "disk_coded_raw_bytes": coded.raw,
+        "disk_coded_ratio": f"{coded.raw / coded.stored if coded.stored else 1:.2f}",
         "maxdisk": tiered.stored.maxdisk,
         "maxdisk_for_values": tiered.account.limit,
         "disk_waiting_bytes": behind.size,

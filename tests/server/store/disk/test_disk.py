@@ -15,7 +15,7 @@ import pytest
 from kvpage_server.page import DType, PageKey, encode_page
 from kvpage_server.store.disk.database import FILE, Disk
 from kvpage_server.store.disk.encoding import Clear, Delete, Quarantine, SetExpiry, Write
-from kvpage_server.store.disk.lmdb_file import FORMAT, DiskError, DiskFull
+from kvpage_server.store.disk.lmdb_file import CODED_FORMAT, DiskError, DiskFull
 from kvpage_server.store.records import INLINE, PIECE, Damaged, Record, footprint, name_of_block, name_of_key
 
 SIZES = [0, 1, INLINE, INLINE + 1, PIECE - 1, PIECE, PIECE + 1, 5_000_000]
@@ -225,9 +225,9 @@ def test_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
     Disk(tmp_path).close()
     env = lmdb.open(str(tmp_path / FILE), subdir=False, max_dbs=4)
     with env.begin(write=True, db=env.open_db(b"about")) as txn:
-        txn.put(b"format", b"%d" % (FORMAT + 1))
+        txn.put(b"format", b"%d" % (CODED_FORMAT + 1))
     env.close()
-    with pytest.raises(DiskError, match=f"has format {FORMAT + 1}, newer than {FORMAT}"):
+    with pytest.raises(DiskError, match=f"has format {CODED_FORMAT + 1}, newer than {CODED_FORMAT}"):
         Disk(tmp_path)
 
 
