@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -36,6 +37,7 @@ MAX_PINS = MAX_HOT_AGENTS // 2  # contexts of agents in the memory of a model
 MAX_BLOCKS = 4096  # in an action
 MAX_CONTEXTS = 32  # to which the blocks of an action belong
 MAX_SECONDS = LIFETIMES["24h"]
+SECONDS = 30.0  # for all actions of an envelope
 VERSION = "1"  # of the actions
 
 
@@ -149,10 +151,19 @@ class Contexts:
 
 async def carry_out(contexts: Contexts, hints: Iterable[Hint], answer: Answer | None = None) -> list[tuple[str, str]]:
     """Carry out hints, one after another, and return the id and the result of each action: `done`, `not_found`
-    without such a context, `refused` for a pin or a lifetime above the tenant's share, and for a context that cannot be
-    saved or freed, or `unsupported`. `answer` is that of the request which has the hints.
+    without such a context, `refused` for a pin or a lifetime above the tenant's share, for a context that cannot be
+    saved or freed, and for an action that is not done within SECONDS of the beginning, or `unsupported`. `answer` is
+    that of the request which has the hints.
     """
-    return [(hint.action_id, await _carry_out(contexts, _about(hint, answer))) for hint in hints]
+    end, results = asyncio.get_running_loop().time() + SECONDS, list[tuple[str, str]]()
+    for hint in hints:
+        result = "refused"
+        if asyncio.get_running_loop().time() < end:
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(end):
+                    result = await _carry_out(contexts, _about(hint, answer))
+        results.append((hint.action_id, result))
+    return results
 
 
 def _about(hint: Hint, answer: Answer | None) -> Hint:

@@ -22,6 +22,9 @@ class KeptContext:
     why: str = ""  # the reason why not more is kept; empty if all is
 
 
+NOT_WRITTEN = KeptContext(0, 0, "the page server has not stored the context")
+
+
 class Lifetimes:
     """The lifetimes of a context, and the report of the kept part."""
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..event_loop import EventLoop
 from ..memory.blocks import AgentBlocks
-from ..memory.lifetimes import KeptContext, Lifetimes
+from ..memory.lifetimes import NOT_WRITTEN, Lifetimes
 from .cold import SafetensorsCacheAdapter
 from .hot import CacheEntry, HotTier, LowerTier
 from .metrics import Tally
@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 Save = Callable[[AgentBlocks], Coroutine[Any, Any, int | None]]  # returns the bytes written, or None if it failed
 UNREACHABLE = FAILING | {"open", "late"}  # reasons of failures that `Reachability` logs
 RETRY_SECONDS = 1.0  # from a failed write to the next write to this tier
-NOT_WRITTEN = KeptContext(0, 0, "the page server has not stored the context")
 IDLE_SECONDS = 5.0  # a context is written to its file after this time without a use
 
 
@@ -52,7 +51,7 @@ class Publication:
         on_end, self.on_end = self.on_end, None
         if on_end:
             on_end()
-        if self.lifetimes:  # without effect if it was written
+        if self.lifetimes:
             self.lifetimes.report(NOT_WRITTEN)
 
     def covers(self, other: Publication) -> bool:
@@ -187,6 +186,8 @@ class Flusher:
         return count
 
     def _free(self, publication: Publication) -> None:
+        if publication.lifetimes:  # without effect if it was written
+            publication.lifetimes.report(NOT_WRITTEN)
         self._pool.free(publication.context.block_ids, publication.context.agent_id)
 
     def _queue_for_server(self, publication: Publication) -> bool:
@@ -347,11 +348,12 @@ class Flusher:
                 entry = self._hot.look(agent_id)
                 if entry is None or tier not in entry.unwritten_tiers:
                     return True
-                context = entry.context
+                context, entry.on_the_way = entry.context, tier == "page"
                 self._pool.share(context.block_ids, agent_id)
             nbytes = await self._save_and_free(tier, partial(self._save, tier, entry.lifetimes), context)
             self._log_failure(tier)
             with self._lock:
+                entry.on_the_way = False
                 self._note_result(entry, tier, succeeded=nbytes is not None)
                 self._hot.trim(self.failing)
             self._changed.set()

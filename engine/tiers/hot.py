@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..memory.blocks import AgentBlocks
-from ..memory.lifetimes import Lifetimes
+from ..memory.lifetimes import NOT_WRITTEN, Lifetimes
 from ..pool import BlockPool
 
 log = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ class CacheEntry:
     leaving: bool = False  # True for an evicted context that is not written yet
     kept: bool = False  # True once a tier below has stored it, even if that tier has evicted it since
     lifetimes: Lifetimes | None = None  # for which the page server keeps it
+    on_the_way: bool = False  # whether it is being written to the page server
     used: float = field(default_factory=time.monotonic)
     dirty_since: float = field(default_factory=time.monotonic)
     sizes: dict[int, int] = field(default_factory=dict)  # bytes of its blocks, by id
@@ -117,6 +118,8 @@ class HotTier:
         entry = self._entries.pop(agent_id, None)
         if entry:
             self.pool.free(entry.context.block_ids, agent_id)
+            if entry.lifetimes and not entry.on_the_way:  # without effect if it was written
+                entry.lifetimes.report(NOT_WRITTEN)
         return entry is not None
 
     def trim(self, failing: Collection[LowerTier]) -> None:

@@ -32,11 +32,11 @@ from ..event_loop import EventLoop
 from ..generation.tokens import token_ids
 from ..memory.blocks import AgentBlocks, BlockError, check_agent_id
 from ..memory.context_tree import ContextTree
-from ..memory.lifetimes import KeptContext, Lifetimes
+from ..memory.lifetimes import NOT_WRITTEN, KeptContext, Lifetimes
 from ..pool import BlockPool
 from ..spec import ModelCacheSpec
 from .cold import SafetensorsCacheAdapter
-from .flush import NOT_WRITTEN, Flusher, Publication
+from .flush import Flusher, Publication
 from .hot import CacheEntry, HotTier, LowerTier
 from .loading import Found, Loaded, Loading, LoadSources, Wanted, beginning
 from .metrics import StoreMetrics, Tally, Tier, figures, publish_statistics

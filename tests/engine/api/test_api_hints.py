@@ -24,6 +24,7 @@ from pools import pool_of
 from servers import RunningServer, start_server
 from waiting import PATIENCE, eventually
 
+from engine.api import hints
 from engine.api.hints import Contexts
 from engine.api.worker import EngineThread
 from engine.pool import BlockPool
@@ -233,6 +234,26 @@ def test_an_invalid_hint_is_named(engine: RunningEngine, payload: dict[str, Any]
     with pytest.raises(openai.BadRequestError) as caught:
         ask(engine, "Hello", ("retain", payload))
     assert caught.value.param == f"kv_transfer_params.kv_hints.actions[0].payload.{field}"
+
+
+def test_actions_have_a_time_limit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one is not begun after its end."""
+    begun: list[str] = []
+
+    async def pin(contexts: Contexts, agent_id: str, seconds: int) -> str:
+        begun.append(agent_id)
+        await asyncio.sleep(0.0 if agent_id == "a" else PATIENCE)
+        return "done"
+
+    async def run() -> list[tuple[str, str]]:
+        any_contexts: Any = None
+        async with asyncio.timeout(PATIENCE / 2):
+            return await hints.carry_out(any_contexts, [hints.Hint(name, "pin", name, None, 0) for name in "abc"])
+
+    monkeypatch.setattr(hints, "SECONDS", 0.2)
+    monkeypatch.setitem(hints._ACTIONS, "pin", (pin, None))
+    assert asyncio.run(run()) == [("a", "done"), ("b", "refused"), ("c", "refused")]
+    assert begun == ["a", "b"]
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["queued", "begun"])

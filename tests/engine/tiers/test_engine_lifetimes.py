@@ -111,10 +111,31 @@ def test_a_renewal_takes_few_requests(server: RunningServer, client: redis.Redis
         tier.close()
 
 
+@pytest.mark.parametrize("named", [False, True], ids=["unnamed", "agent"])
+def test_a_context_that_is_not_written_is_reported_at_once(server: RunningServer, pool: BlockPool, named: bool) -> None:
+    """Another context of the agent has replaced it, or it was withdrawn. An answer waits for the report."""
+    store = AgentCacheStore(contexts.SPEC, pool, pages=PageTier(server.url, contexts.SPEC, pool))
+    agent_id, reports = "alice" if named else unnamed_agent(""), list[KeptContext]()
+    made = [contexts.made(pool, agent_id, contexts.some_tokens(seed, 20)) for seed in (1, 2)]
+    lifetimes = Lifetimes([(20, 300)])
+    lifetimes.on_report(reports.append)
+    with store._flusher.paused():
+        if named:
+            store.save(made[0], lifetimes)
+            store.save(made[1])
+        else:
+            store.publish(made[0], lifetimes=lifetimes)
+            store._flusher.withdraw(block_names(made[0].tokens, contexts.SPEC, agent_id))
+    assert [one.why for one in reports] == ["the page server has not stored the context"]
+    for one in made:
+        pool.free(one.block_ids, agent_id)
+    store.close()
+
+
 def test_hits_in_memory_renew_once_in_a_part_of_a_lifetime(
     server: RunningServer, client: redis.Redis, pool: BlockPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As often as the shortest lifetime, the server is asked about a context without one."""
+    """The server is asked about a context without a lifetime as often as about the shortest one."""
     pages = PageTier(server.url, contexts.SPEC, pool)
     store = AgentCacheStore(contexts.SPEC, pool, pages=pages)
     begun, ended, keep_anew, agent_id = list[AgentBlocks](), list[int](), pages.keep_anew, unnamed_agent("")
