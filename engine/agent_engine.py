@@ -76,6 +76,7 @@ class Answer:
     context: ContextNames | None = None  # the names of the context, if it is kept without a name
     kept: KeptContext | None = None  # the part with a lifetime, if the prompt has lifetimes
     block: str | None = None  # the name of the last full block of the context
+    short: tuple[int, ...] = ()  # the tokens of the context, if it has no full block and is kept without a name
     hints: Sequence[tuple[str, str]] | None = None  # ids and results of the request's hints
     states: tuple[int, ...] | None = None  # positions at which other prompts can continue its context; None for all
 
@@ -555,7 +556,9 @@ class AgentEngine:
         answer = job.answer(done)
         if self._store and done.blocks.blocks:
             names = None if job.keep else self._store.names_of(done.blocks)
-            answer = replace(answer, context=names, block=self._store.block_name(done.blocks))
+            block = self._store.block_name(done.blocks)
+            short = () if block or job.keep else done.blocks.tokens
+            answer = replace(answer, context=names, block=block, short=short)
         if self._batch.spec.has_state:
             answer = replace(answer, states=tuple(done.blocks.states))
         if self._store and not done.error:

@@ -6,7 +6,8 @@ vLLM leaves the types of actions and their payloads to the component that takes 
     session_id     the context of an agent
     block_hashes   the contexts up to the ends of blocks, which have the names of `chains.chain_hash`; others than full
                    blocks, and blocks that this engine has not had lately, are not found
-    neither        in a request: its own context, when its answer is complete
+    neither        in a request: its own context, when its answer is complete; without an agent, its full blocks, or
+                   all of it if it has none
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ..agent_engine import Answer
-from ..memory.blocks import AgentBlocks
+from ..memory.blocks import AgentBlocks, block_names
 from ..memory.lifetimes import KeptContext, Lifetimes
 from ..tiers.loading import Loaded
 from ..tiers.store import MAX_HOT_AGENTS
@@ -56,6 +57,7 @@ class Hint:
     agent_id: str | None  # the engine's id of the agent
     blocks: Sequence[str] | None
     seconds: int  # to retain it; 0 to save it only
+    short: Sequence[int] = ()  # the tokens of a context without an agent and without a full block
 
     @classmethod
     def of(cls, action: HintAction, tenant: Tenant, param: str) -> Hint:
@@ -172,11 +174,15 @@ def _about(hint: Hint, answer: Answer | None) -> Hint:
         return hint
     if answer.context is None:
         return replace(hint, agent_id=answer.agent_id)
-    return replace(hint, blocks=[answer.block] if answer.block else [])
+    if answer.block:
+        return replace(hint, blocks=[answer.block])
+    return replace(hint, agent_id=answer.agent_id, short=answer.short)
 
 
 async def _carry_out(contexts: Contexts, hint: Hint) -> str:
     of_agent, of_blocks = _ACTIONS.get(hint.kind, (None, None))
+    if hint.agent_id and hint.short and of_agent:
+        return await _of_short(contexts, hint.kind, hint.agent_id, hint.short, hint.seconds)
     if hint.blocks is not None and of_blocks:
         return await of_blocks(contexts, hint.blocks, hint.seconds)
     return await of_agent(contexts, hint.agent_id, hint.seconds) if hint.agent_id and of_agent else "unsupported"
@@ -256,6 +262,29 @@ def _beginning(context: AgentBlocks, tokens: Sequence[int]) -> AgentBlocks:
         end += context.blocks[count].tokens
         count += 1
     return replace(context, tokens=tuple(tokens), blocks=context.blocks[:count])
+
+
+async def _of_short(contexts: Contexts, kind: str, agent_id: str, tokens: Sequence[int], seconds: int) -> str:
+    """Carry out an action on a context without an agent, and without a full block. If memory has a longer one with its
+    tokens, this is pinned and demoted.
+    """
+    store, tenant, tenants = contexts.model.engine.store, contexts.tenant.name, contexts.service.tokens.count
+    loaded = await contexts.load(agent_id, tokens)
+    try:
+        found = loaded.blocks if loaded.reach >= len(tokens) else None
+        if not found:
+            return "not_found"
+        if kind == "pin":
+            return _result(await asyncio.to_thread(store.pin_blocks, found, tenant, tenants))
+        if kind == "unpin":
+            return _result(store.unpin_block(block_names(found.tokens, store.spec, agent_id)[-1]) or None)
+        if kind == "retain" and seconds:
+            return _result(await contexts.kept(len(tokens), seconds, lambda one: store.retain_blocks(found, one)))
+        if kind in ("retain", "demote") and not await asyncio.to_thread(store.save_blocks, found):
+            return "refused"
+    finally:
+        contexts.free(loaded, agent_id)
+    return _result(kind != "demote" or store.release(found))
 
 
 async def _pin_blocks(contexts: Contexts, blocks: Sequence[str], seconds: int) -> str:

@@ -579,6 +579,7 @@ class ContextTree:
             return covering
         for other in shorter:
             if len(other.tokens) < len(node.tokens) and node.covers(other):
+                pin = pin or self._pins.get(other.name)
                 self._order.removed(other.key)
                 lifetimes.append(self._drop(other))
         self._pool.share([node.block.block_id], HOLDER)

@@ -447,18 +447,24 @@ class AgentCacheStore:
             return self._tree.ends(names)
 
     def retain_blocks(self, context: AgentBlocks, lifetimes: Lifetimes) -> None:
-        """Keep the full blocks of a context for `lifetimes`, in memory and on the page server. They report the kept
-        part.
+        """Keep the full blocks of a context, or the only one if it is not full, for `lifetimes`, in memory and on the
+        page server. They report the kept part.
         """
         with self._lock:
             written = not self._tree.is_withheld(context)
-            self.publish(context, label=None, written=written, lifetimes=lifetimes)
+            label = None if self.block_name(context) else self._tree.label_of(context)
+            self.publish(context, label=label, written=written, lifetimes=lifetimes)
 
     def save_blocks(self, *contexts: AgentBlocks) -> bool:
-        """Save the full blocks of contexts to the page server now. Return whether they are saved."""
+        """Save the full blocks of contexts, or the only one if it is not full, to the page server now. Return whether
+        they are saved.
+        """
         for context in contexts:  # one after another, because few bytes may wait
             with self._lock:
-                if self._tree.is_withheld(context) or not self.publish(context, label=None):
+                if self._tree.is_withheld(context) or len(context) < least_tail(self.spec):
+                    return False
+                is_queued = self.publish(context, label=None) if self.block_name(context) else self._write(context)
+                if not is_queued:
                     return False
             self.flush_dirty(context.agent_id)
             if "page" in self.save_failures:
@@ -499,6 +505,13 @@ class AgentCacheStore:
         with self._lock:
             freed = [self._tree.release(name) for name, context in found if saved and context]
         return (saved and all(freed)) if contexts else None
+
+    def release(self, context: AgentBlocks) -> bool:
+        """Free the memory of a context's last block, and of the blocks before it that no other context continues.
+        Return False if the last block is pinned, continued in memory, or an agent's.
+        """
+        with self._lock:
+            return self._tree.release(self._tree.names(context.agent_id, context.tokens)[-1])
 
     def evict_lru(self, n: int = 1) -> int:
         """Evict the `n` least recently used agents from memory, and return their number. A dirty one stays until it is
@@ -702,11 +715,14 @@ class AgentCacheStore:
     def _write_reused(self, context: AgentBlocks, lifetimes: Lifetimes) -> None:
         """Write a context of the tree, because a second prompt has reused a part that is in no tier below."""
         if self._keep == "worth" and self._pages:
-            self._tree.mark_stored(context)
-            self._pool.share(context.block_ids, context.agent_id)
             self._tally.count("unnamed_written")
-            inherited = lifetimes.of_context(self._tree.lifetimes(context))
-            self._flusher.publish(self._publication(context, self._tree.label_of(context), lifetimes=inherited))
+            self._write(context, lifetimes.of_context(self._tree.lifetimes(context)))
+
+    def _write(self, context: AgentBlocks, lifetimes: Lifetimes | None = None) -> bool:
+        """Queue a context of the tree without a name for the page server. Return whether it is queued."""
+        self._tree.mark_stored(context)
+        self._pool.share(context.block_ids, context.agent_id)
+        return self._flusher.publish(self._publication(context, self._tree.label_of(context), lifetimes=lifetimes))
 
     def _keep_in_memory(
         self, context: AgentBlocks, lifetimes: Lifetimes | None, *, written: bool = True

@@ -18,6 +18,7 @@ import anthropic
 import httpx
 import openai
 import pytest
+import redis
 from api_engines import RunningEngine, start_engine, write_family, write_tiny
 from contexts import SPEC, made, some_tokens
 from pools import pool_of
@@ -179,6 +180,25 @@ def test_a_request_carries_hints_in_every_api(server: RunningServer, tmp_path: P
             model="tiny", input=TEXT[::-1], max_output_tokens=2, store=False, extra_body=params
         )
         assert results(unstored.kvpage["kv_hints"]) == ["refused", "done"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mamba2"])
+def test_hints_on_a_context_shorter_than_a_block(
+    server: RunningServer, client: redis.Redis, tmp_path: Path, kind: str
+) -> None:
+    """A pin moves to the longer context that takes its place."""
+    text = "I have no agent's name"
+    with start_engine(write_family(tmp_path / "tiny", kind), "--store", server.url, "--keep", "named") as engine:
+        actions: list[Action] = [("pin", {}), ("retain", {"seconds": 600}), ("demote", {})]
+        made = ask(engine, text, *actions, temperature=0)
+        assert made["block_hash"] is None
+        assert results(made["kv_hints"]) == ["done", "done", "refused"]
+        actions = [("unpin", {}), ("unpin", {}), ("demote", {}), ("prefetch", {}), ("retain", {}), ("demote", {})]
+        made = ask(engine, text, *actions, temperature=0)
+        assert results(made["kv_hints"]) == ["done", "not_found", "done", "done", "done", "done"]
+        again = ask(engine, text, temperature=0)  # others continue only at the end of the answer, where their state is
+        assert again["tier"] == ("page" if kind == "llama" else "none")
+    assert client.keys("tails:*")
 
 
 def test_a_request_carries_hints_on_others(server: RunningServer, tmp_path: Path) -> None:
