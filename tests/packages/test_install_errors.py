@@ -47,6 +47,14 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path / "checkout"
 
 
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment with pip, which nothing is installed into."""
+    place = tmp_path_factory.mktemp("environment") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", place], check=True)
+    return place
+
+
 def test_an_old_python_is_named_with_the_needed_one(checkout: Path, tmp_path: Path) -> None:
     old = tmp_path / "old-python"
     old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.10.4\n[ "$1" = --version ]\n', encoding="utf-8")
@@ -61,16 +69,15 @@ def test_another_platform_is_refused_before_a_build() -> None:
     assert line == "kvpage runs on Linux and macOS. On Windows, install it in WSL: wsl --install"
 
 
-def test_no_network_is_one_line(checkout: Path, tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+def test_no_network_is_one_line(checkout: Path, environment: Path) -> None:
     nowhere = OFFLINE | {"PIP_INDEX_URL": "http://127.0.0.1:1/simple"}
-    line = failed("conf/install.sh", tmp_path / "venv", "web", at=checkout, **nowhere)
+    line = failed("conf/install.sh", environment, "web", at=checkout, **nowhere)
     assert line.startswith("kvpage is not installed: no package registry can be reached: check the network")
 
 
-def test_a_full_disk_is_one_line(checkout: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_one_line(checkout: Path, environment: Path, tmp_path: Path) -> None:
     with small_disk(tmp_path / "small", 50) as place:
-        subprocess.run([sys.executable, "-m", "venv", place / "venv"], check=True)
+        shutil.copytree(environment, place / "venv", symlinks=True)
         local = OFFLINE | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
         line = failed("conf/install.sh", place / "venv", "web", at=checkout, **local)
     assert line.startswith(f"kvpage is not installed: the disk of {place}/venv is full: free 1 GB")

@@ -12,6 +12,7 @@ import time
 from itertools import chain
 from pathlib import Path
 
+import forked
 import pytest
 from servers import START_WITHIN, STOP_WITHIN, RunningServer, free_port, start_server
 from small_disks import small_disk
@@ -30,8 +31,7 @@ VERSION = f"kvpage-server {__version__}, page core: {core.NAME}\n"
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvpage_server.app", *words]
-    return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=100)
+    return forked.run("kvpage_server.app", *words)
 
 
 def refused(*words: str) -> str:

@@ -28,14 +28,17 @@ def without_encoding(source: str) -> Iterator[int]:
 
 def _takes_the_locales(call: ast.Call) -> bool:
     given = {keyword.arg: keyword.value for keyword in call.keywords}
-    owner, _, name = ast.unparse(call.func).rpartition(".")
+    name = getattr(call.func, "attr", "") or getattr(call.func, "id", "")
     if "encoding" in given or None in given:
         return False
     if name in ("read_text", "write_text"):
         return len(call.args) < 1 + (name == "write_text")
     if any(_is_true(given.get(word)) for word in ("text", "universal_newlines")):
         return True
-    if name not in MODE_AT or (owner, name) == ("os", "open"):
+    if name not in MODE_AT:
+        return False
+    owner = ast.unparse(call.func).rpartition(".")[0]
+    if (owner, name) == ("os", "open"):
         return False
     at = MODE_AT[name] + (name == "open" and owner in WITH_A_FILE_FIRST)
     mode = given.get("mode", call.args[at] if len(call.args) > at else None)

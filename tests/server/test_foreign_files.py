@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 
 from kvpage_server import bounded
@@ -110,8 +109,7 @@ def test_a_pipe_or_a_directory_is_no_configuration(tmp_path: Path, parameter: st
     os.mkfifo(pipe)
     for path, why in ((pipe, "it is not a regular file"), (tmp_path, "Is a directory")):
         words = [f"--{parameter}", str(path)] if parameter else [str(path)]
-        command = [sys.executable, "-m", "kvpage_server.app", "--check-config", *words]
-        ended = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60, check=False)
+        ended = forked.run("kvpage_server.app", "--check-config", *words)
         named = f"{parameter}: " if parameter else ""
         assert (ended.returncode, ended.stderr) == (1, f"kvpage-server: {named}{path}: {why}\n")
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import redis
+from forked import Process, begin
 from servers import CLIENT_OPTIONS, START_WITHIN, answers, free_port
 from terminals import terminal
 
@@ -211,7 +212,7 @@ class Harness:
     def die_at_the_start(self, *options: str) -> None:
         """A server dies before it serves, or soon after."""
         with self._server(*options) as (process, _):
-            time.sleep(self._rng.uniform(0, 0.6))
+            time.sleep(self._rng.uniform(0, 0.1))
             process.kill()
             process.wait()
         self.kills += 1
@@ -232,13 +233,14 @@ class Harness:
 
     @contextmanager
     def _server(
-        self, *options: str, start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
-    ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+        self, *options: str, start: Callable[..., subprocess.Popen[bytes]] | None = None
+    ) -> Iterator[tuple[Process, int]]:
         port = free_port()
         place = self.store or self.directory
         command = [sys.executable, "-m", "kvpage_server.app", "--port", str(port), "--dir", str(place)]
         with (self.directory / "log").open("ab") as log:
-            process = start([*command, "--store", "tiered", *options], stdout=log, stderr=log)
+            command += ["--store", "tiered", *options]
+            process = start(command, stdout=log, stderr=log) if start else begin(command, log)
         try:
             yield process, port
         finally:
@@ -249,15 +251,15 @@ class Harness:
     def _log(self) -> str:
         return (self.directory / "log").read_text(encoding="utf-8")[-5000:]
 
-    def _wait(self, process: subprocess.Popen[bytes], port: int) -> None:
+    def _wait(self, process: Process, port: int) -> None:
         deadline = time.monotonic() + START_WITHIN
         while not answers(port):
             assert process.poll() is None, f"it does not start without help:\n{self._log()}"
             assert time.monotonic() < deadline, self._log()
-            time.sleep(0.02)
+            time.sleep(0.005)
 
     def _write_until(
-        self, process: subprocess.Popen[bytes], port: int, end: Callable[[], None], kinds: tuple[str, ...] = KINDS
+        self, process: Process, port: int, end: Callable[[], None], kinds: tuple[str, ...] = KINDS
     ) -> None:
         """Have writers of those kinds at work when the server is ended."""
         failures: list[BaseException] = []
@@ -277,7 +279,7 @@ class Harness:
         threads = [threading.Thread(target=work, args=(units, self._rng.randrange(1 << 32))) for units in written]
         for thread in threads:
             thread.start()
-        time.sleep(self._rng.choice((self._rng.uniform(0, 0.2), self._rng.uniform(0.2, 2.5))))
+        time.sleep(self._rng.choice((self._rng.uniform(0, 0.2), self._rng.uniform(0.2, 1.5))))
         dying.set()
         end()
         for thread in threads:

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from tempfile import TemporaryFile
 from typing import IO, Any, NoReturn
 
 LONGEST = 1 << 16  # bytes of a message
@@ -163,6 +164,18 @@ def begin(command: Sequence[str], log: IO[bytes]) -> Process:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     with open(os.devnull, "rb") as nothing:
         return _fork(command, (nothing.fileno(), log.fileno(), log.fileno()), os.environ)
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m WORDS` to its end, with its output as text."""
+    command = [sys.executable, "-m", *words]
+    if not _forks(command):
+        return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=100)
+    with open(os.devnull, "rb") as nothing, TemporaryFile() as output, TemporaryFile() as errors:
+        code = _fork(command, (nothing.fileno(), output.fileno(), errors.fileno()), os.environ).wait(100)
+        for file in (output, errors):
+            file.seek(0)
+        return subprocess.CompletedProcess(command, code, output.read().decode(), errors.read().decode())
 
 
 def converse(command: Sequence[str], errors: int = 2, **environment: str) -> Process:

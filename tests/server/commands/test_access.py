@@ -5,12 +5,11 @@ from __future__ import annotations
 import random
 import re
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import forked
 import pytest
 import redis
 from health import assert_prompt
@@ -469,8 +468,7 @@ class TestTheFile:
 
 def start_refused(*options: str) -> str:
     """Return the error message of a server that does not start."""
-    command = [sys.executable, "-m", "kvpage_server.app", "--port", "0", "--store", "memory", *options]
-    ended = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=100, check=False)
+    ended = forked.run("kvpage_server.app", "--port", "0", "--store", "memory", *options)
     assert ended.returncode == 1
     assert "Traceback" not in ended.stderr
     return ended.stderr

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 import redis
 from hypothesis import HealthCheck, given, settings
@@ -87,8 +88,7 @@ def test_a_space_in_a_pattern_of_a_file_is_refused(tmp_path: Path, sign: str) ->
     aclfile = tmp_path / "users.acl"
     aclfile.write_bytes(b"user new on " + sign.encode() + b"a\0b\n")
     for options in ([str(conf)], ["--user", "new", "on", f"{sign}a\nb"], ["--aclfile", str(aclfile)]):
-        command = [sys.executable, "-m", "kvpage_server.app", "--check-config", *options]
-        done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=100, check=False, cwd=tmp_path)
+        done = forked.run("kvpage_server.app", "--check-config", *options)
         assert done.returncode == 1
         assert "Error in ACL SETUSER modifier" in done.stderr
         assert "Syntax error" in done.stderr
