@@ -1,4 +1,5 @@
-"""The lossless code of pages: bytes and speed with keys and values of SmolLM2, compared with zstd and a copy.
+"""The lossless code of pages: bytes and speed with keys and values of SmolLM2, compared with zstd and a copy; the store
+on disk with the code and without it.
 
 zstd needs the package zstandard, which the project does not install. It codes exponents apart from signs and mantissas,
 which are stored as they are.
@@ -9,10 +10,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from importlib.resources import files
 from importlib.util import find_spec
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import engine  # noqa: F401 - picks the BLAS before MLX is imported
@@ -24,16 +27,18 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from benchmarks.findings import Finding, show, write
 from benchmarks.perplexity import SMOLLM2
+from benchmarks.servers import Server, start_kvpage
 from engine import model
 from kvpage_server.lossless import decode_lossless, encode_lossless
 from kvpage_server.page import DType
 
 TOKENS = 1024
 STEP = 128  # tokens of a step
-RATIOS = {16: 1.33, 128: 1.4}  # targets, by the tokens of a page
+RATIOS = {16: 1.33, 128: 1.4}  # targets, by the tokens of a page; on disk as well
 INTRO = (
     "The lossless code with keys and values of SmolLM2-135M on engine/demo/handbook.txt; GB/s of raw bytes of one core."
 )
+COPIES = 8  # of all keys and values that a store on disk gets
 Pages = np.ndarray[Any, np.dtype[np.uint16]]
 
 
@@ -71,6 +76,7 @@ def main(options: list[str] | None = None) -> None:
                     wanted = aim if tokens >= 128 else None
                     measured = f"{a:.2f} / {b:.2f} GB/s"
                     findings.append(Finding(work, "zstd 1", what, measured, a / b, at_least=wanted))
+    findings += at_rest(planes, rounds=1 if quick else 5)
     show(findings, INTRO)
     if not quick:
         write(findings, "page_code", {}, intro=INTRO)
@@ -115,6 +121,79 @@ def copies(pages: Pages) -> float:
         for page in pages:
             bytes(page)
     return 5 * pages.nbytes / (time.thread_time() - begin) / 1e9
+
+
+class Stored(NamedTuple):
+    """A store on disk: bytes of its file, GB/s of raw bytes from the first write to the end of SAVE, and of the reads
+    after a restart; seconds of the server's processor for a raw GB, of writes and of reads.
+    """
+
+    nbytes: int
+    write: float
+    read: float
+    write_cpu: float
+    read_cpu: float
+
+
+def at_rest(planes: dict[str, Pages], *, rounds: int) -> Iterator[Finding]:
+    """Yield the bytes of the file of a store, and the speed of writes and of reads after a restart, as medians."""
+    keys, values = planes["keys"], planes["values"]
+    for tokens, least in RATIOS.items():
+        bodies = [
+            np.stack([keys[:, :, start : start + tokens], values[:, :, start : start + tokens]], 1)
+            for start in range(0, TOKENS, tokens)
+        ]
+        for kind in ("blocks", "single pages"):
+            found = defaultdict[str, list[Stored]](list)
+            for _ in range(rounds):
+                for mode in ("off", "disk"):
+                    found[mode].append(_stored(bodies, mode, whole=kind == "blocks"))
+            off, on = (Stored(*map(median, zip(*found[mode], strict=True))) for mode in ("off", "disk"))
+            work, against = f"{kind} of {tokens} tokens on disk", "page-code off"
+            measured = f"{on.nbytes / 1e6:.0f} / {off.nbytes / 1e6:.0f} MB"
+            yield Finding(work, against, "bytes of the file", measured, off.nbytes / on.nbytes, at_least=least)
+            for what, a, b in ("write, GB/s", on.write, off.write), ("read, GB/s", on.read, off.read):
+                yield Finding(work, against, what, f"{a:.2f} / {b:.2f} GB/s", a / b)
+            for what, a, b in ("write", on.write_cpu, off.write_cpu), ("read", on.read_cpu, off.read_cpu):
+                yield Finding(work, against, f"{what}, CPU s/GB", f"{a:.2f} / {b:.2f}", a / b)
+
+
+def _stored(bodies: list[Pages], mode: str, *, whole: bool) -> Stored:
+    """Write bodies of blocks to a new store, as blocks or as single pages, restart it, and compare all of them."""
+    raw = COPIES * sum(body.nbytes for body in bodies) / 1e9
+    names = [(f"copy{copy}", page) for copy in range(COPIES) for page in range(len(bodies))]
+    with TemporaryDirectory() as place:
+        options = ("--store", "tiered", "--dir", place, "--page-code", mode, "--maxdisk", "0", "--scrub-rate", "0")
+        with start_kvpage(*options) as server:
+            commands = [_writes(bodies[page], name, page, whole=whole) for name, page in names]
+            write, write_cpu = _timed(server, [*commands, ("SAVE",)])
+            nbytes = int(server.admin.info("kvpage")["disk_file_bytes"])
+        with start_kvpage(*options) as server:
+            read, read_cpu = _timed(server, [("KVBLOCKGET", *name) for name in names])
+            for name, page in names:
+                assert server.admin.execute_command("KVBLOCKGET", name, page) == bodies[page].tobytes()
+    return Stored(nbytes, raw / write, raw / read, write_cpu / raw, read_cpu / raw)
+
+
+def _writes(body: Pages, name: str, page: int, *, whole: bool) -> tuple[Any, ...]:
+    """Return the command that stores the body ``[layers, planes, heads, tokens, head_dim]`` of a block."""
+    layers, planes, heads, tokens, dim = body.shape
+    dtype = int(DType.BFLOAT16)
+    if whole:
+        kinds = (word for plane in range(planes) for word in (plane, dtype, dim))
+        return ("KVBLOCKSET", name, page, layers, heads, tokens, 0, planes, *kinds, body.tobytes())
+    words: list[Any] = []
+    for layer, plane, head in np.ndindex(layers, planes, heads):
+        words += [name, layer, head, page, plane, dtype, tokens, dim, 0, body[layer, plane, head].tobytes()]
+    return ("KVPAGEMSET", layers * planes * heads, *words)
+
+
+def _timed(server: Server, commands: list[tuple[Any, ...]]) -> tuple[float, float]:
+    """Send commands one after the other. Return the seconds, and those of the server's processor."""
+    cpu, begin = server.cpu_seconds(), time.perf_counter()
+    for words in commands:
+        server.admin.execute_command(*words)
+    return time.perf_counter() - begin, server.cpu_seconds() - cpu
 
 
 def _ours(page: Pages) -> bytes:

@@ -31,7 +31,7 @@ _MOST = 2**32 - 1  # bytes of an array or block
 # have the tokens of all its pages side by side.
 _BLOCK = 4  # code
 _PART = struct.Struct("<BBBBIIII")  # code, or 0 if it is not coded, 3 zeros, pages, rows, channels of a page, bytes
-_LONGEST_PART = 1 << 20  # bytes, unless one page has more
+_LONGEST_PART = 1 << 18  # bytes, unless one page has more
 
 
 def encode_lossless(array: Buffer, dtype: DType) -> bytes | None:
