@@ -2,9 +2,9 @@
 `volatile-ttl` evicts keys.
 
 Each second has a bucket: a list of every key whose expiry was set to that second. A heap orders the seconds. A bucket
-is processed when its second is over. An entry of a bucket is stale if the key's expiry was changed later. All stale
-entries are dropped together when they outnumber the others. Costs: amortised O(1) to add a key and to return an
-expired one, plus O(log seconds) for a new second.
+is processed when its second is over. An entry of a bucket is stale if the key's expiry was changed later. When stale
+entries outnumber the others, all entries are examined, a few with each new one, and stale ones are dropped. Costs:
+amortised O(1) to add a key and to return an expired one, plus O(log seconds) for a new second.
 
 A caller may add keys between two results of an iterator: the load of a block adds its pages. That may extend, replace
 or drop any bucket, so an iterator looks up its bucket again for every key.
@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 _SLACK = 1024  # stale entries that are kept in any case
+_EXAMINED = 2  # entries that are examined with each new one
+_EXAMINED_AT_ONCE = 4096  # entries that `remove_due` examines
 _SPARED_FOR = 3_000  # milliseconds until a spared key is examined again
 
 
@@ -29,11 +31,17 @@ class ExpiryOrder:
     def __init__(self, expires_of: Callable[[bytes], int]) -> None:
         self._expires_of = expires_of
         self._buckets: dict[int, list[bytes]] = {}  # keys by the second of their expiry, some of them stale
-        self._seconds: list[int] = []  # heap of the seconds that have a bucket, which may be empty
+        self._seconds: list[int] = []  # heap of all seconds that have a bucket, which may be empty, and of others
         self._spared: dict[int, list[bytes]] = {}  # spared keys by the second of their expiry; they are in no bucket
         self._again = 0  # the next time at which spared keys return to the buckets, in monotonic milliseconds
         self._notes = 0  # number of entries in the buckets and of spared keys, stale ones included
         self.keys = 0  # number of keys that have an expiry; `Contents` updates it
+        self._unexamined: list[int] = []  # seconds whose buckets are to be examined for stale entries
+        # The bucket that is examined now: its second, the entries that are left, and the keys of the others, which are
+        # in the second's new bucket. If that is used up before, the entries that are left become the bucket.
+        self._examined = 0
+        self._left: list[bytes] = []
+        self._seen: set[bytes] = set()
 
     def note(self, key: bytes, expires: int) -> None:
         """Add a key that expires at `expires`, in unix milliseconds."""
@@ -48,13 +56,13 @@ class ExpiryOrder:
             heapq.heappush(self._seconds, second)
         bucket += keys
         self._notes += len(keys)
-        if self._notes > 2 * self.keys + _SLACK:
-            self._drop_stale()
+        self._tidy(_EXAMINED * len(keys))
 
     def remove_due(self, now: int, most: int, remove: Callable[[bytes], None]) -> int:
         """Call `remove`, which removes a key from the store, for up to `most` keys that `due` yields. Return their
-        number.
+        number. Also examine some entries.
         """
+        self._tidy(_EXAMINED_AT_ONCE)
         removed = 0
         for key in islice(self.due(now), most):
             remove(key)
@@ -102,8 +110,12 @@ class ExpiryOrder:
 
     def _first_second(self) -> int | None:
         """Return the first second with a key in its bucket; None if there is none. Drop empty buckets before it."""
-        while self._seconds and not self._buckets[self._seconds[0]]:
-            del self._buckets[heapq.heappop(self._seconds)]
+        while self._seconds and not self._buckets.get(self._seconds[0]):
+            second = self._seconds[0]
+            if self._left and second == self._examined:
+                self._buckets[second], self._left = self._left, []
+            else:
+                self._buckets.pop(heapq.heappop(self._seconds), None)
         return self._seconds[0] if self._seconds else None
 
     def _take(self, second: int) -> bytes:
@@ -121,20 +133,43 @@ class ExpiryOrder:
                 heapq.heappush(self._seconds, second)
         self._spared.clear()
 
-    def _drop_stale(self) -> None:
-        """Drop stale and repeated entries of all buckets, and return spared keys to them. O(entries)."""
-        self._put_back()
-        self._notes = 0
-        for second in list(self._buckets):
-            bucket = [k for k in dict.fromkeys(self._buckets[second]) if self._expires_of(k) // 1000 == second]
-            self._buckets[second] = bucket
-            self._notes += len(bucket)
-        self._buckets = {second: bucket for second, bucket in self._buckets.items() if bucket}
-        self._seconds = sorted(self._buckets)
+    def _tidy(self, most: int) -> None:
+        """Continue to examine all entries, up to about `most` of them; begin if stale ones outnumber the others."""
+        if self._unexamined or self._left:
+            self._drop_stale(most)
+        elif self._notes > 2 * self.keys + _SLACK:
+            self._put_back()
+            self._unexamined = list(self._buckets)
+            if len(self._seconds) > 2 * len(self._buckets) + _SLACK:
+                self._seconds = sorted(self._buckets)
+
+    def _drop_stale(self, most: int) -> None:
+        """Examine up to about `most` entries, and drop stale and repeated ones."""
+        for _ in range(most):
+            if not self._left:
+                if not self._unexamined:
+                    return
+                self._examine(self._unexamined.pop())
+                continue
+            key = self._left.pop()
+            if key in self._seen or self._expires_of(key) // 1000 != self._examined:
+                self._notes -= 1
+            else:
+                self._seen.add(key)
+                self._buckets[self._examined].append(key)
+
+    def _examine(self, second: int) -> None:
+        """Begin to examine the bucket of a second. Drop the bucket if it is empty."""
+        self._seen = set()
+        if bucket := self._buckets.get(second):
+            self._examined, self._left, self._buckets[second] = second, bucket, []
+        else:
+            self._buckets.pop(second, None)
 
     def clear(self) -> None:
         """Remove all keys."""
         self._buckets.clear()
         self._seconds.clear()
         self._spared.clear()
+        self._unexamined, self._left, self._seen = [], [], set()
         self._notes = self.keys = 0

@@ -37,8 +37,8 @@ def put(expirer: ExpiryOrder, times: Times, key: bytes, expires: int) -> None:
 
 
 def tidy(expirer: ExpiryOrder, times: Times) -> None:
-    """Note a key again and again, until stale notes are dropped."""
-    for more in range(2 * expirer.keys + expire._SLACK + 2):
+    """Note a key again and again, until all notes were examined."""
+    for more in range(4 * (expirer.keys + expire._SLACK)):
         put(expirer, times, b"restless", NEVER + more)
 
 
@@ -98,6 +98,51 @@ def test_an_earlier_second_that_is_noted_meanwhile_is_given(way: Callable[[Expir
         way(expirer), expirer, times, lambda key: put(expirer, times, b"early", 2000) if key == b"now" else None
     )
     assert found == [b"now", b"early", b"next"]
+
+
+def test_stale_notes_are_dropped_a_few_with_each_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No note or sweep examines all keys, and at most three notes of a key are kept."""
+    monkeypatch.setattr(expire, "_SLACK", 10)
+    times = {b"%d" % key: NEVER for key in range(3000)}
+    looked_up = 0
+
+    def expires_of(key: bytes) -> int:
+        nonlocal looked_up
+        looked_up += 1
+        return times.get(key, 0)
+
+    expirer = ExpiryOrder(expires_of)
+    expirer.keys = len(times)
+    for again in range(10):
+        for key in times:
+            looked_up = 0
+            times[key] = NEVER + 1000 * again
+            expirer.note(key, times[key])
+            assert looked_up <= 2
+            assert expirer._notes <= 3 * len(times) + 20
+    expirer.keys = 0
+    times.clear()
+    for _ in range(10):
+        looked_up = 0
+        expirer.remove_due(0, 100, lambda _: None)
+        assert looked_up <= expire._EXAMINED_AT_ONCE
+    assert expirer._notes == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), min_size=50, max_size=300), st.integers(0, 6))
+def test_keys_leave_in_order_while_stale_notes_are_dropped(noted: list[tuple[int, int]], slack: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expire, "_SLACK", slack)
+        times: Times = {}
+        expirer = expirer_of(times)
+        for key, second in noted:
+            put(expirer, times, b"%d" % key, 1000 * second)
+        wanted, found = sorted(times.values()), []
+        for taken in expirer.nearest(0):
+            found.append(times.pop(taken))
+            expirer.keys -= 1
+        assert found == wanted
+        assert (expirer.keys, expirer._notes) == (0, 0)
 
 
 def test_a_key_noted_during_an_eviction_is_due_in_its_time() -> None:
