@@ -21,7 +21,7 @@ import httpx
 import jinja2
 import openai
 import pytest
-from api_engines import TOOL_TEMPLATE, RunningEngine, start_engine, write_family, write_offered, write_tiny
+from api_engines import TLS, TOOL_TEMPLATE, RunningEngine, start_engine, write_family, write_offered, write_tiny
 from servers import start_server
 
 from engine.agent_engine import Answer, Reuse
@@ -95,7 +95,8 @@ def ask_messages(engine: RunningEngine, body: Body, earlier: str | None = None, 
         "diagnostics": {"previous_message_id": earlier},
         **({} if body["system"] is None else {"system": body["system"]}),
     }
-    with anthropic.Anthropic(base_url=engine.url, api_key=engine.token, max_retries=0) as client:
+    http = anthropic.DefaultHttpxClient(verify=TLS)
+    with anthropic.Anthropic(base_url=engine.url, api_key=engine.token, max_retries=0, http_client=http) as client:
         message = client.messages.create(model=model, max_tokens=1, extra_body={"temperature": 0}, **asked)
     reason = message.diagnostics and message.diagnostics.cache_miss_reason
     return message.id, reason and reason.model_dump()
@@ -192,9 +193,10 @@ def plain(seed: int) -> Body:
 
 
 def evict(engine: RunningEngine, seed: int = 10) -> None:
-    """Send prompts of others, which take all of the small memory."""
-    for i in range(40):
-        ask_messages(engine, plain(seed + i))
+    """Send prompts of others, which take all of the small memory twice."""
+    with engine.client(engine.token) as client:
+        for i in range(10):
+            client.completions.create(model="tiny", prompt=rendered(plain(seed + i)), max_tokens=1)
 
 
 def test_a_replaced_agent_was_not_evicted(tmp_path: Path) -> None:
@@ -313,7 +315,7 @@ def test_an_eviction_after_a_cancelled_answer_is_named(tmp_path: Path) -> None:
 
         why()
         evict(engine)
-        with client.chat.completions.create(max_tokens=400, stream=True, **body) as stream:
+        with client.chat.completions.create(max_tokens=100, stream=True, **body) as stream:
             next(iter(stream))
         evict(engine, 60)
         assert why() == "evicted"
@@ -324,15 +326,13 @@ def test_an_evicted_prompt_is_named_with_its_cost(tmp_path: Path) -> None:
         body = {**conversation(Random(3)), "tools": []}
         ids = ask_messages(engine, body)[0], ask_responses(engine, body)[0]
         assert ask_messages(engine, body, ids[0])[1] is None
-        for i in range(40):
-            ask_messages(engine, {**conversation(Random(10 + i)), "tools": []})
+        evict(engine)
         lost = ask_messages(engine, body, ids[0])[1]
         assert lost["type"] == "unavailable"
         assert lost["evicted_tokens"] > 100
         assert lost["evicted_why"] == "evicted"
         assert lost["seconds"] > 0
-        for i in range(40):
-            ask_messages(engine, {**conversation(Random(60 + i)), "tools": []})
+        evict(engine, 60)
         found = ask_responses(engine, body, ids[1])[1]
         assert (found["type"], found["evicted_tokens"] > 100) == ("unavailable", True)
 
@@ -354,8 +354,8 @@ def test_a_common_head_does_not_hide_an_eviction(tmp_path: Path) -> None:
         shared = len(f"system:{head}\n")
         for end in ("Monday", "Friday"):
             ask(text)
-            for i in range(40):
-                ask(words(Random(10 + i), 30))
+            for i in range(10):
+                ask(words(Random(10 + i), 60))
             read, why = ask(text, end)
             assert (shared <= read < shared + 5, why) == (True, "evicted")
         read, why = ask(text, "Sunday")
