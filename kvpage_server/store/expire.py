@@ -144,19 +144,22 @@ class ExpiryOrder:
                 self._seconds = sorted(self._buckets)
 
     def _drop_stale(self, most: int) -> None:
-        """Examine up to about `most` entries, and drop stale and repeated ones."""
+        """Examine up to about `most` entries, and drop stale and repeated ones, and buckets without others."""
         for _ in range(most):
             if not self._left:
                 if not self._unexamined:
                     return
                 self._examine(self._unexamined.pop())
+            if not self._left:
                 continue
-            key = self._left.pop()
+            key, bucket = self._left.pop(), self._buckets[self._examined]
             if key in self._seen or self._expires_of(key) // 1000 != self._examined:
                 self._notes -= 1
             else:
                 self._seen.add(key)
-                self._buckets[self._examined].append(key)
+                bucket.append(key)
+            if not (self._left or bucket):
+                del self._buckets[self._examined]
 
     def _examine(self, second: int) -> None:
         """Begin to examine the bucket of a second. Drop the bucket if it is empty."""
