@@ -408,8 +408,8 @@ Steps = Generator[tuple[()], None, T]  # other clients get their turn after each
 def read_block(keyspace: Keyspace, block: Block | None, lent: BorrowedReads) -> Steps[tuple[Piece, ...] | None]:
     """Return a complete block's bulk string in pieces, in steps; None if the block is not complete.
 
-    Counts as a hit and a use, or as a miss. The block must be in memory, or its extent in `lent`, the values that the
-    reply borrows from the disk. Return None also for a block that could not be read from the disk.
+    Counts as a hit and a use, or as a miss. The block must be in memory or loaded temporarily, or its extent in `lent`,
+    the values that the reply borrows from the disk. Return None also for a block that could not be read from the disk.
     """
     found = None if block is None else (yield from gathered(keyspace, block))
     if block is None or found is None or found.shape is None:
@@ -418,8 +418,10 @@ def read_block(keyspace: Keyspace, block: Block | None, lent: BorrowedReads) -> 
     if block.extent is not None:
         slot = block.extent.slot
         if isinstance(slot, OnDisk) and slot not in lent:
-            keyspace.counters.misses += 1
-            return None
+            if slot.temporary_slot is None:
+                keyspace.counters.misses += 1
+                return None
+            slot = slot.temporary_slot
         keyspace.reader.use_block(block)
         return lent[slot].pieces([slot]) if isinstance(slot, OnDisk) else (slot,)
     keyspace.reader.use_block(block)

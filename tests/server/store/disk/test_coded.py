@@ -282,11 +282,19 @@ def shown(client: redis.Redis) -> list[Any]:
         stat = client.execute_command("KVPAGESTAT", *where)
         found.append({field: stat[field] for field in stat if field in (b"size", b"checksum", b"dtype", b"page_size")})
         found += [client.execute_command("KVPAGEGET", *where), without_times(client.get(key))]
+    for touches in ("ON", "OFF"):  # CLIENT NO-TOUCH: values are loaded temporarily, or borrowed
+        client.execute_command("CLIENT", "NO-TOUCH", touches)
+        words = [word for key in pages for word in key.decode().split(":")[1:]]
+        found.append(client.execute_command("KVPAGEMGET", len(pages), *words) if pages else [])
+        found.append(
+            client.execute_command("KVBLOCKMGET", 18, *(w for name in "abc" for p in range(6) for w in (name, p)))
+        )
+        found.append([*map(without_times, client.mget(keys))] if keys else [])
     return found
 
 
 def without_times(blob: Any) -> Any:
-    return blob[:32] + blob[48:]
+    return blob if blob is None else blob[:32] + blob[48:]
 
 
 def test_replies_are_those_of_a_server_without_the_code(tmp_path: Path) -> None:

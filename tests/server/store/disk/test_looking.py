@@ -99,6 +99,16 @@ def test_a_use_loads_a_value_that_another_client_only_looks_at(tmp_path: Path) -
         assert client.execute_command("KVPAGESTAT", "whole", 0, 1, 0, 0)[b"checksum"]
 
 
+def test_a_block_is_found_after_a_look_at_its_pages(looker: redis.Redis) -> None:
+    """The pages of the block are still in memory for the first command when the second one runs."""
+    with looker.pipeline(transaction=False) as pipe:
+        pipe.execute_command("KVPAGEMGET", 1, "whole", 1, 1, 0, 0)
+        pipe.execute_command("KVBLOCKMGET", 2, "whole", 0, "whole", 1)
+        pipe.execute_command("KVPAGEGET", "whole", 1, 1, 0, 0)
+        pipe.execute_command("KVBLOCKGET", "whole", 0)
+        assert pipe.execute() == [[WHOLE[-BLOCK // 4 :]], [WHOLE, None], WHOLE[-BLOCK // 4 :], WHOLE]
+
+
 def test_a_look_promises_nothing(tmp_path: Path) -> None:
     with tiered(tmp_path, "--maxmemory", "10mb") as (server, client), server.client() as looker:
         looker.execute_command("CLIENT", "NO-TOUCH", "ON")
