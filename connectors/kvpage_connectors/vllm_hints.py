@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 RETAIN, PIN, UNPIN = "retain", "pin", "unpin"  # types of actions
 VERSION = "1"  # of the actions
 _LONGEST = 3600  # seconds of a lease
+_MOST_HASHES = 4096  # that the hints of a request name together
 _SESSIONS = 1000  # whose blocks are known
 _BLOCKS = 100_000  # of all sessions
 
@@ -38,7 +39,7 @@ class Hint:
 
 def hints_of(params: Params, envelope: Any) -> list[Hint]:
     """Return the hints of a request: the actions of its envelope, and in its `kv_transfer_params` ``kv_hints`` and
-    ``kvpage_retain_seconds``. Raises ValueError if one is not valid.
+    ``kvpage_retain_seconds``. Raises ValueError if one is not valid, or if they name more than _MOST_HASHES blocks.
     """
     params = params or {}
     actions = envelope.actions if envelope else []
@@ -48,7 +49,11 @@ def hints_of(params: Params, envelope: Any) -> list[Hint]:
     if "kvpage_retain_seconds" in params:
         given.append((RETAIN, VERSION, {"seconds": params["kvpage_retain_seconds"]}))
     known = (RETAIN, PIN, UNPIN)
-    return [_hint(kind, payload) for kind, version, payload in given if kind in known and version == VERSION]
+    ours = [(kind, payload) for kind, version, payload in given if kind in known and version == VERSION]
+    named = sum(len(payload.get("block_hashes", [])) for _, payload in ours)
+    if named > _MOST_HASHES:
+        raise ValueError(f"the hints of a request may name {_MOST_HASHES} blocks, got {named}")
+    return [_hint(kind, payload) for kind, payload in ours]
 
 
 def _hint(kind: str, payload: Mapping[str, Any]) -> Hint:

@@ -149,6 +149,18 @@ def test_hints_of_an_engine_without_names_reach_no_page(server: RunningServer, c
     assert client.info()["leased_or_pinned"] == 0
 
 
+@pytest.mark.parametrize(("count", "pinned"), [(4096, 1), (4097, 0)])
+def test_hints_name_a_limited_number_of_blocks(engine: Engine, client: redis.Redis, count: int, pinned: int) -> None:
+    saved, request = prompt("a", 16), prompt("b", 16)
+    engine.run(saved)
+    named = [saved.block_hashes[0].hex(), *(count - 1) * ["00"]]
+    actions = [SimpleNamespace(action_type="pin", action_version="1", payload={"block_hashes": named})]
+    request.kv_hints = SimpleNamespace(actions=actions)
+    engine.run(request)
+    assert engine.scheduler.reasons.counts.get(("on_new_request", "ValueError"), 0) == 1 - pinned
+    until(lambda: client.info()["leased_or_pinned"] == pinned)
+
+
 def test_sessions_have_a_limited_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_hints, "_BLOCKS", 10)
     sessions = vllm_hints.Sessions[int]()
