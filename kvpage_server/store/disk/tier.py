@@ -276,6 +276,7 @@ class Changes:
 
 _LIFETIME_SIZE = 200  # approximate bytes of memory of a queued change of a lifetime, without the unit's name
 _MOST_OFFERED = 1280  # units that may be evicted in one search; examining all of them would block the event loop
+_MOST_DROPPED = 2048  # pages of a block that are dropped from memory in one step
 _SHARE_OF_TEXTS = 0.5  # of maxmemory; above it, short strings are evicted, as they are never on disk only
 
 log = logging.getLogger("kvpage")
@@ -546,11 +547,15 @@ class DiskTier(Tier):
         return not self.behind.settled and any(map(self.behind.waits, each_name_in(unit)))
 
     def _drop(self, unit: Unit, names: Sequence[bytes]) -> None:
-        """Free a unit's bytes in memory."""
+        """Free a unit's bytes in memory. Of a block of very many single pages, the next call frees more."""
         contents, units = self._contents, self._contents.eviction_order.units
         used = units.now - units.idle(unit)
         if isinstance(unit, bytes) or unit.extent is None:
-            contents.grow(unit, -self._drop_from_memory(unit, names, used))
+            freed, all_dropped = self._drop_from_memory(unit, names, used)
+            contents.grow(unit, -freed)
+            contents.any_on_disk = True
+            if not all_dropped:
+                return
         elif not isinstance(slot := unit.extent.slot, OnDisk):
             contents.move_body(unit.extent, OnDisk(names[0], slot.size, unit=unit, used=used))
             contents.grow(unit, -slot.footprint)
@@ -561,19 +566,24 @@ class DiskTier(Tier):
         self.stored.usage.note_on_disk_only(name_of_unit(unit))
         contents.any_on_disk = True
 
-    def _drop_from_memory(self, unit: Unit, names: Iterable[bytes], used: int) -> int:
-        """Replace the values of these names by placeholders. Returns the freed bytes."""
-        contents, freed = self._contents, 0
+    def _drop_from_memory(self, unit: Unit, names: Iterable[bytes], used: int) -> tuple[int, bool]:
+        """Replace the values of these names by placeholders, up to _MOST_DROPPED. Returns the freed bytes, and whether
+        all are replaced.
+        """
+        contents, freed, left = self._contents, 0, _MOST_DROPPED
         for name in names:
             key = name[1:]
             entry = cast(Page, contents.catalogue.entries[key])
             if type(entry) is not OnDisk:
+                if not left:
+                    return freed, False
+                left -= 1
                 header = bytes(entry.header) if type(unit) is Block else b""
                 on_disk = OnDisk(name, entry.size, expires=entry.expires, header=header, unit=entry.unit, used=used)
                 contents.move_body(key, on_disk)
                 freed += entry.footprint
                 self.stored.counts.dropped += 1
-        return freed
+        return freed, True
 
     # -- damage that the scrubber finds --------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from wire import encode_command
 
 from kvpage_server.store.disk.tier import _MOST_OFFERED
 from kvpage_server.store.evict import make_room
+from kvpage_server.store.memory.index import OnDisk
 
 MB = 1 << 20
 
@@ -30,6 +31,38 @@ def test_reads_of_protected_values_keep_memory_within_its_limit(protect: tuple[s
             assert client.execute_command("KVPAGEGET", f"r{number}", 0, 0, 0, 0) == bytes([number]) * MB
             assert client.info("memory")["used_memory"] < 24 * MB
         assert client.info("everything")["leased_or_pinned"] == 60
+
+
+@pytest.mark.parametrize("protect", [True, False])
+def test_a_block_of_many_single_pages_leaves_memory_in_steps(protect: bool, tmp_path: Path) -> None:
+    layers, heads, size = 80, 100, 64
+    words = [b"KVPAGEMSET", b"%d" % (layers * heads)]
+    for layer in range(layers):
+        for head in range(heads):
+            words += [b"r", b"%d" % layer, b"%d" % head, *b"0 0 8 1 64 0".split(), bytes(size)]
+    with measured("--maxmemory", "64mb", directory=tmp_path) as turns:
+        turns.cost(b"", encode_command(words))
+        before = turns.on_loop(lambda: turns.server.keyspace.memory.used)
+        commands = [[b"SAVE"], *([[b"KVPAGEPIN", b"r"]] if protect else [])]
+        turns.cost(b"", b"".join(map(encode_command, commands)))
+        keyspace = turns.server.keyspace
+
+        def steps() -> list[tuple[bool, int]]:
+            """Return whether memory is within its limit, and the pages in memory, after each step."""
+            keyspace.memory.limit, found = 1, []
+            while not found or not found[-1][0]:
+                done = keyspace.memory.shrink()
+                entries = keyspace.contents.catalogue.entries.values()
+                found.append((done, sum(1 for entry in entries if type(entry) is not OnDisk)))
+            keyspace.memory.limit = 64 * MB
+            return found
+
+        pages = layers * heads
+        assert turns.on_loop(steps) == [(False, left) for left in range(pages - 2048, 0, -2048)] + [(True, 0)]
+        assert turns.on_loop(lambda: keyspace.memory.used) == 0 < before
+        read = encode_command([b"KVPAGEGET", *b"r 79 99 0 0".split()])
+        turns.cost(b"", read)
+        assert turns.on_loop(lambda: turns.server.keyspace.counters.misses) == 0
 
 
 def test_protected_values_leave_memory_one_by_one_in_turn(tmp_path: Path) -> None:
