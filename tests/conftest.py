@@ -60,8 +60,10 @@ SLOW = re.compile(  # modules that start servers by the dozen, compile, or wait 
     r"replay|shares|signals|snapshot|stalls|storm|stress|tiered|tls)"
 )
 LONG = re.compile(  # modules that would keep a core busy alone at the end
-    r"test_(agent_engines_shared|api_agents|api_page|cluster_faults|demo|disk_full|engine_benchmarks|engine_every_family|"
-    r"engine_families.*|gateway|monitor|redis_py_suite|simulation|store_page)"
+    r"test_(agent_engines_shared|api_agents|api_calls|api_diagnosis|api_doc|api_framework_requests|api_lifetimes|"
+    r"api_models|api_page|cluster_faults|core_choice|demo|disk_full|engine_benchmarks|engine_every_family|"
+    r"engine_families.*|engine_hub|engine_quantised_batch|engine_trial|first_paths|gateway|hostile_dumps|monitor|"
+    r"openai_package|redis_py_suite|simulation|small_values|store_page|wheel)"
 )
 
 

@@ -201,7 +201,7 @@ def test_a_lifetime_survives_a_restart(tmp_path: Path, end: signal.Signals) -> N
         assert (stat["kept_until_ms"], stat["kept_by"]) == (until, "me")
         _, until, _ = client.execute_command("KVPAGEKEEP", "", 1, 0, key("a"))
         assert abs(until - unix_ms() - 3_600_000) < 5000, "a lifetime that begins anew has its length"
-        fill_disk(client, "x", 10)
+        fill_disk(client, "x", 3)
         assert [client.exists(key(req)) for req in ("a", "b", long, "single")] == [1, 0, 1, 1]
         assert client.info("kvpage")["disk_evicted"] > 0
 

@@ -356,7 +356,7 @@ def server(tmp_path: Path) -> Iterator[RunningServer]:
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("examples", [40, pytest.param(1000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("examples", [20, pytest.param(1000, marks=pytest.mark.soak)])
 def test_commands_and_transactions_find_values_on_disk(server: RunningServer, examples: int) -> None:
     machine = type("Machine", (CommandsMachine,), {"server": server})
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]

@@ -94,7 +94,7 @@ def expect(client: redis.Redis, versions: dict[int, int], size: int) -> None:
 
 @pytest.mark.parametrize("mode", ["always", "everysec"])
 @pytest.mark.parametrize("numbers", [in_order, at_random])
-@pytest.mark.parametrize("size", [100, 600, 1000])
+@pytest.mark.parametrize("size", [100, pytest.param(600, marks=pytest.mark.soak), 1000])
 def test_accepted_pages_are_durable_and_others_are_refused(
     tmp_path: Path, size: int, numbers: Numbers, mode: str
 ) -> None:
