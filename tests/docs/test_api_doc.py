@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from api_engines import SMOLLM2, RunningEngine, link_smollm2, start_engine, write_coder
+from api_engines import SMOLLM2, RunningEngine, link_smollm2, start_engine, write_coder, write_tiny
 from documents import blocks, check, commands, entry_point, run
 from servers import RunningServer
 
@@ -17,13 +17,18 @@ import mlx_lm
 
 pytestmark = pytest.mark.model
 CURL = shutil.which("curl")
+DOCUMENTS = ["docs/api.md", "docs/engine.md", "docs/messages.md", "docs/responses.md"]
 
 
-@pytest.fixture
-def engine(server: RunningServer) -> Iterator[RunningEngine]:
+@pytest.fixture(scope="module")
+def engine(server: RunningServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
+    """An engine with a tenant for each document, which finds no contexts of other documents. Its name is its token."""
     with server.client() as client:
         client.flushall()
-    with start_engine(SMOLLM2, "--store", server.url) as engine:
+    tokens = tmp_path_factory.mktemp("tokens") / "tokens"
+    documents = enumerate([*DOCUMENTS, "README.md"])
+    tokens.write_text("".join(f"tenant{i} {document}\n" for i, document in documents), encoding="utf-8")
+    with start_engine(SMOLLM2, "--store", server.url, "--token-file", str(tokens)) as engine:
         yield engine
 
 
@@ -35,14 +40,15 @@ def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
 
 @pytest.fixture(scope="module")
 def coder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
-    """SmolLM2, and a second model with the name "coder"."""
-    model = write_coder(tmp_path_factory.mktemp("models") / "qwen-coder")
-    with start_engine(SMOLLM2, "--model", f"coder={model}") as engine:
+    """A random model with the name "smollm2", and a second model with the name "coder"."""
+    models = tmp_path_factory.mktemp("models")
+    model = write_coder(models / "qwen-coder")
+    with start_engine(write_tiny(models / "smollm2"), "--model", f"coder={model}") as engine:
         yield engine
 
 
 @pytest.mark.skipif(not CURL, reason="curl is not installed")
-@pytest.mark.parametrize("document", ["docs/api.md", "docs/engine.md", "docs/messages.md", "docs/responses.md"])
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_curl_line_answers_as_shown(
     engine: RunningEngine, hermes: RunningEngine, coder: RunningEngine, document: str
 ) -> None:
@@ -59,7 +65,7 @@ def test_every_curl_line_answers_as_shown(
         if program != "curl":
             continue
         asked = [word.replace("localhost:8000", asked_engine.url.removeprefix("http://")) for word in words]
-        check(run([program, *asked]), shown)
+        check(run([program, "-H", f"Authorization: Bearer {document}", *asked]), shown)
         lines += 1
     assert lines
 
@@ -67,7 +73,11 @@ def test_every_curl_line_answers_as_shown(
 def test_the_readme_shows_the_prompt_cache_in_ten_lines(engine: RunningEngine) -> None:
     (program,) = (block for block in blocks("README.md", "text") if "prompt_cache_options" in block)
     assert sum(bool(line) for line in program.splitlines()) <= 10
-    output = run([sys.executable, "-c", program.replace("http://127.0.0.1:8000", engine.url)])
+    short = program.replace('model="smollm2"', 'model="smollm2", max_output_tokens=8')
+    changes = {"http://127.0.0.1:8000": engine.url, 'api_key="none"': 'api_key="README.md"'}
+    for written, ours in changes.items():
+        short = short.replace(written, ours)
+    output = run([sys.executable, "-c", short])
     reused, diagnosis = output.splitlines()
     assert int(reused) >= 37  # the tokens of the first prompt
     assert "type='cache_hit'" in diagnosis
@@ -78,7 +88,7 @@ def test_the_text_is_mlx_lms(engine: RunningEngine) -> None:
     model, tokenizer = mlx_lm.load(str(SMOLLM2))
     messages = [{"role": "system", "content": "You are brief."}, {"role": "user", "content": "Why is the sea salt?"}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    with engine.client() as client:
+    with engine.client("README.md") as client:
         chat = client.chat.completions.create(model="smollm2", messages=messages, temperature=0, max_tokens=12)
         text = client.completions.create(model="smollm2", prompt="Once upon a time", temperature=0, max_tokens=8)
     assert chat.choices[0].message.content == mlx_lm.generate(model, tokenizer, prompt, max_tokens=12)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from api_engines import write_tiny
 from servers import RunningServer
 
 ROOT = Path(__file__).parents[2]
@@ -19,8 +20,10 @@ ACCENTS = "é è à ù é è à ù é è à ù é è à"
 pytestmark = [pytest.mark.model, pytest.mark.skipif(not MODEL.exists(), reason="the small model is not there: make")]
 
 
-def run(server: RunningServer, *words: str, typed: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-m", "engine.cli", *words, "--model", str(MODEL), "--store", server.url]
+def run(
+    server: RunningServer, *words: str, typed: bytes = b"", model: Path = MODEL
+) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "engine.cli", *words, "--model", str(model), "--store", server.url]
     environment = {**os.environ, **ASCII}
     return subprocess.run(command, env=environment, input=typed, capture_output=True, timeout=300)
 
@@ -35,7 +38,7 @@ def test_an_answer_with_accents_is_shown_in_ascii(server: RunningServer) -> None
 def test_a_question_with_accents_is_read_in_ascii(server: RunningServer, tmp_path: Path) -> None:
     transcript = tmp_path / "transcript"
     words = ("chat", "--max-tokens", "2", "--transcript", str(transcript))
-    done = run(server, *words, typed=f"{ACCENTS}\n".encode())
+    done = run(server, *words, typed=f"{ACCENTS}\n".encode(), model=write_tiny(tmp_path / "tiny"))
     assert done.returncode == 0, done.stderr
     assert json.loads(transcript.read_text(encoding="utf-8"))[0] == {"role": "user", "content": ACCENTS}
 
@@ -56,7 +59,7 @@ def test_input_that_cannot_be_decoded_is_refused(server: RunningServer) -> None:
 def test_a_chat_leaves_out_a_line_that_cannot_be_decoded(server: RunningServer, tmp_path: Path) -> None:
     transcript = tmp_path / "transcript"
     words = ("chat", "--max-tokens", "2", "--transcript", str(transcript))
-    done = run(server, *words, typed=b"one\ncaf\xe9\ntwo\n")
+    done = run(server, *words, typed=b"one\ncaf\xe9\ntwo\n", model=write_tiny(tmp_path / "tiny"))
     assert done.returncode == 1
     assert b"kvpage-engine: this line is not utf-8, and is left out" in done.stderr
     assert b"Traceback" not in done.stderr
