@@ -28,7 +28,6 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from huggingface_hub.utils.tqdm import tqdm
-from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 # -- SmolLM2-135M-Instruct ---------------------------------------------------------------------------------------------
@@ -271,6 +270,17 @@ def write_json(file: Path, value: dict[str, Any]) -> None:
 # broken connection, keeps complete files for the next try, and sends the token of `HF_TOKEN` or of `hf auth login`.
 
 NEEDED = ("config.json", "model*.safetensors")  # as `engine.model.load` needs them
+PATTERNS = [  # those of mlx_lm.utils, whose import takes seconds
+    "*.json",
+    "model*.safetensors",
+    "*.py",
+    "tokenizer.model",
+    "*.tiktoken",
+    "tiktoken.model",
+    "*.txt",
+    "*.jsonl",
+    "*.jinja",
+]
 
 
 def fetch_from_hub(name: str, revision: str | None, target: Path | None) -> Path:
@@ -279,7 +289,7 @@ def fetch_from_hub(name: str, revision: str | None, target: Path | None) -> Path
 
     Files that are there already are not downloaded again. Raises FetchError, with the reason.
     """
-    wanted: dict[str, Any] = {"revision": revision, "local_dir": target, "allow_patterns": DEFAULT_ALLOW_PATTERNS}
+    wanted: dict[str, Any] = {"revision": revision, "local_dir": target, "allow_patterns": PATTERNS}
     try:
         files = huggingface_hub.snapshot_download(name, dry_run=True, tqdm_class=_Silent, **wanted)
         for needed in NEEDED:

@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
+
+from engine.model.download import PATTERNS
 
 ORG_NAME = "acme/tiny"
 COMMITS = {"main": "a" * 40, "v1": "b" * 40}
@@ -141,6 +144,10 @@ def run(tmp_path: Path, endpoint: str, *arguments: str, code: int = 0, **environ
 
 def directory(output: str) -> Path:
     return Path(output.removeprefix(f"{ORG_NAME} is in ").rstrip("\n"))
+
+
+def test_the_files_are_those_that_mlx_lm_downloads() -> None:
+    assert PATTERNS == DEFAULT_ALLOW_PATTERNS
 
 
 def test_a_model_is_downloaded_into_the_hubs_cache(hub: Hub, tmp_path: Path) -> None:
