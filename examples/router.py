@@ -34,7 +34,8 @@ class Engine:
         self.url, self.prompts, self.size, self.next, self.time = f"http://{host}:{port}", 0, 1, 0, 0.0
         self.blocks: dict[Any, int] = {}
         self.keys: dict[int, Any] = {}  # of `blocks`, by hash
-        self.subscriber, self.replay = zmq.Context.instance().socket(zmq.SUB), f"tcp://{host}:{replay}"
+        self.replay = f"tcp://{host}:{replay}"
+        self.subscriber: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
         self.subscriber.subscribe(b"")
         self.subscriber.connect(f"tcp://{host}:{events}")
         Thread(target=self.follow, daemon=True).start()
@@ -52,6 +53,7 @@ class Engine:
     def catch_up(self) -> None:
         self.blocks.clear()
         # A new socket gets no late replies to an earlier request.
+        replayer: zmq.Socket[bytes]
         with zmq.Context.instance().socket(zmq.DEALER) as replayer:
             replayer.setsockopt(zmq.LINGER, 0)
             replayer.connect(self.replay)
@@ -87,7 +89,8 @@ def router(model: str, engines: list[Engine]) -> Starlette:
     async def chat(request: Request) -> StreamingResponse:
         body = await request.body()
         messages = json.loads(body)["messages"]
-        tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        tokens = tokenizer.encode(text, add_special_tokens=False)
         engine = max(engines, key=lambda one: (one.count(tokens), -one.prompts))  # new chats are shared equally
         engine.prompts += 1
         asked = client.build_request("POST", engine.url + request.url.path, content=body)

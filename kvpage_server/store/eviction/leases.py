@@ -49,7 +49,7 @@ class Bytes(NamedTuple):
 
 
 @dataclass(slots=True)
-class Kept:
+class KeptBytes:
     """The units with a lifetime: their number, and their bytes on disk or in memory."""
 
     units: int = 0
@@ -90,8 +90,8 @@ class Leases:
         self._account_of = account_of
         self._bytes: dict[object, Bytes] = {}  # protected bytes by account; no entry for 0 bytes
         self._kept: dict[tuple[object, Tenant], Bytes] = {}  # bytes with a lifetime, by account and tenant
-        self.kept = Kept()  # by all tenants
-        self.tenants: OrderedDict[Tenant, Kept] = OrderedDict()  # those with units, the first one to keep any first
+        self.kept = KeptBytes()  # by all tenants
+        self.tenants: OrderedDict[Tenant, KeptBytes] = OrderedDict()  # those with units, the first one to keep any first
         self.by_unit: OrderedDict[Unit, Lease] = OrderedDict()  # the first one may leave memory first
         # Blocks whose lifetime has ended, with its end in monotonic milliseconds; the last one is evicted first.
         self._ended: OrderedDict[Unit, int] = OrderedDict()
@@ -138,7 +138,7 @@ class Leases:
     def _count_kept(self, lease: Lease, units: int, size: int, on_disk: int, in_index: int) -> None:
         """Add units and their bytes, which may be negative, to the sums of the tenant of a lease."""
         _add(self._kept, (lease.account, lease.tenant), size, on_disk, in_index)
-        tenant = self.tenants.setdefault(lease.tenant, Kept())
+        tenant = self.tenants.setdefault(lease.tenant, KeptBytes())
         for kept in (tenant, self.kept):
             kept.units += units
             kept.nbytes += on_disk
@@ -327,7 +327,7 @@ class Leases:
         self._due.clear()
         self._bytes.clear()
         self._kept.clear()
-        self.kept, self.tenants = Kept(), OrderedDict()
+        self.kept, self.tenants = KeptBytes(), OrderedDict()
         self._ended.clear()
 
 
