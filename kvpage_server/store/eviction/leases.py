@@ -91,7 +91,7 @@ class Leases:
         self._bytes: dict[object, Bytes] = {}  # protected bytes by account; no entry for 0 bytes
         self._kept: dict[tuple[object, Tenant], Bytes] = {}  # bytes with a lifetime, by account and tenant
         self.kept = KeptBytes()  # by all tenants
-        self.tenants: OrderedDict[Tenant, KeptBytes] = OrderedDict()  # those with units, the first one to keep any first
+        self.tenants: OrderedDict[Tenant, KeptBytes] = OrderedDict()  # with units; in order of their first ones
         self.by_unit: OrderedDict[Unit, Lease] = OrderedDict()  # the first one may leave memory first
         # Blocks whose lifetime has ended, with its end in monotonic milliseconds; the last one is evicted first.
         self._ended: OrderedDict[Unit, int] = OrderedDict()
