@@ -21,6 +21,7 @@ from ..generation.tokens import PromptError
 from ..memory.lifetimes import Lifetimes
 from ..pool import PoolExhaustedError
 from ..scheduling.request import EngineClosedError, Token
+from ..tiers.store import AgentCacheStore
 from .auth import Tenant, credential
 from .diagnosis import NOT_READ, AskedPrompt, PromptLog, common_prefix, without_volatile
 from .hints import Contexts, carry_out, hints_of
@@ -247,10 +248,11 @@ async def conversation(
     body: ChatBody,
     reply_id: str,
     breakpoints: Sequence[Breakpoint] | None = None,
+    compared: AskedPrompt | None = None,
 ) -> tuple[list[Prompt], str | None, list[Reader], AskedPrompt]:
     """Return the prompts of a conversation for the engine, one for each choice, the client's name for the agent, a
     reader of each answer, and the prompt for a comparison with later ones, which is logged as that of `reply_id`.
-    `breakpoints` are by default those of the body.
+    `breakpoints` are by default those of the body. `compared` is the prompt of the reply that the request names.
 
     Raises ApiError (400) for a conversation that the model or its template refuses, and ClientDisconnect.
     """
@@ -282,6 +284,10 @@ async def conversation(
     comparable.kept, comparable.wanted = kept, wanted
     comparable.unread = NOT_READ if kept == 0 else None
     log.add(reply_id, comparable)
+    for before in filter(None, (*earlier, compared)):
+        if before.may_have_expired:  # ask before the answer stores its context again, but do not wait
+            ask = partial(_ask_why, model.engine.store, asked[0].agent_id, comparable, before)
+            asyncio.get_running_loop().run_in_executor(None, ask)
     explain = partial(_explanation, log, reply_id, comparable, earlier)
     asked[0] = replace(asked[0], explain=explain, lifetimes=Lifetimes(wanted, tenant.name, service.tokens.count))
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
@@ -289,6 +295,12 @@ async def conversation(
     several = body.parallel_tool_calls
     readers = [Reader(prompts.markup, tokens, tools, several=several, written=written, streams=streams) for _ in asked]
     return asked, given, readers, comparable
+
+
+def _ask_why(store: AgentCacheStore, agent_id: str, prompt: AskedPrompt, before: AskedPrompt) -> None:
+    """Note in a prompt why the page server does not have the context of an earlier one."""
+    if found := store.why_removed(agent_id, tuple(before.tokens)):
+        prompt.removed.append((before, *found))
 
 
 def _explanation(

@@ -59,6 +59,9 @@ class AskedPrompt:
     # The lifetimes of its tokens. Prompts that continue it have the same list, and renew them for all.
     lifetimes: list[KeptTokens] = field(default_factory=list)
     found: Sequence[KeptTokens] = ()  # those of earlier prompts, when it was answered
+    # earlier prompts of which the page server does not have a block any more: why, as KVPAGEWHY, and the unix
+    # milliseconds of its removal, 0 if they are unknown
+    removed: list[tuple[AskedPrompt, str, int]] = field(default_factory=list)
     deleted: Stay | None = None  # when a client has deleted tokens of it, and the part that stayed
     restored: Stay | None = None  # when deleted tokens were stored again, and the part that was there then
     withdrawn: bool = False  # whether the client has deleted its reply, which is unknown then
@@ -132,7 +135,11 @@ class AskedPrompt:
         lifetimes = self.found if before.lifetimes is self.lifetimes else before.lifetimes
         end = max((one.until for one in lifetimes if one.tokens > reused), default=inf)
         deleted = same - before.left(self.asked) > FEW_TOKENS
-        return Lost(same - reused, "deleted" if deleted else "expired" if end < time.time() else "evicted")
+        reason = "deleted" if deleted else "expired" if end < time.time() else "evicted"
+        known = next(((why, at) for one, why, at in self.removed if one is before), None)
+        if reason == "expired" and known:  # another engine may have renewed the lifetime
+            reason = "deleted" if known[0] == "deleted" else "expired" if known[1] > 1000 * end else "evicted"
+        return Lost(same - reused, reason)
 
     def left(self, when: float) -> float:
         """Return how many of its first tokens clients had not deleted at the time.monotonic() `when`; inf for all."""
@@ -148,6 +155,11 @@ class AskedPrompt:
         """Note that `context` was stored at the time.monotonic() `when`."""
         if self.deleted and (same := common_prefix(self.tokens, context)) > self.left(when):
             self.restored = Stay(when, same)
+
+    @property
+    def may_have_expired(self) -> bool:
+        """Whether a lifetime of its tokens has ended, unless another engine has renewed it."""
+        return any(one.until < time.time() for one in self.lifetimes)
 
     def begin_lifetimes(self, before: AskedPrompt | None, answer: Answer) -> None:
         """Note its lifetimes, and begin those of the client's prompt `before` anew, as far as it has reused them."""

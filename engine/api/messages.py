@@ -30,13 +30,13 @@ async def create_message(request: Request) -> Response:
     try:
         chat = body.chat()
         model = await service.model(request, tenant, chat.model)
+        earlier = service.prompt_log.find(body.compared, tenant.name, "msg_")
         (prompt,), given, (reader,), asked = await conversation(
-            service, model, request, tenant, chat, reply_id, body.breakpoints()
+            service, model, request, tenant, chat, reply_id, body.breakpoints(), earlier
         )
     except ApiError as error:
         raise renamed(error, NAMES) from error
     prompt = replace(prompt, prewarms=not body.max_tokens)
-    earlier = service.prompt_log.find(body.compared, tenant.name, "msg_")
     diagnostics = partial(_diagnostics, body, earlier, asked)
     envelope = MessageEnvelope(reply_id, body.model, given, len(prompt.tokens), prompt.boundaries, diagnostics)
     shape = MessageShape(envelope, reader, silent=not body.max_tokens)

@@ -41,12 +41,15 @@ async def create_response(request: Request) -> Response:
     try:
         chat = body.chat(items)
         model = await service.model(request, tenant, chat.model)
-        (prompt,), given, (reader,), asked = await conversation(service, model, request, tenant, chat, response_id)
+        compared = body.prompt_cache_options.comparison_response_id
+        known = service.prompt_log.find(compared, tenant.name, "resp_")
+        (prompt,), given, (reader,), asked = await conversation(
+            service, model, request, tenant, chat, response_id, compared=known
+        )
     except ApiError as error:
         raise renamed(error, NAMES) from error
     prompt = replace(prompt, prewarms=body.prompt_cache_options.prewarm)
-    compared = body.prompt_cache_options.comparison_response_id
-    diagnostics = partial(_diagnostics, compared, service.prompt_log.find(compared, tenant.name, "resp_"), asked)
+    diagnostics = partial(_diagnostics, compared, known, asked)
     if not body.store:
         prompt = replace(prompt, keep=False, written=False)
     ancestors = [*earlier[-1].ancestors, body.previous_response_id] if earlier and body.previous_response_id else []

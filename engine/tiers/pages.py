@@ -31,14 +31,14 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from kvpage_server.client import Refused, Unsupported
 from kvpage_server.client.cluster.plan import GONE
-from kvpage_server.client.raw_commands import Kept, RawCommand, ok_or_not, text, up_to
+from kvpage_server.client.raw_commands import Kept, RawCommand, fields, ok_or_not, text, up_to
 from kvpage_server.client.raw_commands import kept as kept_of
 from kvpage_server.page import SEGMENT, tag_of
 from kvpage_server.tracing import current, span
 
 from ..chains import ContextNames, is_unnamed, root_of
 from ..event_loop import EventLoop
-from ..memory.blocks import AgentBlocks, BlockError, KVBlock, check_agent_id
+from ..memory.blocks import AgentBlocks, BlockError, KVBlock, block_names, check_agent_id
 from ..memory.lifetimes import KeptContext, Lifetimes
 from ..pool import BlockPool
 from ..spec import ModelCacheSpec
@@ -541,6 +541,20 @@ class PageTier:
         """Return whether the agent has a context for this model without a missing block; None if the server does not
         answer."""
         return self._ask(self._is_whole(agent_id))
+
+    def why_removed(self, agent_id: str, tokens: Sequence[int]) -> tuple[str, int] | None:
+        """Return why the server does not have the first lost block of an agent's context, a reason of KVPAGEWHY, and
+        when it was removed in unix milliseconds, 0 if that is unknown. None if it has all full blocks, and without an
+        answer. Blocks that are not full are stored under other names, too.
+        """
+        names = block_names(tokens, self._spec, agent_id)[: len(tokens) // self._spec.block_tokens]
+        tags = (tag_of(names, i, self._layout.together) for i in range(len(names)))
+        asked = [RawCommand(["KVPAGEWHY", tag + name], fields) for tag, name in zip(tags, names, strict=True)]
+        for found in (self._ask(self._connection.ask_untouched(asked)) or ()) if asked else ():
+            reason, at = found.get(b"cause", found.get(b"reason")), found.get(b"at")
+            if isinstance(reason, bytes) and reason != b"stored":
+                return reason.decode(errors="replace"), at if isinstance(at, int) else 0
+        return None
 
     async def _manifest(self, agent_id: str) -> ContextManifest | None:
         (raw,) = await self._connection.ask_untouched([RawCommand(["GET", self._key(agent_id)], text)])

@@ -346,6 +346,12 @@ class AgentCacheStore:
                 left = max(left, self._pages.forget(names, kept))
         return left * self.spec.block_tokens
 
+    def why_removed(self, agent_id: str, tokens: Sequence[int]) -> tuple[str, int] | None:
+        """Return why the page server does not have a context any more, as `PageTier.why_removed`; None without a page
+        server.
+        """
+        return self._pages.why_removed(agent_id, tokens) if self._pages else None
+
     def fork(self, agent_id: str, new_id: str) -> bool:
         """Give `new_id` the context of `agent_id` in place of its own. Return whether there was one.
 

@@ -175,6 +175,15 @@ def array(length: int) -> Callable[[Any], list[Any]]:
     return read
 
 
+def fields(value: Any) -> dict[bytes, Any]:
+    """Decode a map, or in RESP2 an array of its names and values."""
+    pairs = list(value.items()) if isinstance(value, dict) else None
+    if isinstance(value, list):
+        pairs = list(zip(value[::2], value[1::2], strict=False))
+    _expect(pairs is not None and all(isinstance(name, bytes) for name, _ in pairs), "a map", value)
+    return dict(pairs or ())
+
+
 def texts(length: int) -> Callable[[Any], list[bytes | None]]:
     """Return a decoder of arrays of `length` strings, with None for null."""
     several = array(length)

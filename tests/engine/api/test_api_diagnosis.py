@@ -23,6 +23,7 @@ import openai
 import pytest
 from api_engines import TLS, TOOL_TEMPLATE, RunningEngine, start_engine, write_family, write_offered, write_tiny
 from servers import start_server
+from waiting import until
 
 from engine.agent_engine import Answer, Reuse
 from engine.api.diagnosis import AskedPrompt, PromptLog, common_prefix, diagnosis
@@ -301,6 +302,34 @@ def test_an_expired_prompt_is_named(tmp_path: Path, ask: Callable[..., tuple[str
         evict(engine)
         kind, lost, why = api.why(body, earlier)
         assert (kind, lost > 100, why) == ("unavailable", True, "expired")
+
+
+@pytest.mark.parametrize("end", ["expired", "evicted", "deleted"])
+def test_lifetimes_that_another_engine_has_renewed(tmp_path: Path, end: str) -> None:
+    """The page server says when and why it has lost a full block. Here it was not renewed if it has expired."""
+    model = write_tiny(tmp_path / "tiny")
+    with (
+        start_server("--maxmemory", "16mb") as server,
+        server.client() as client,
+        start_engine(model, "--store", server.url, "--memory", "2mb", start=short_lifetimes) as engine,
+        start_engine(model, "--store", server.url) as other,
+        other.client() as renewing,
+    ):
+        api, body = Asking(engine, ask_messages), {**plain(3), "cached": True}
+        assert len(rendered(body)) > 256
+        earlier, begun = api.first(body), time.monotonic()
+        renewed = "" if end == "expired" else ask_responses(other, body)[0]
+        until(lambda: time.monotonic() > begun + 1.1, "the end of the lifetime that this engine knows")
+        if end == "deleted":
+            renewing.responses.delete(renewed)
+        elif end == "evicted":
+            client.flushall()
+        else:
+            for i in range(400):
+                client.execute_command("KVBLOCKSET", f"o{i}", 0, 1, 1, 1, 0, 1, 0, 3, 100_000, bytes(100_000))
+        evict(engine)
+        kind, lost, why = api.why(body, earlier)
+        assert (kind, lost > 100, why) == ("unavailable", True, end)
 
 
 def test_an_eviction_after_a_cancelled_answer_is_named(tmp_path: Path) -> None:
