@@ -32,6 +32,7 @@ from engine.demo import story
 GUIDES = "start", "redis-cli", "pikiwidb", "engine", "configuration", "architecture", "lmcache", "vllm"
 DOCUMENTS = ["README.md", *(f"docs/{name}.md" for name in GUIDES)]
 LONG = ["docs/engine.md"]  # examples that take a minute with the real model
+INSTALLED = ["docs/start.md"]  # examples that tests/packages/test_wheel.py runs outside of the checkout
 NUMBER = r"\d[\d.,]*"
 README = ROOT / "README.md"
 MARKDOWN = [README, *ROOT.glob("docs/**/*.md")]
@@ -79,7 +80,11 @@ def examples(document: str, server: RunningServer) -> str:
 @pytest.mark.model
 @pytest.mark.parametrize(
     "document",
-    [pytest.param(name, marks=[pytest.mark.soak] * (name in LONG)) for name in DOCUMENTS if blocks(name, "python")],
+    [
+        pytest.param(name, marks=[pytest.mark.soak] * (name in LONG + INSTALLED))
+        for name in DOCUMENTS
+        if blocks(name, "python")
+    ],
 )
 def test_the_python_examples_have_the_documented_output(
     document: str, server: RunningServer, client: redis.Redis
