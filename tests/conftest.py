@@ -42,11 +42,11 @@ def pytest_configure() -> None:
 
 
 class ByFile(LoadFileScheduling):
-    """A file's tests run in one process, and all tests of the families in the one that compares their table."""
+    """A file's tests run in one process, and so do all tests of the families, and those of frameworks: one engine."""
 
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
-        return "families" if "test_engine_families" in file else file
+        return next((group for group in ("test_engine_families", "tests/frameworks") if group in file), file)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:

@@ -28,7 +28,8 @@ def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
 
 
 def answer(hermes: RunningEngine, body: dict[str, Any]) -> ChatCompletion:
-    sent = {**body, "model": "hermes", "temperature": 0, "max_tokens": 60}
+    constrained = "response_format" in body or "tool_choice" in body
+    sent = {**body, "model": "hermes", "temperature": 0, "max_tokens": 60 if constrained else 24}
     reply = httpx.post(f"{hermes.url}/v1/chat/completions", json=sent, timeout=120)
     assert reply.status_code == 200, reply.text
     return ChatCompletion.model_validate(reply.json(), strict=True)

@@ -14,19 +14,19 @@ import pytest
 
 from engine.memory.limits import MemoryLimits, set_limits
 
-TOKENS = 1000
-TOKEN_BYTES = 4 * 2 * 2 * 64 * 4  # of the tiny model with heads of 64: layers, K and V, heads, values, float32
+TOKENS = 500
+TOKEN_BYTES = 4 * 2 * 2 * 128 * 4  # of the tiny model with heads of 128: layers, K and V, heads, values, float32
 CONTEXTS = 32 << 20
 SLACK = 64 << 20  # for Python, and buffers of the running steps
 FEW = 16  # agents that fill the memory for contexts twice
 GB = 10**9
 
 
-@pytest.mark.parametrize("agents", [64, pytest.param(500, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("agents", [50, pytest.param(500, marks=pytest.mark.soak)])
 def test_long_agents_take_no_more_memory_than_some(tmp_path: Path, agents: int) -> None:
     """Without the limit, the contexts of these agents would be many times as large as the bound."""
     words = random.Random(1)
-    model = write_tiny(tmp_path / "tiny", head_dim=64)
+    model = write_tiny(tmp_path / "tiny", head_dim=128)
     with start_engine(model, "--memory", str(CONTEXTS)) as engine, engine.client() as client:
 
         def ask(agent: int) -> int:
