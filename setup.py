@@ -7,6 +7,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 if sys.platform == "win32":
     sys.exit("kvpage runs on Linux and macOS. On Windows, install it in WSL: wsl --install")
@@ -32,10 +33,27 @@ class BuildCore(build_ext):
         self._have_all_or_none()  # beside the sources, if it was to be built there
 
     def build_extensions(self) -> None:
+        if not self._compiles():
+            self.warn("the C compiler does not work, so the core is not compiled")
+            self.failed = True
+            self._have_all_or_none()
+            return
         self._translate()
         self.parallel = self.parallel or os.cpu_count()  # the C compiler takes most of the time
         super().build_extensions()
         self._have_all_or_none()
+
+    def _compiles(self) -> bool:
+        """Return whether the C compiler works. Cython would translate the core in vain for some seconds otherwise."""
+        place = Path(self.build_temp)
+        place.mkdir(parents=True, exist_ok=True)
+        source = place / "empty.c"
+        source.write_text("int empty;\n", encoding="utf-8")
+        try:
+            self.compiler.compile([str(source)], output_dir=str(place))
+        except CompileError:
+            return False
+        return True
 
     def _translate(self) -> None:
         """Let Cython write the C files, one after the other: it is not made for threads, as the C compiler is."""

@@ -180,10 +180,10 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 def converse(command: Sequence[str], errors: int = 2, **environment: str) -> Process:
     """Start a program that reads and writes lines. `errors` is a descriptor."""
-    environment = {**os.environ, "PYTHONPATH": SUPPORT, **environment}
+    environment = {**os.environ, **environment}
     if not _forks(command):
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "encoding": "utf-8"}
-        return subprocess.Popen(command, stderr=errors, env=environment, **pipes)
+        return subprocess.Popen(command, stderr=errors, env=environment | {"PYTHONPATH": SUPPORT}, **pipes)
     (asked, ask), (answer, answered) = os.pipe(), os.pipe()
     forked = _fork(command, (asked, answered, errors), environment)
     os.close(asked)
