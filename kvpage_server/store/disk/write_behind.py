@@ -468,11 +468,13 @@ class WriteBehind(Generic[T]):
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(delay, self._begin)
 
-    def _delay(self) -> float:
-        """Return the seconds from a change until its commit begins. They depend on `mode` and the last commit."""
+    def _delay(self, noting: float = 0.0) -> float:
+        """Return the seconds until the next commit begins. They depend on `mode` and the last commit, which took
+        `_took` seconds, and whose values the owner noted in `noting` seconds if the changes waited for that.
+        """
         if self._hurries or self.mode == "always":
             return 0.0
-        return max(_SECOND - _SLACK * self._took, _SHORTEST)
+        return max(_SECOND - _SLACK * self._took - noting, _SHORTEST)
 
     def _begin(self) -> None:
         """Begin a commit: pass the batch of queued changes to the thread, and begin an empty one."""
@@ -518,7 +520,8 @@ class WriteBehind(Generic[T]):
         self.commits += 1
         self._move(Event.NOTED if self.settled else Event.NOTED_SOME)
         if self.state is State.PLANNED:
-            self._plan(self._delay())
+            noting = time.monotonic() - batch.began - self._took  # changes since the commit have waited for this, too
+            self._plan(self._delay(noting))
         self._wake_waiters()
 
     def _wake_waiters(self) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import lmdb
 import pytest
@@ -42,6 +43,7 @@ async def behind(
     limit: int = 8 * MB,
     maxdisk: int = 0,
     make_room: Callable[[DiskFull, int], Iterator[None]] = lambda error, size: iter(()),
+    noting: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[tuple[WriteBehind[bytes], Disk, list[set[bytes]]]]:
     """A write-behind, its disk, and the names in each batch that it has stored."""
     disk = Disk(directory, maxdisk=maxdisk)
@@ -55,6 +57,7 @@ async def behind(
 
         def note_stored(self, batch: Batch[bytes]) -> Iterator[None]:
             stored.append(set(batch.changes))
+            noting()
             yield
 
         def make_room(self, error: DiskFull, size: int) -> Iterator[None]:
@@ -109,6 +112,29 @@ async def test_everysec_commits_the_last_change_once_a_second(tmp_path: Path) ->
         assert found(disk, b"kx", 3) == b"999"
         assert found(disk, b"ky", 1) is None
         assert not writer.waits(b"kx")
+
+
+async def test_a_commit_waits_less_if_the_last_was_noted_slowly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A change waited for the noting of the last commit's values, and then for the whole delay."""
+    late = 0.0
+
+    def noting() -> None:
+        nonlocal late
+        if not late:
+            late = 0.8
+            writer.note(b"ky", b"y", 1)
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late, monotonic_ns=time.monotonic_ns)
+    monkeypatch.setattr("kvpage_server.store.disk.write_behind.time", clock)
+    async with behind(tmp_path, "everysec", noting=noting) as (writer, _, _):
+        writer.note(b"kx", b"x", 1)
+        writer.commit_soon()
+        await durable(writer)
+        assert writer.state is State.PLANNED
+        assert writer._timer is not None
+        assert writer._timer.when() - asyncio.get_running_loop().time() < 0.2
 
 
 async def test_no_leaves_it_until_there_is_much_or_the_end(tmp_path: Path) -> None:
