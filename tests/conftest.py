@@ -24,6 +24,7 @@ from kvpage_server.core.choice import STALE
 
 surroundings.make_usual()
 surroundings.keep_limit_of_open_files()
+surroundings.share_certificates()
 _DATA = TemporaryDirectory()  # a server without options writes nothing to the user's home directory
 os.environ["XDG_DATA_HOME"] = _DATA.name
 importlib.import_module("engine")  # it chooses the BLAS, before a test imports MLX

@@ -5,8 +5,13 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import ssl
 import sys
 from pathlib import Path
+from typing import Any
+
+import httpx
+from httpx._transports import default
 
 ROOT = Path(__file__).parents[2]
 UMASK = 0o022
@@ -34,6 +39,19 @@ def make_usual() -> None:
     for number in (signal.SIGHUP, signal.SIGINT):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
+
+
+def share_certificates() -> None:
+    """Let HTTP clients without options for TLS share a context. Each would read all certificates of the system, which
+    takes longer than most requests.
+    """
+    create = httpx.create_ssl_context
+    shared = create()
+
+    def context(verify: ssl.SSLContext | str | bool = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
+        return shared if verify is True and cert is None else create(verify, cert, trust_env)
+
+    default.create_ssl_context = context  # type: ignore[attr-defined]
 
 
 def keep_limit_of_open_files() -> None:

@@ -21,7 +21,7 @@ import httpx
 import jinja2
 import openai
 import pytest
-from api_engines import TLS, TOOL_TEMPLATE, RunningEngine, start_engine, write_family, write_offered, write_tiny
+from api_engines import TOOL_TEMPLATE, RunningEngine, start_engine, write_family, write_offered, write_tiny
 from servers import start_server
 from waiting import until
 
@@ -96,8 +96,7 @@ def ask_messages(engine: RunningEngine, body: Body, earlier: str | None = None, 
         "diagnostics": {"previous_message_id": earlier},
         **({} if body["system"] is None else {"system": body["system"]}),
     }
-    http = anthropic.DefaultHttpxClient(verify=TLS)
-    with anthropic.Anthropic(base_url=engine.url, api_key=engine.token, max_retries=0, http_client=http) as client:
+    with anthropic.Anthropic(base_url=engine.url, api_key=engine.token, max_retries=0) as client:
         message = client.messages.create(model=model, max_tokens=1, extra_body={"temperature": 0}, **asked)
     reason = message.diagnostics and message.diagnostics.cache_miss_reason
     return message.id, reason and reason.model_dump()
