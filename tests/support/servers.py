@@ -28,7 +28,12 @@ SERVER = ("-m", "kvpage_server.app")  # a fork, on Linux
 FRESH = ("-c", "from kvpage_server.app import main; main()")  # no fork: all of its memory is its own
 START_WITHIN = 60.0  # seconds
 STOP_WITHIN = 60.0
-CLIENT_OPTIONS: dict[str, Any] = {"host": "127.0.0.1", "socket_timeout": 60, "retry": Retry(NoBackoff(), 0)}
+CLIENT_OPTIONS: dict[str, Any] = {  # the protocol is that of redis-py 8; earlier ones begin with RESP2
+    "host": "127.0.0.1",
+    "socket_timeout": 60,
+    "retry": Retry(NoBackoff(), 0),
+    "protocol": 3,
+}
 
 
 @dataclass

@@ -348,7 +348,7 @@ cdef class Bodies:
     cdef Py_ssize_t take_crlf(self, char *at, Py_ssize_t size) noexcept nogil:
         if not size:
             return -1
-        if at[0] != b"\r\n"[2 - self.left]:
+        if at[0] != (c"\r" if self.left == 2 else c"\n"):
             return self.wrong(self.item)
         self.left -= 1
         if not self.left:
