@@ -115,6 +115,9 @@ def test_prometheus_draws_a_graph_with_three_commands(newcomer: Newcomer) -> Non
     listening = ["--web.listen-address", f"127.0.0.1:{port}"]
     place = str(newcomer.directory / "metrics")
     here = ["--port", str(newcomer.port), "--dir", str(newcomer.directory)]
+    configuration = newcomer.directory / "conf" / "prometheus.yml"
+    often = configuration.read_text(encoding="utf-8").replace("scrape_interval: 5s", "scrape_interval: 500ms")
+    configuration.write_text(often, encoding="utf-8")
     with (
         newcomer.started([*newcomer.words(start), *here]),
         subprocess.Popen(
