@@ -227,7 +227,7 @@ _Txn: TypeAlias = "lmdb.Transaction[bytes]"
 
 
 class Coded(NamedTuple):
-    """Bytes of all coded bodies on disk: of the bodies, and of their codes.
+    """Bytes of all coded bodies on disk, without the quarantine: of the bodies, and of their codes.
 
     Bodies of damaged records count until the lost pieces are deleted.
     """
@@ -271,9 +271,9 @@ class LostPieces:
         return len(lost)
 
     def coded(self, txn: _Txn) -> Coded:
-        """Return the sizes of all coded bodies together. Reads all records: O(records)."""
+        """Return the sizes of all coded bodies together, without the quarantine. Reads all records: O(records)."""
         found = Coded()
-        for body in self._bodies(txn):
+        for body in self._stored(txn):
             found = found.plus(body)
         return found
 
@@ -291,10 +291,13 @@ class LostPieces:
                 yield key
 
     def _bodies(self, txn: _Txn) -> Iterator[Body]:
-        for key, data in txn.cursor(self.records):
-            yield from _bodies_of(key, data)
+        yield from self._stored(txn)
         for key, data in txn.cursor(self.quarantine):
             yield from _bodies_of(key[NUMBER.size :], data)
+
+    def _stored(self, txn: _Txn) -> Iterator[Body]:
+        for key, data in txn.cursor(self.records):
+            yield from _bodies_of(key, data)
 
 
 def _bodies_of(key: bytes, data: bytes) -> Iterator[Body]:
@@ -642,25 +645,28 @@ class Disk:
 
     def _delete(self, txn: _Txn, sheets: Sheets, name: bytes, place: _Place) -> None:
         if place is not None and (row := sheets.of(place[0]).pop(place[1], None)):
-            self._delete_pieces(txn, records.record_of(name, row))
+            body = records.record_of(name, row).body
+            self._delete_pieces(txn, body)
+            self.coded = self.coded.plus(body, -1)
             return
         key = database_key(name)
         old = txn.pop(key, db=self._records)
-        if old is not None:
-            self._delete_pieces_of(txn, key, old)
+        if old is not None and (deleted := self._delete_pieces_of(txn, key, old)):
+            self.coded = self.coded.plus(deleted, -1)
 
-    def _delete_pieces_of(self, txn: _Txn, key: bytes, data: bytes) -> None:
+    def _delete_pieces_of(self, txn: _Txn, key: bytes, data: bytes) -> Body | None:
+        """Delete the pieces of a record, and return its body; None if the record is damaged."""
         try:
             record = Record.parse(key, data)
         except Damaged:
             self._lost.note(txn)
-            return
-        self._delete_pieces(txn, record)
+            return None
+        self._delete_pieces(txn, record.body)
+        return record.body
 
-    def _delete_pieces(self, txn: _Txn, record: Record) -> None:
-        for number in record.body.pieces:
+    def _delete_pieces(self, txn: _Txn, body: Body) -> None:
+        for number in body.pieces:
             txn.delete(NUMBER.pack(number), db=self._pieces)
-        self.coded = self.coded.plus(record.body, -1)
 
     def _retime(self, txn: _Txn, sheets: Sheets, change: SetExpiry, place: _Place) -> None:
         if place is not None and (row := sheets.of(place[0]).get(place[1])):
@@ -687,6 +693,8 @@ class Disk:
             data = txn.pop(key, db=self._records)
         if data is None:
             return
+        with suppress(Damaged):  # the quarantine is not counted
+            self.coded = self.coded.plus(Record.parse(key, data).body, -1)
         txn.put(NUMBER.pack(unix_ms()) + key[:_LONGEST_QUARANTINED], data, db=self._quarantine)
         self._lost.note(txn)  # the record may be damaged
         while txn.stat(self._quarantine)["entries"] > _QUARANTINED:

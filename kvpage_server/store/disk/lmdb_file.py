@@ -171,11 +171,14 @@ def open_map(path: Path, maxdisk: int, *, flushes: bool) -> lmdb.Environment:
 
     With `flushes`, commits are durable. Otherwise the operating system writes them later, in any order, and a crash of
     the machine may damage the file. Without `maxdisk`, the map is halved until the system has address space for it.
+
+    A file that was cut within a value is filled with zeros. Otherwise a read beyond its end would kill the process; so
+    the checksum of the value differs.
     """
     size = max(maxdisk or _LARGEST_MAP, path.stat().st_size)
     while True:
         try:
-            return lmdb.open(
+            env = lmdb.open(
                 str(path),
                 subdir=False,
                 mode=_MODE,
@@ -185,10 +188,15 @@ def open_map(path: Path, maxdisk: int, *, flushes: bool) -> lmdb.Environment:
                 max_readers=_READERS,
                 sync=flushes,
             )
+            break
         except (lmdb.MemoryError, MemoryError, lmdb.Error) as error:
             if maxdisk or size <= _SMALLEST_MAP or not _has_errno(error, errno.ENOMEM):
                 raise
             size //= 2
+    used = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+    if path.stat().st_size < used:
+        os.truncate(path, used)
+    return env
 
 
 def _verify(path: Path) -> list[str]:

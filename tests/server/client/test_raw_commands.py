@@ -176,7 +176,7 @@ def test_a_greeting_that_makes_no_sense_is_a_wrong_reply(make: Callable[[str], A
                         client.sendall(b"*1\r\n:1\r\n")
 
         threading.Thread(target=babble, daemon=True).start()
-        client = make(f"redis://127.0.0.1:{listening.getsockname()[1]}")
+        client = make(f"redis://127.0.0.1:{listening.getsockname()[1]}?protocol=3")
         with pytest.raises(WrongReply, match="the server's greeting makes no sense"):
             client.ask([get("a")])
         assert not isinstance(WrongReply("x"), redis.ConnectionError)

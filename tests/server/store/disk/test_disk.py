@@ -324,6 +324,20 @@ def test_a_truncated_file_is_refused_with_the_reason(tmp_path: Path, share: floa
     assert "is damaged" in found.stderr
 
 
+@pytest.mark.parametrize("cut", [20_000, 200_000])
+def test_a_file_that_was_cut_within_a_value_is_opened(tmp_path: Path, cut: int) -> None:
+    """The value is damaged; a read beyond the end of the file would kill the process."""
+    disk = Disk(tmp_path)
+    for i in (0, 1, 2):
+        disk.write([Write(b"k%d" % i, b"", body(1 << 20, i))])
+    disk.write([Delete(b"k0")])
+    for start in range(3, 300, 10):  # the pages of the first commits take the place of k0
+        disk.write([Write(b"k%d" % i, b"", body(100, i)) for i in range(start, start + 10)])
+    disk.close()
+    os.truncate(tmp_path / FILE, (tmp_path / FILE).stat().st_size - cut)
+    assert open_and_read(tmp_path).stdout == "301 1\n"
+
+
 def test_an_unclosed_store_is_opened_unless_it_was_damaged(tmp_path: Path) -> None:
     code = "import os, sys; sys.path[:0] = %r; import test_disk as t; t.left_open(t.Path(sys.argv[1])); os._exit(9)"
     program = [
