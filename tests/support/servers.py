@@ -28,12 +28,9 @@ SERVER = ("-m", "kvpage_server.app")  # a fork, on Linux
 FRESH = ("-c", "from kvpage_server.app import main; main()")  # no fork: all of its memory is its own
 START_WITHIN = 60.0  # seconds
 STOP_WITHIN = 60.0
-CLIENT_OPTIONS: dict[str, Any] = {  # the protocol is that of redis-py 8; earlier ones begin with RESP2
-    "host": "127.0.0.1",
-    "socket_timeout": 60,
-    "retry": Retry(NoBackoff(), 0),
-    "protocol": 3,
-}
+CLIENT_OPTIONS: dict[str, Any] = {"host": "127.0.0.1", "socket_timeout": 60, "retry": Retry(NoBackoff(), 0)}
+if int(redis.__version__.split(".")[0]) < 8:
+    CLIENT_OPTIONS["protocol"] = 3  # the default of later ones; if it is named, they return some replies otherwise
 
 
 @dataclass
