@@ -19,7 +19,7 @@ from kvpage_server.look.status import headline, is_gateway, of_limit, overview
 from kvpage_server.observe.asking import QueriedStore, Reading, ask
 from kvpage_server.observe.engines import ALL_CHANNELS, CHANNEL, TIERS, EngineFigures, Engines
 from kvpage_server.observe.memory_by_agent import Holdings, Known, holdings_of_store
-from kvpage_server.observe.observer import HOLDINGS_SECONDS, HOLDINGS_SHARE, History, Moment
+from kvpage_server.observe.observer import History, Moment, next_reading
 from kvpage_server.observe.overview import STORES_NOTHING, Overview
 from kvpage_server.system.terminal import out, readable, table_of
 from kvpage_server.system.text import as_size, plural
@@ -137,11 +137,7 @@ class _View:
 
 
 class MemoryByAgent:
-    """A cached reading of the memory by agent.
-
-    It is read again after HOLDINGS_SECONDS, or after the CPU seconds of the last reading divided by HOLDINGS_SHARE if
-    that is longer, so that reading takes at most this share of the time.
-    """
+    """A cached reading of the memory by agent, which is read again at `next_reading`."""
 
     def __init__(self, store: QueriedStore, look: Callable[[], Reading[Holdings]]) -> None:
         self._store, self._look = store, look
@@ -153,8 +149,7 @@ class MemoryByAgent:
         began, used = time.monotonic(), time.thread_time()
         if began >= self._until:
             self._holdings = ask(self._store, self._look())
-            used = time.thread_time() - used
-            self._until = began + max(HOLDINGS_SECONDS, used / HOLDINGS_SHARE)
+            self._until = next_reading(began, time.thread_time() - used)
         return self._holdings
 
 

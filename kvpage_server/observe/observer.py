@@ -123,6 +123,14 @@ LOGIN_SECONDS = 5.0  # seconds after which the observer logs in again, because t
 T = TypeVar("T")
 
 
+def next_reading(began: float, used: float) -> float:
+    """Return when to read the holdings again, after a reading that began at `began` and took `used` CPU seconds.
+
+    The time is in monotonic seconds. Elapsed seconds would be long on a busy machine.
+    """
+    return began + max(HOLDINGS_SECONDS, used / HOLDINGS_SHARE)
+
+
 @dataclass(slots=True)
 class _Last(Generic[T]):
     """The last value that was read, which is used until `until`, in monotonic seconds. A read holds the lock."""
@@ -180,8 +188,7 @@ class Observer:
     async def holdings(self) -> Holdings:
         """Return the memory by agent.
 
-        The result is at most HOLDINGS_SECONDS old, or as old as the CPU seconds of the last read divided by
-        HOLDINGS_SHARE, if that is longer. It is read again early if more than half of the keys were removed.
+        It is read again at `next_reading`, or early if more than half of the keys were removed.
         """
         last = self._holdings
         async with last.lock:
@@ -189,8 +196,7 @@ class Observer:
             if last.value is None or time.monotonic() >= last.until:
                 began, used, self._keys = time.monotonic(), time.thread_time(), now.contents.keys
                 last.value = await self.read(holdings_of_store(known=self._known))
-                used = time.thread_time() - used  # not elapsed time, which is long on a busy machine
-                last.until = began + max(HOLDINGS_SECONDS, used / HOLDINGS_SHARE)
+                last.until = next_reading(began, time.thread_time() - used)
             return last.value
 
     async def agent(self, agent_id: str) -> list[tuple[Agent, list[BlockPlace]]]:
