@@ -8,11 +8,16 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
+from typing import TYPE_CHECKING
 
 from kvpage_server.system.text import printable
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
 
 # -- Standard streams in an encoding other than UTF-8, such as ASCII or Latin-1 ----------------------------------------
 
@@ -71,6 +76,7 @@ def ends_quietly(program: str) -> Iterator[None]:
     another OSError, with a line on stderr and 1. Characters that the encoding of the output lacks are replaced.
     """
     fit_streams()
+    sys.unraisablehook = _repeat_lost_interrupt
     try:
         try:
             yield
@@ -85,6 +91,19 @@ def ends_quietly(program: str) -> Iterator[None]:
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(say(program, reason_of(error), 1))
+
+
+def _repeat_lost_interrupt(dropped: UnraisableHookArgs) -> None:
+    """Interrupt the main thread again if Ctrl-C interrupted a finalizer, because Python drops exceptions of finalizers:
+    otherwise `kvpage top` would go on. Report other exceptions as usual.
+    """
+    if not issubclass(dropped.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(dropped)
+        return
+    main = threading.get_ident()  # only the main thread raises KeyboardInterrupt
+    again = threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT))  # after the end of this function
+    again.daemon = True
+    again.start()
 
 
 def say(program: str, message: str, code: int) -> int:

@@ -28,6 +28,22 @@ BODY = b"acknowledged" * 1000
 FATE = re.compile(r"^\| (`SIG.*?) \| (.*?) \|", re.MULTILINE)
 
 
+# A program with a finalizer that Ctrl-C interrupts. Python drops exceptions of finalizers.
+INTERRUPTED_FINALIZER = """
+import signal
+from kvpage_server.system.program import ends_quietly
+
+class Finalized:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with ends_quietly("kvpage"):
+    Finalized()
+    signal.pause()
+"""
+
+
 # A server that reads from a pipe while it starts, so that the start lasts until the test goes on.
 SLOW_START = """
 import sys
@@ -235,6 +251,11 @@ def test_ctrl_c_while_it_starts_leaves_no_traceback(tmp_path: Path) -> None:
         _, received = process.communicate(timeout=60)
         os.close(writing)
     assert (process.returncode, received) == (-signal.SIGINT, b"")
+
+
+def test_ctrl_c_in_a_finalizer_ends_a_program() -> None:
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED_FINALIZER], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (130, "kvpage: interrupted\n")
 
 
 def fates() -> dict[str, str]:
