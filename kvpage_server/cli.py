@@ -424,6 +424,9 @@ def _add_snapshots(shows: Callable[..., argparse.ArgumentParser]) -> None:
     of_requests(which)
     which.add_argument("--match", metavar="GLOB", default="*", help="only pages and strings whose keys match")
     dump_.add_argument("--update", action="store_true", help="bring a finished dump up to date")
+    dump_.add_argument(
+        "--code", action="store_true", help="write pages in the lossless code, 0.7 of the bytes in bfloat16"
+    )
     restore_ = shows("restore", restore, "load a dump into a store, without its corrupt entries")
     restore_.add_argument("directory", metavar="DIRECTORY", type=_path)
     of_requests(restore_)

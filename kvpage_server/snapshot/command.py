@@ -56,12 +56,12 @@ class Holding:
     kinds: set[str] = field(default_factory=set)  # names of element types
     soonest_ms: int = FOREVER  # the shortest TTL left of a page or string
 
-    def add(self, entry: Entry, nbytes: int) -> None:
+    def add(self, entry: Entry) -> None:
         self.count += len(entry.checksums)
-        self.nbytes += nbytes
+        self.nbytes += len(entry.checksums) * entry.body_size
         if isinstance(entry, PageTensor):
             self.blocks.add(entry.first.page)
-            self.kinds.add(entry.geometry.dtype.name.lower())
+            self.kinds.add(_dtype_text(entry))
         left = [ms for ms in (*entry.ttl_left_ms, self.soonest_ms) if ms != FOREVER]
         self.soonest_ms = min(left, default=FOREVER)
 
@@ -118,11 +118,11 @@ def inspect(
 
 def _add(found: Inspected, contents: FileContents, requests: frozenset[bytes]) -> None:
     found.sizes.append(contents.size)
-    for entry, start, stop in contents.spans:
+    for entry, _, _ in contents.spans:
         if not isinstance(entry, PageTensor):
-            found.strings.add(entry, stop - start)
+            found.strings.add(entry)
         elif not requests or entry.first.req_id in requests:
-            found.requests[entry.first.req_id].add(entry, stop - start)
+            found.requests[entry.first.req_id].add(entry)
             if requests:
                 found.planes.append(entry)
 
@@ -150,14 +150,17 @@ def run_dump(server: redis.Redis, args: argparse.Namespace) -> bool:
         raise DumpError("there is no page of what --request names")
     started = time.monotonic()
     with RunningStore(args.url) as store, _bar("dumping", keys) as done:
-        dumped = dump(store, args.directory, selection, update=args.update, server=shown(args.url), done=done)
+        server_url, update, code = shown(args.url), args.update, args.code
+        dumped = dump(store, args.directory, selection, update=update, code=code, server=server_url, done=done)
     if args.json:
-        counts = {"files": dumped.files, "kept_files": dumped.kept, "corrupt": dumped.corrupt.texts}
-        print_json({"url": shown(args.url)} | _counts(dumped.amount) | counts)
+        in_files = {"stored_bytes": dumped.stored, "files": dumped.files, "kept_files": dumped.kept}
+        corrupt = {"corrupt": dumped.corrupt.texts}
+        print_json({"url": shown(args.url)} | _counts(dumped.amount) | in_files | corrupt)
         return not dumped.corrupt.count
     kept = f", {dumped.kept:,} of them as they were" if dumped.kept else ""
     files, took = plural(dumped.files, "file"), time.monotonic() - started
-    out.print(f"{_amount_text(dumped.amount)} in {files}{kept}, {took:.1f} s")
+    coded = f", coded as {as_size(dumped.stored)}" if dumped.stored < dumped.amount.nbytes else ""
+    out.print(f"{_amount_text(dumped.amount)}{coded} in {files}{kept}, {took:.1f} s")
     return _print_failures("are not what was stored, and were not dumped", dumped.corrupt)
 
 
@@ -291,14 +294,18 @@ def _row(held: Holding, blocks: str) -> list[str]:
 def _show_planes(planes: list[PageTensor]) -> None:
     shown = table_of("tensor", "plane", "holds", "lives", "shape", "size", numbers_from=4)
     for pages in sorted(planes, key=lambda pages: _sort_key(pages.first)):
-        dtype, page_size, head_dim, _ = pages.geometry
-        matrix = f"{plural(page_size, 'token')} x {head_dim} {dtype.name.lower()}"
+        _, page_size, head_dim, _ = pages.geometry
+        matrix = f"{plural(page_size, 'token')} x {head_dim} {_dtype_text(pages)}"
         left = min((ms for ms in pages.ttl_left_ms if ms != FOREVER), default=FOREVER)
         shape = " x ".join(map(str, pages.shape))
         size = as_size(pages.body_size * len(pages.checksums))
         shown.add_row(readable(pages.name), KVType(pages.first.kv_type).name, matrix, _ttl_text(left), shape, size)
     if shown.row_count:
         out.print(shown)
+
+
+def _dtype_text(pages: PageTensor) -> str:
+    return pages.geometry.dtype.name.lower() + (", coded" if pages.code_size else "")
 
 
 def _sort_key(key: PageKey) -> tuple[bytes, int, int, int, int]:

@@ -116,13 +116,16 @@ class Dumped:
     amount: Amount = field(default_factory=Amount)
     files: int = 0
     kept: int = 0  # files that stayed unchanged
+    stored: int = 0  # bytes of values in the files, fewer than those of `amount` if some are coded
     corrupt: Failures = field(default_factory=Failures)  # damaged pages, and too long keys
 
     def count(self, contents: FileContents) -> None:
         """Add a file of the dump, and its pages or strings, to the counts."""
         self.files += 1
         for entry, start, stop in contents.spans:
-            self.amount.add(stop - start, len(entry.checksums), are_pages=isinstance(entry, PageTensor))
+            pages = len(entry.checksums)
+            self.amount.add(pages * entry.body_size, pages, are_pages=isinstance(entry, PageTensor))
+            self.stored += stop - start
 
 
 def dump(
@@ -131,6 +134,7 @@ def dump(
     selection: Selection,
     *,
     update: bool = False,
+    code: bool = False,
     server: str = "",
     file_bytes: int = FILE_BYTES,
     done: Done = lambda count: None,
@@ -138,14 +142,15 @@ def dump(
     """Write the server's keys into a directory, which is created if necessary. Return the counts.
 
     With `update`, a finished dump in the directory is updated; an unfinished one is continued in any case. A file has
-    about `file_bytes` bytes of tensors. `server` is the URL to record. `done` is called with numbers of processed keys.
-    Raises DumpError if the directory has a dump of another selection or server, or a finished one and `update` is not
-    set; OSError; and the errors of `kvpage_server.client.errors`.
+    about `file_bytes` bytes of tensors. With `code`, new files have pages in the lossless code. `server` is the URL to
+    record. `done` is called with numbers of processed keys. Raises DumpError if the directory has a dump of another
+    selection or server, or a finished one and `update` is not set; OSError; and the errors of
+    `kvpage_server.client.errors`.
     """
     private_directory(path)
     with format.locked(path, to_write=True):
         remove_unfinished(path)
-        return _Dump(store, path, selection, server, file_bytes, done).run(update)
+        return _Dump(store, path, selection, server, file_bytes, done, code).run(update)
 
 
 def _size(group: list[Tensor]) -> tuple[int, ...]:
@@ -168,7 +173,14 @@ def _keys_of(entry: Entry) -> Iterable[PageKey | bytes]:
 
 class _Dump:
     def __init__(
-        self, store: RunningStore, path: Path, selection: Selection, server: str, file_bytes: int, done: Done
+        self,
+        store: RunningStore,
+        path: Path,
+        selection: Selection,
+        server: str,
+        file_bytes: int,
+        done: Done,
+        code: bool,
     ) -> None:
         self._store = store
         self._server = server
@@ -176,6 +188,7 @@ class _Dump:
         self._selection = selection
         self._file_bytes = file_bytes
         self._done = done
+        self._code = code
         self._dumped = Dumped()
         self._run_id = store.run_id()
         self._began_ms = store.now_ms()  # by the server's clock; TTLs count from then
@@ -325,7 +338,7 @@ class _Dump:
                         pages.append(self._page(key, now))
                     except PageError as error:
                         self._dumped.corrupt.add(f"{text_of(bytes(key))}: {error}")
-        return [*tensors_of(pages), *strings]
+        return [*tensors_of(pages, code=self._code), *strings]
 
     def _report_lost(self, keys: Sequence[PageKey | bytes]) -> None:
         """Report those of these missing keys whose values were damaged on the server's disk."""

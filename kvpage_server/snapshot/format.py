@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from io import BufferedReader
 from itertools import count, groupby
 from math import prod
@@ -24,7 +24,20 @@ import xxhash
 
 from kvpage_server import bounded
 from kvpage_server.bounded import open_regular, read_regular
-from kvpage_server.page import MAX_BLOCK_PAGES, MAX_I64, MAX_LAYER, MAX_TTL, DType, PageHeader, PageKey, checksum
+from kvpage_server.lossless import decode_body, encode_block_body
+from kvpage_server.page import (
+    MAX_BLOCK_PAGES,
+    MAX_I64,
+    MAX_LAYER,
+    MAX_TTL,
+    BlockShape,
+    DType,
+    PageError,
+    PageHeader,
+    PageKey,
+    Plane,
+    checksum,
+)
 from kvpage_server.system.durable import flush_directory, replacing
 
 # -- Errors of a dump --------------------------------------------------------------------------------------------------
@@ -45,7 +58,9 @@ class OtherVersion(BadFile):
     """Error: a file is of another version of the format."""
 
     def __init__(self, version: object) -> None:
-        super().__init__(f"it is of version {version!r:.20} of the format, and this kvpage reads version {VERSION}")
+        super().__init__(
+            f"it is of version {version!r:.20} of the format, and this kvpage reads version {CODED_VERSION} and older"
+        )
 
 
 @dataclass(slots=True)
@@ -67,8 +82,11 @@ class Failures:
 # ``kv:{req_id}:*:*:{page}:{kv_type}``             a plane of a block: the pattern that its keys match
 # ``string:{key}``                                 a string
 #
+# ``:coded`` after the name of a page or a plane: the tensor has its code (docs/page-code.md), in bytes.
+#
 # Keys are bytes and names are text: a byte that is not part of UTF-8, and ``%`` itself, is encoded as ``%XX``.
 
+_CODED = ":coded"
 _FOREIGN = re.compile("[\udc80-\udcff]")  # bytes that are not UTF-8, as surrogateescape decodes them
 
 
@@ -103,15 +121,27 @@ def string_name(key: bytes) -> str:
 #     ttl_left_ms           TTL at the start of the dump; -1 for no expiry
 #     checksum              XXH3-64 of the body, hexadecimal
 #     unchecked             true for a page that was stored without a checksum: the dump has computed `checksum`
+#     code                  "lossless" if the tensor has a code instead of the pages
 #
-# Each field of the last four lines is one value or, if the pages of a plane differ, a list by layer and head. The note
-# of a string has ttl_left_ms and checksum.
+# Each field from created_ms to unchecked is one value or, if the pages of a plane differ, a list by layer and head. The
+# note of a string has ttl_left_ms and checksum.
 
 T = TypeVar("T")
 
 FOREVER = -1  # the PTTL of a key without an expiry
 _MEMBERS = 32  # most lists and objects in a note that is read; a valid one has fewer
 _DIGEST = re.compile("[0-9a-f]{16}")
+_CODE = "lossless"
+_MOST_CODED = 128 << 20  # bytes of the pages of a coded tensor, which is decoded as a whole
+_MOST_RATIO = 4  # of the pages to their code; a page's largest ratio is 2.9
+
+
+class InFile(NamedTuple):
+    """Description of a tensor in the header of a safetensors file."""
+
+    name: str
+    element: str  # the type
+    shape: list[int]
 
 
 class Geometry(NamedTuple):
@@ -147,6 +177,7 @@ class PageTensor:
     written: WrittenPages
     ttl_left_ms: list[int]
     checksums: list[int]  # XXH3-64 of each body
+    code_size: int = 0  # bytes of the code of all bodies, if the tensor has it instead of the bodies
 
     @property
     def is_plane(self) -> bool:
@@ -161,13 +192,15 @@ class PageTensor:
 
     @property
     def name(self) -> str:
+        """Name of the tensor, without `:coded`."""
         first = self.first
         return plane_name(first.req_id, first.page, first.kv_type) if self.is_plane else text_of(bytes(first))
 
     @property
-    def element(self) -> str:
-        """Element type in the notation of safetensors."""
-        return self.geometry.dtype.safetensors if self.fits else "U8"
+    def in_file(self) -> InFile:
+        if self.code_size:
+            return InFile(self.name + _CODED, "U8", [self.code_size])
+        return InFile(self.name, self.geometry.dtype.safetensors if self.fits else "U8", self.shape)
 
     @property
     def shape(self) -> list[int]:
@@ -223,7 +256,30 @@ class PageTensor:
             "ttl_left_ms": _folded(self.ttl_left_ms),
             "checksum": _folded([f"{checksum:016x}" for checksum in self.checksums]),
             "unchecked": _folded(written.unchecked),
+            **({"code": _CODE} if self.code_size else {}),
         }
+
+    def encoded(self, bodies: list[memoryview]) -> Tensor:
+        """Return the tensor with the code of the bodies, or with the bodies if the code saves less than a tenth."""
+        shape = self._block_shape()
+        if shape is None or shape.nbytes > _MOST_CODED:
+            return Tensor(self, bodies)
+        code = encode_block_body(bodies[0] if len(bodies) == 1 else b"".join(bodies), shape)
+        return Tensor(self, bodies) if code is None else Tensor(replace(self, code_size=len(code)), [code])
+
+    def decoded(self, code: memoryview) -> memoryview | None:
+        """Return the bodies, from the bytes of the tensor, which has their code. None if these are damaged."""
+        bodies = np.empty(len(self.checksums) * self.body_size, np.uint8).data
+        try:
+            decode_body(code, bodies)
+        except PageError:
+            return None
+        return bodies
+
+    def _block_shape(self) -> BlockShape | None:
+        """Return the shape of a block of this tensor, or None if a body does not have the length of its shape."""
+        dtype, page_size, head_dim, _ = self.geometry
+        return BlockShape(*self.grid, page_size, (Plane(self.first.kv_type, dtype, head_dim),)) if self.fits else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,13 +296,8 @@ class String:
         return string_name(self.key)
 
     @property
-    def element(self) -> str:
-        """Element type of the tensor: bytes."""
-        return "U8"
-
-    @property
-    def shape(self) -> list[int]:
-        return [self.size]
+    def in_file(self) -> InFile:
+        return InFile(self.name, "U8", [self.size])
 
     @property
     def body_size(self) -> int:
@@ -291,8 +342,8 @@ def entry_of(name: str, note: str, nbytes: int, most_pages: int = MAX_BLOCK_PAGE
     if not isinstance(fields, dict):
         raise ValueError("its note is not a JSON object")
     entry = _pages_of(fields, nbytes, most_pages) if "request" in fields else _string_of(name, fields, nbytes)
-    if entry.name != name:
-        raise ValueError(f"its note is that of {entry.name:.300}")
+    if entry.in_file.name != name:
+        raise ValueError(f"its note is that of {entry.in_file.name:.300}")
     return entry
 
 
@@ -308,17 +359,25 @@ def _pages_of(fields: dict[str, Any], nbytes: int, most_pages: int) -> PageTenso
         raise ValueError(f"it has {count} pages, and at most {most_pages} are read")
     if count > 1 and fields.keys() & {"layer", "head"}:
         raise ValueError("a plane has all layers and heads from 0")
+    page_size, head_dim = _unfolded([fields["page_size"], fields["head_dim"]], 2, int)
+    dtype = _dtype(fields["dtype"])
+    code_size = 0
+    if "code" in fields:
+        code_size, nbytes = nbytes, count * page_size * head_dim * dtype.itemsize
+        if fields["code"] != _CODE or not code_size:
+            raise ValueError(f"its code must be {_CODE} with at least one byte")
+        if not 0 < nbytes <= min(_MOST_CODED, _MOST_RATIO * code_size):
+            raise ValueError(f"{nbytes} bytes do not have a code of {code_size}")
     if count > max(nbytes, 1) or nbytes % count:
         raise ValueError(f"{nbytes} bytes are not {layers} layers of {heads} heads")
     numbers = (fields.get("layer", 0), fields.get("head", 0), fields["page"], fields["kv_type"])
     layer, head, page, kv_type = _unfolded([*numbers], 4, int)
-    page_size, head_dim = _unfolded([fields["page_size"], fields["head_dim"]], 2, int)
     req_id = bytes_of(fields["request"])
     PageKey(req_id, layer + layers - 1, head + heads - 1, page, kv_type)  # raises if the last page has no valid key
     pages = PageTensor(
         PageKey(req_id, layer, head, page, kv_type),
         (layers, heads),
-        Geometry(_dtype(fields["dtype"]), page_size, head_dim, nbytes // count),
+        Geometry(dtype, page_size, head_dim, nbytes // count),
         WrittenPages(
             _numbers(fields["created_ms"], count, 0, MAX_I64),
             _numbers(fields["ttl"], count, 0, MAX_TTL),
@@ -326,6 +385,7 @@ def _pages_of(fields: dict[str, Any], nbytes: int, most_pages: int) -> PageTenso
         ),
         _numbers(fields["ttl_left_ms"], count, FOREVER, MAX_I64),
         [_checksum(digest) for digest in _unfolded(fields["checksum"], count, str)],
+        code_size,
     )
     pages.header(0)  # raises for values out of range that all pages have in common
     return pages
@@ -362,13 +422,17 @@ class FoundPage(NamedTuple):
     body: memoryview
 
 
-def tensors_of(block: Iterable[FoundPage]) -> Iterator[Tensor]:
-    """Yield the tensors of a block's pages: one for each complete plane, and one for each page of another plane."""
+def tensors_of(block: Iterable[FoundPage], *, code: bool = False) -> Iterator[Tensor]:
+    """Yield the tensors of a block's pages: one for each complete plane, and one for each page of another plane.
+
+    With `code`, tensors have the code of their pages where it saves a tenth.
+    """
     pages = sorted(block, key=lambda page: (page.key.kv_type, page.key.layer, page.key.head))
     for _, plane in groupby(pages, lambda page: page.key.kv_type):
         some = list(plane)
         for part in [some] if _is_whole(some) else [[page] for page in some]:
-            yield Tensor(_entry(part), [page.body for page in part])
+            entry, bodies = _entry(part), [page.body for page in part]
+            yield entry.encoded(bodies) if code else Tensor(entry, bodies)
 
 
 def _is_whole(plane: list[FoundPage]) -> bool:
@@ -409,6 +473,7 @@ def _entry(pages: list[FoundPage]) -> PageTensor:
 
 FORMAT = "kvpage-dump"
 VERSION = "1"
+CODED_VERSION = "2"  # of a file with coded tensors, so that an older kvpage refuses it
 MAX_HEADER = 64 << 20  # bytes
 MAX_TENSORS = 100_000  # tensors in a file that is read; a dump writes fewer
 MAX_PAGES = 1_000_000  # pages in a file that is read; a dump writes fewer
@@ -469,16 +534,19 @@ class FileContents:
 
 def write_file(path: Path, tensors: list[Tensor], of: DumpOf) -> FileContents:
     """Write a file of a dump atomically: it is complete or does not exist. Return its contents. Raises OSError."""
-    tensors = sorted(tensors, key=lambda tensor: -_ITEMSIZE[tensor.entry.element])
-    facts = {"format": FORMAT, "version": VERSION, "dumped_ms": str(of.dumped_ms), "selection": of.selection}
+    tensors = sorted(tensors, key=lambda tensor: -_ITEMSIZE[tensor.entry.in_file.element])
+    has_codes = any(isinstance(entry, PageTensor) and entry.code_size for entry, _ in tensors)
+    version = CODED_VERSION if has_codes else VERSION
+    facts = {"format": FORMAT, "version": version, "dumped_ms": str(of.dumped_ms), "selection": of.selection}
     metadata = {"digest": _NO_DIGEST, **facts}
     header: dict[str, Any] = {"__metadata__": metadata}
     spans = []
     start = 0
     for entry, pieces in tensors:
         stop = start + sum(map(len, pieces))
-        metadata[entry.name] = json.dumps(entry.note())
-        header[entry.name] = {"dtype": entry.element, "shape": entry.shape, "data_offsets": [start, stop]}
+        name, element, shape = entry.in_file
+        metadata[name] = json.dumps(entry.note())
+        header[name] = {"dtype": element, "shape": shape, "data_offsets": [start, stop]}
         spans.append(EntrySpan(entry, start, stop))
         start = stop
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -561,7 +629,7 @@ def _contents(path: Path, size: int, text: bytes) -> FileContents:
         start, end = end, _end_of(fields, end)
         try:
             entry = entry_of(name, metadata[name], end - start, min(MAX_BLOCK_PAGES, MAX_PAGES - pages))
-            if (entry.element, entry.shape) != (fields["dtype"], fields["shape"]):
+            if entry.in_file != (name, fields["dtype"], fields["shape"]):
                 raise ValueError("its type or shape is not that of its note")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             contents.bad.append(f"{name:.300}: {_reason(error)}")
@@ -584,7 +652,7 @@ def _header(text: bytes) -> tuple[dict[str, Any], dict[str, str]]:
     metadata = header.pop("__metadata__", None) if isinstance(header, dict) else None
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
         raise BadFile("it is not of kvpage dump")
-    if metadata.get("version") != VERSION:
+    if metadata.get("version") not in (VERSION, CODED_VERSION):
         raise OtherVersion(metadata.get("version"))
     if not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("its metadata is not text")
@@ -652,9 +720,14 @@ def read_data(file: BufferedReader, contents: FileContents, start: int, stop: in
 def intact(file: BufferedReader, contents: FileContents, span: EntrySpan) -> Iterator[bool]:
     """Yield for each page of a tensor, or for the string, whether its bytes match its checksum.
 
-    At most _READ_BYTES are in memory.
+    At most _READ_BYTES are in memory, or a coded tensor.
     """
     size = span.entry.body_size
+    if isinstance(span.entry, PageTensor) and span.entry.code_size:
+        bodies = span.entry.decoded(read_data(file, contents, span.start, span.stop))
+        for number, digest in enumerate(span.entry.checksums):
+            yield bodies is not None and checksum(bodies[number * size : (number + 1) * size]) == digest
+        return
     for number, digest in enumerate(span.entry.checksums):
         found, start = xxhash.xxh3_64(), span.start + number * size
         for at in range(start, start + size, _READ_BYTES):

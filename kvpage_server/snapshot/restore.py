@@ -49,17 +49,23 @@ class Slice(NamedTuple):
     stop: int
 
     @property
+    def is_coded(self) -> bool:
+        """Whether the file has a code of the pages, which is decoded as a whole."""
+        return isinstance(self.span.entry, PageTensor) and self.span.entry.code_size > 0
+
+    @property
     def start(self) -> int:
         """Offset of its bytes in the file's data."""
-        return self.span.start + self.first * self.span.entry.body_size
+        return self.span.start + (0 if self.is_coded else self.first * self.span.entry.body_size)
 
     @property
     def end(self) -> int:
-        return self.span.start + self.stop * self.span.entry.body_size
+        return self.span.stop if self.is_coded else self.span.start + self.stop * self.span.entry.body_size
 
     @property
     def nbytes(self) -> int:
-        return self.end - self.start
+        """Bytes of the pages or the string."""
+        return (self.stop - self.first) * self.span.entry.body_size
 
     @property
     def is_whole(self) -> bool:
@@ -71,7 +77,7 @@ def parts(spans: Iterable[EntrySpan], most_bytes: int) -> Iterator[list[Slice]]:
     """Group tensors of a file into parts that fit into memory. Each part is a list of slices.
 
     The planes of a block are in the same part unless they have more than `most_bytes`, or more pages than a block may
-    have. So a part has at most PART_BYTES, or one block, or one body.
+    have. So a part has at most PART_BYTES, or one block, or one coded tensor, or one body.
     """
     part: list[Slice] = []
     nbytes = pages = 0
@@ -108,14 +114,20 @@ def _together(spans: Iterable[EntrySpan], most_bytes: int) -> Iterator[list[Slic
 
 
 def _cut(plane: Slice) -> Iterator[Slice]:
+    if plane.is_coded:
+        yield plane
+        return
     step = max(min(PART_PAGES, PART_BYTES // max(plane.span.entry.body_size, 1)), 1)
     for first in range(0, plane.stop, step):
         yield Slice(plane.span, first, min(first + step, plane.stop))
 
 
-def read_part(file: BufferedReader, contents: FileContents, part: list[Slice]) -> list[memoryview]:
-    """Return the bytes of each slice of a part. Adjacent slices are read with one call. Raises BadFile."""
-    bodies = [memoryview(b"")] * len(part)
+def read_part(file: BufferedReader, contents: FileContents, part: list[Slice]) -> list[memoryview | None]:
+    """Return the bodies of each slice of a part, or None for a damaged code.
+
+    Adjacent slices are read with one call. Raises BadFile.
+    """
+    bodies: list[memoryview | None] = [None] * len(part)
     order = sorted(range(len(part)), key=lambda number: part[number].start)
     at = 0
     while at < len(order):
@@ -125,7 +137,9 @@ def read_part(file: BufferedReader, contents: FileContents, part: list[Slice]) -
         run, begin = order[at:stop], part[order[at]].start
         data = read_data(file, contents, begin, part[run[-1]].end)
         for number in run:
-            bodies[number] = data[part[number].start - begin : part[number].end - begin]
+            read, entry = data[part[number].start - begin : part[number].end - begin], part[number].span.entry
+            coded = entry if isinstance(entry, PageTensor) and entry.code_size else None
+            bodies[number] = read if coded is None else coded.decoded(read)
         at = stop
     return bodies
 
@@ -169,8 +183,8 @@ class Plan:
     expired: int = 0  # number of expired keys
 
 
-def plan(part: Sequence[Slice], bodies: Sequence[memoryview], age_ms: int) -> Plan:
-    """Return the plan for the slices of a part. `bodies` are their bytes.
+def plan(part: Sequence[Slice], bodies: Sequence[memoryview | None], age_ms: int) -> Plan:
+    """Return the plan for the slices of a part. `bodies` is the result of `read_part`.
 
     All TTLs are reduced by `age_ms` milliseconds: they count from the start of the file's dump, which may be an earlier
     dump than the last update of the directory.
@@ -179,6 +193,9 @@ def plan(part: Sequence[Slice], bodies: Sequence[memoryview], age_ms: int) -> Pl
     blocks: dict[tuple[bytes, int], list[tuple[PageTensor, memoryview, list[Item]]]] = defaultdict(list)
     for piece, body in zip(part, bodies, strict=True):
         entry = piece.span.entry
+        if body is None:
+            made.corrupt += (text_of(_item(entry, number, memoryview(b"")).key) for number in range(piece.stop))
+            continue
         items = list(_unexpired(made, _intact_items(made, piece, body), age_ms))
         if isinstance(entry, PageTensor) and piece.is_whole:
             blocks[entry.first.req_id, entry.first.page].append((entry, body, items))
@@ -337,7 +354,7 @@ class _Restore:
                         self._restored.expired += made.expired
                         for key in made.corrupt:
                             corrupt.add(f"{key} in {file.name}: {NOT_WRITTEN}")
-                        yield sum(piece.nbytes for piece in part), made
+                        yield sum(piece.end - piece.start for piece in part), made
             except BadFile as error:
                 corrupt.add(f"{file.name}: {error}")
 

@@ -41,7 +41,7 @@ MAY_KNOW = {
     "service": "commands configuration core net page store system",
     "app": "client commands configuration core gateway kv_events net service store system",
     "client": "address core page tracing",
-    "snapshot": "address bounded client page system",
+    "snapshot": "address bounded client lossless page system",
     "replay": "bounded page store system",
     "bench": "client page system",
     "look": "replay address client observe page system",

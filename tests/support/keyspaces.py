@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import redis
 
 from kvpage_server.page import BlockShape, DType, PageHeader, PageKey, Plane, encode_page
@@ -96,3 +97,16 @@ def fill(client: redis.Redis) -> None:
     client.set("empty", "")
     client.set("kv:plain:0:0:0:0", "no page at all")
     client.set("long", random.Random(1).randbytes(300_000))
+
+
+CACHE_DIM = 64
+
+
+def cache(seed: int, rows: int, dtype: DType = DType.BFLOAT16, pages: int = 1) -> bytes:
+    """Return pages of values whose magnitude depends on the channel, as in a cache."""
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal((pages, rows, CACHE_DIM)) * np.exp(rng.standard_normal((pages, 1, CACHE_DIM)))
+    words = values.astype(np.float32)
+    if dtype is DType.BFLOAT16:
+        return (words.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    return words.tobytes() if dtype is DType.FLOAT32 else words.astype(np.float16).tobytes()

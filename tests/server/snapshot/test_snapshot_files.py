@@ -164,7 +164,7 @@ def test_tensors_lie_aligned_to_their_elements(tmp_path: Path) -> None:
     tensors = [*tensors_of([found(3, body=b"odd")]), *tensors_of([found(1)]), string(b"s", b"x")]
     contents = write_file(tmp_path / "f.safetensors", tensors, DumpOf(5, "everything"))
     assert contents.data % 64 == 0
-    assert [(span.entry.element, span.start) for span in contents.spans] == [("F16", 0), ("U8", 8), ("U8", 11)]
+    assert [(span.entry.in_file.element, span.start) for span in contents.spans] == [("F16", 0), ("U8", 8), ("U8", 11)]
 
 
 # -- a written file can be read ----------------------------------------------------------------------------------------
@@ -242,15 +242,15 @@ def test_other_files_are_recognised(tmp_path: Path) -> None:
     assert error_of(file) == "it is torn, or no safetensors file: lists or objects are nested too deeply"
     safetensors.numpy.save_file({"a": np.zeros(3)}, file)
     assert error_of(file) == "it is not of kvpage dump"
-    safetensors.numpy.save_file({"a": np.zeros(3)}, file, {"format": "kvpage-dump", "version": "2"})
-    assert error_of(file) == "it is of version '2' of the format, and this kvpage reads version 1"
+    safetensors.numpy.save_file({"a": np.zeros(3)}, file, {"format": "kvpage-dump", "version": "3"})
+    assert error_of(file) == "it is of version '3' of the format, and this kvpage reads version 2 and older"
 
 
 def forged(file: Path, **changes: object) -> FileContents:
     """Write a file with a valid digest whose page is described as something else, and read it."""
     (tensor,) = tensors_of([found(1)])
     entry, note = tensor.entry, tensor.entry.note() | changes
-    forgery = SimpleNamespace(name=entry.name, element=entry.element, shape=entry.shape, note=lambda: note)
+    forgery = SimpleNamespace(in_file=entry.in_file, note=lambda: note)
     write_file(file, [Tensor(forgery, tensor.pieces)], DumpOf(1, "everything"))  # type: ignore[arg-type]
     return read_contents(file)
 
@@ -374,11 +374,11 @@ def test_a_dump_of_another_version_is_refused_unchanged(
     client.flushall()
     name = "dump.json" if finished else "strings-000001.safetensors"
     file = tmp_path / name
-    file.write_bytes(re.sub(rb'("version": ?)"1"', rb'\1"2"', file.read_bytes()))
+    file.write_bytes(re.sub(rb'("version": ?)"1"', rb'\1"3"', file.read_bytes()))
     if not finished:
         (tmp_path / "dump.json").unlink()
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    message = f"kvpage: {file}: it is of version '2' of the format, and this kvpage reads version 1\n"
+    message = f"kvpage: {file}: it is of version '3' of the format, and this kvpage reads version 2 and older\n"
     for words in (["restore"], ["restore", "--json"], ["dump"], ["dump", "--update"]):
         assert kvpage(*words, str(tmp_path), "--url", server.url) == (1, "", message)
     assert kvpage("inspect", str(tmp_path)) == (1, "", message)
@@ -390,11 +390,11 @@ def test_one_file_of_another_version_is_reported(server: RunningServer, client: 
     fill(client)
     kvpage("dump", str(tmp_path), "--url", server.url)
     file = tmp_path / "strings-000001.safetensors"
-    file.write_bytes(file.read_bytes().replace(b'"version":"1"', b'"version":"2"'))
+    file.write_bytes(file.read_bytes().replace(b'"version":"1"', b'"version":"3"'))
     client.flushall()
     code, shown, errors = kvpage("restore", str(tmp_path), "--url", server.url)
     assert (code, errors) == (1, "")
-    assert f"  {file.name}: it is of version '2' of the format, and this kvpage reads version 1\n" in shown
+    assert f"  {file.name}: it is of version '3' of the format, and this kvpage reads version 2 and older\n" in shown
     assert client.dbsize() > 0
 
 

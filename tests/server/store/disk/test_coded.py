@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import lmdb
-import numpy as np
 import pytest
 import redis
 import xxhash
+from keyspaces import CACHE_DIM as DIM
+from keyspaces import cache
 from test_disk import flip, read
 from test_tiered import disk_info, settle, tiered
 from waiting import until
@@ -23,7 +24,6 @@ from kvpage_server.store.disk.database import FILE, Coded, Disk
 from kvpage_server.store.disk.encoding import Change, Clear, Quarantine, SetExpiry, Write, code_of
 from kvpage_server.store.records import PIECE, SHORT_PIECE, Damaged, Record, name_of_block, name_of_key
 
-DIM = 64
 CODED = ("--page-code", "disk")
 BFLOAT16 = Plane(0, DType.BFLOAT16, DIM)
 
@@ -33,16 +33,6 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     disk = Disk(tmp_path, codes=True)
     yield disk
     disk.close()
-
-
-def cache(seed: int, rows: int, dtype: DType = DType.BFLOAT16, pages: int = 1) -> bytes:
-    """Return pages of values whose magnitude depends on the channel, as in a cache."""
-    rng = np.random.default_rng(seed)
-    values = rng.standard_normal((pages, rows, DIM)) * np.exp(rng.standard_normal((pages, 1, DIM)))
-    words = values.astype(np.float32)
-    if dtype is DType.BFLOAT16:
-        return (words.view(np.uint32) >> 16).astype(np.uint16).tobytes()
-    return words.tobytes() if dtype is DType.FLOAT32 else words.astype(np.float16).tobytes()
 
 
 def page(head: int, body: bytes, dtype: DType = DType.BFLOAT16, rows: int = 128, dim: int = DIM) -> Write:
