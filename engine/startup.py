@@ -44,6 +44,7 @@ class Options:
     model: str  # a directory, or the id of a model in this machine's Hugging Face cache
     store: str | None = None  # the URL of a page server
     cold: Path | None = None  # a directory for contexts in files
+    cold_code: bool = False  # write these files in the lossless code
     kv_bits: int | None = None  # keep keys and values in 4 or 8 bits
     memory: int | None = None  # bytes of contexts in memory; a quarter of the machine's if None
     restore_within: float = RESTORE_SECONDS  # maximum seconds of a load
@@ -105,7 +106,7 @@ class Engine:
         report(limits.described(weights, pool.total_bytes))
         within = options.restore_within
         pages = PageTier(options.store, spec, pool, restore_within=within) if options.store else None
-        cold = SafetensorsCacheAdapter(spec, pool, options.cold) if options.cold else None
+        cold = SafetensorsCacheAdapter(spec, pool, options.cold, code=options.cold_code) if options.cold else None
         config = CacheConfig(keep=options.keep, restore_within=within)
         store = AgentCacheStore(spec, pool, pages=pages, cold=cold, config=config, publish=options.publish)
         store.publish_statistics()

@@ -52,6 +52,7 @@ def add_tiers(parser: argparse.ArgumentParser) -> None:
         "KVPAGE_PASSWORD",
     )
     add("--cold", type=Path, metavar="DIR", help="also store contexts as files in this directory")
+    add("--cold-code", action="store_true", help="write files of --cold in the lossless code (docs/page-code.md)")
     add("--kv-bits", type=int, choices=[4, 8], help="quantise keys and values to N bits")
     add(
         "--kv-quantised-from",
@@ -98,6 +99,7 @@ def options(args: argparse.Namespace, model: str, adapter: Path | None) -> Optio
         model,
         args.store,
         args.cold,
+        args.cold_code,
         args.kv_bits,
         args.memory,
         args.restore_within,

@@ -11,11 +11,15 @@ and for a layer that carries a state instead, once for every position at which i
 
     state_{tokens}_layer_{i}_{n}             [heads, rows, dim], the n-th of its arrays
 
+With the option for the lossless code (docs/page-code.md), an array that shrinks by a tenth or more is a tensor of bytes
+with `:coded` after its name: the code of ``[heads, rows, dim]`` as of a block whose pages are the heads.
+
 with their description in the metadata, in which all values are text:
 
-    version, digest, agent_id, model_id, fingerprint (16 hex digits), created_at (ISO 8601), total_tokens, v_head_dim,
-    kv_bits and kv_group_size ("" unless quantised); as JSON model_tag (n_layers, n_kv_heads, head_dim, block_tokens),
-    layers (the kind of each), tokens (their ids) and states (the positions at which they were taken)
+    version ("1", or "2" with coded tensors), digest, agent_id, model_id, fingerprint (16 hex digits), created_at
+    (ISO 8601), total_tokens, v_head_dim, kv_bits and kv_group_size ("" unless quantised); as JSON model_tag (n_layers,
+    n_kv_heads, head_dim, block_tokens), layers (the kind of each), tokens (their ids) and states (the positions at
+    which they were taken)
 
 A file is replaced atomically: it is written under another name, synchronised and renamed, and the directory is
 synchronised. It is used if agent, model, geometry and all shapes match, which is checked before a tensor is read, and
@@ -41,7 +45,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpage_server import bounded
-from kvpage_server.page import DType, KVType
+from kvpage_server.lossless import decode_body, encode_block_body
+from kvpage_server.page import BlockShape, DType, KVType, PageError
 from kvpage_server.system.durable import private_directory, remove, remove_unfinished, replacing
 
 from .. import tensor_file
@@ -56,10 +61,13 @@ from .server.manifest import Miss
 Bits = NDArray[Any]  # values as unsigned integers, because numpy has no bfloat16
 
 VERSION = "1"
+CODED_VERSION = "2"  # of a file with coded tensors, so that an older engine refuses it
+CODED = ":coded"
 DIRECTORY = Path("~/.agent_memory/caches")
 SUFFIX = ".safetensors"
 NAMES = ("k_layer_{}", "v_layer_{}", "k_layer_{}_scales", "k_layer_{}_biases", "v_layer_{}_scales", "v_layer_{}_biases")
 MAX_TOKENS = 2_000_000  # of a context; the largest header allows no more
+_MOST_RATIO = 4  # of an array to its code
 _STRIP_COLUMNS = 16  # columns that are transposed together: their cache lines stay in the CPU's cache
 
 
@@ -87,6 +95,30 @@ class _Place(NamedTuple):
         heads, rows, dim = self.kept.shape
         return Tensor(self.kept.plane.dtype.safetensors, (heads, dim, rows) if self.transposed else (heads, rows, dim))
 
+    def is_in(self, name: str, tensor: Tensor) -> bool:
+        """Return whether a tensor of a file has the array, or its code."""
+        if name != self.name + CODED:
+            return (name, tensor) == (self.name, self.tensor)
+        nbytes = self.kept.nbytes
+        return tensor == Tensor("U8", (tensor.nbytes,)) and 0 < nbytes <= _MOST_RATIO * tensor.nbytes
+
+    def encode(self, array: Bits) -> memoryview | None:
+        """Return the code of ``[heads, rows, dim]``, or None if it would save less than a tenth."""
+        try:
+            shape = BlockShape(1, self.kept.heads, self.kept.rows, (self.kept.plane,))
+        except PageError:  # more heads than a block has pages
+            return None
+        return encode_block_body(array.reshape(-1).view(np.uint8).data, shape)
+
+    def decode(self, code: NDArray[np.uint8]) -> Bits:
+        """Return ``[heads, rows, dim]`` from its code. Raises DamagedFileError."""
+        array = np.empty(self.kept.shape, f"u{self.kept.plane.dtype.itemsize}")
+        try:
+            decode_body(code.data, array.reshape(-1).view(np.uint8).data)
+        except PageError as error:
+            raise DamagedFileError(f"{self.name}: {error}") from None
+        return array
+
 
 class _LoadCancelledError(Exception):
     """Error: the load was cancelled."""
@@ -106,8 +138,13 @@ class SafetensorsCacheAdapter:
     are free; or the system's error, such as ``EACCES`` or ``ENOSPC``.
     """
 
-    def __init__(self, spec: ModelCacheSpec, pool: BlockPool, directory: Path = DIRECTORY) -> None:
-        """Create the directory, and remove files that a crash left half written. Raises OSError."""
+    def __init__(
+        self, spec: ModelCacheSpec, pool: BlockPool, directory: Path = DIRECTORY, *, code: bool = False
+    ) -> None:
+        """Create the directory, and remove files that a crash left half written. Raises OSError.
+
+        With `code`, new files have arrays in the lossless code. Both kinds of files are read.
+        """
         self.misses: Counter[str] = Counter()  # loads that found nothing, by reason
         self.unsaved: Counter[str] = Counter()  # saves that failed, by reason
         self.save_failure: str | None = None  # the reason for which the last save failed; None if it succeeded
@@ -115,6 +152,7 @@ class SafetensorsCacheAdapter:
         self._spec = spec
         self._pool = pool
         self._directory = directory.expanduser()
+        self._code = code
         private_directory(self._directory)
         remove_unfinished(self._directory)
 
@@ -138,14 +176,23 @@ class SafetensorsCacheAdapter:
             return 0
         states, arrays = context.stored_states, context.states
         places = _places(self._spec, len(context), states)
+        # The header has the size of each code before the first one is written. So an array is encoded twice, instead of
+        # keeping the codes of all arrays in memory.
+        sizes = [_code(place, context, arrays).nbytes if self._code else 0 for place in places]
+        tensors = {
+            place.name + (CODED if size else ""): Tensor("U8", (size,)) if size else place.tensor
+            for place, size in zip(places, sizes, strict=True)
+        }
+        metadata = _metadata(self._spec, context, states)
+        if any(sizes):
+            metadata["version"] = CODED_VERSION
+        bodies = (
+            _code(place, context, arrays) if size else _body(place, context, arrays)
+            for place, size in zip(places, sizes, strict=True)
+        )
         try:
             with replacing(self._path(context.agent_id)) as file:
-                nbytes = tensor_file.write(
-                    file,
-                    {place.name: place.tensor for place in places},
-                    _metadata(self._spec, context, states),
-                    (_body(place, context, arrays) for place in places),
-                )
+                nbytes = tensor_file.write(file, tensors, metadata, bodies)
         except OSError as error:
             self.save_failure = _reason(error)
             self.unsaved[self.save_failure] += 1
@@ -208,7 +255,8 @@ class SafetensorsCacheAdapter:
         nbytes += sum(self._spec.state_nbytes(position) for position in states if position <= reach)
         ids = self._pool.allocate(self._spec.blocks_for(reach), agent_id, nbytes)
         try:
-            blocks = _blocks(self._spec, _cancellable(is_cancelled, reader.bodies()), ids, stored, states, reach)
+            bodies = zip(reader.tensors, _cancellable(is_cancelled, reader.bodies()), strict=True)
+            blocks = _blocks(self._spec, bodies, ids, stored, states, reach)
             self._pool.settle({block.block_id: block.nbytes for block in blocks})
         except BaseException:
             self._pool.free(ids, agent_id)
@@ -255,7 +303,8 @@ def _places(spec: ModelCacheSpec, tokens: int, states: Sequence[int]) -> list[_P
 def _check(spec: ModelCacheSpec, agent_id: str, reader: TensorReader) -> tuple[tuple[int, ...], list[int]]:
     """Return the stored tokens and the positions of states. Raises Miss unless the file belongs to `agent_id` and the
     model."""
-    expected = {"version": VERSION, "agent_id": agent_id, "fingerprint": f"{spec.fingerprint:016x}"}
+    version = CODED_VERSION if reader.metadata.get("version") == CODED_VERSION else VERSION
+    expected = {"version": version, "agent_id": agent_id, "fingerprint": f"{spec.fingerprint:016x}"}
     for name, value in expected.items():
         if reader.metadata.get(name) != value:
             raise Miss(name.removesuffix("_id"))
@@ -270,7 +319,8 @@ def _check(spec: ModelCacheSpec, agent_id: str, reader: TensorReader) -> tuple[t
     valid = valid and all(position in positions for position in states)
     valid = valid and all(0 <= token < spec.vocab_size for token in tokens)
     places = _places(spec, total, states) if valid else []
-    if not valid or list(reader.tensors.items()) != [(place.name, place.tensor) for place in places]:
+    valid = valid and len(places) == len(reader.tensors)
+    if not valid or not all(place.is_in(*found) for place, found in zip(places, reader.tensors.items(), strict=True)):
         raise Miss("schema")
     return tuple(tokens), states
 
@@ -302,7 +352,7 @@ def _body(place: _Place, context: AgentBlocks, states: Mapping[int, Arrays]) -> 
     """Return the values of a tensor, in the layout of the file. `states` are the context's states by position."""
     if place.state_at is not None:
         return _bits(states[place.state_at][place.layer][place.number])
-    parts = [_bits(block.layers[place.layer][place.number]) for block in context.blocks]
+    parts = _parts(place, context)
     body = np.empty(place.tensor.shape, f"u{place.kept.plane.dtype.itemsize}")
     for part, (start, end) in zip(parts, pairwise([0, *context.ends]), strict=True):
         if place.transposed:
@@ -312,33 +362,55 @@ def _body(place: _Place, context: AgentBlocks, states: Mapping[int, Arrays]) -> 
     return body
 
 
+def _code(place: _Place, context: AgentBlocks, states: Mapping[int, Arrays]) -> Bits:
+    """Return the code of an array, empty if it stays as it is. `states` are the context's states by position."""
+    if place.state_at is not None:
+        array = _bits(states[place.state_at][place.layer][place.number])
+    else:
+        array = np.concatenate(_parts(place, context), axis=1)
+    code = place.encode(array)
+    return np.frombuffer(code if code is not None else b"", np.uint8)
+
+
+def _parts(place: _Place, context: AgentBlocks) -> list[Bits]:
+    """Return an array with a row for each token, ``[heads, rows, dim]`` of each block."""
+    return [_bits(block.layers[place.layer][place.number]) for block in context.blocks]
+
+
 def _blocks(
     spec: ModelCacheSpec,
-    bodies: Iterator[NDArray[np.uint8]],
+    bodies: Iterator[tuple[str, NDArray[np.uint8]]],
     ids: Sequence[int],
     stored: Sequence[int],
     states: Sequence[int],
     reach: int,
 ) -> tuple[KVBlock, ...]:
-    """Return blocks of the first `reach` tokens, read from the file's tensors `bodies`, which is read to its end.
+    """Return blocks of the first `reach` tokens, read from the names and bytes of the file's tensors, `bodies`, which
+    is read to its end. Raises DamagedFileError.
 
     `ids` are allocated block ids, `stored` the tokens and `states` the positions of states in the file.
     """
     edges = list(pairwise([*range(0, reach, spec.block_tokens), reach]))
     layers: list[list[list[mx.array]]] = [[[] for _ in spec.layers] for _ in edges]  # [block][layer][plane]
     states_at: dict[int, list[list[mx.array]]] = {position: [[] for _ in spec.layers] for position in states}
-    for place, body in zip(
+    for place, (name, body) in zip(
         _places(spec, len(stored), states), bodies, strict=True
     ):  # reads to the end, where the digest is checked
-        values = body.view(f"u{place.kept.plane.dtype.itemsize}").reshape(place.tensor.shape)
+        is_coded = name != place.name
+        transposed = place.transposed and not is_coded
+        values = (
+            place.decode(body)
+            if is_coded
+            else body.view(f"u{place.kept.plane.dtype.itemsize}").reshape(place.tensor.shape)
+        )
         dtype = MLX_DTYPES[place.kept.plane.dtype]
         if place.state_at is not None:
             states_at[place.state_at][place.layer].append(mx.array(values).view(dtype))
             continue
         for block, (start, end) in zip(layers, edges, strict=True):
-            rows = values[:, :, start:end] if place.transposed else values[:, start:end]
+            rows = values[:, :, start:end] if transposed else values[:, start:end]
             block[place.layer].append(
-                mx.array(_transpose(rows) if place.transposed else np.ascontiguousarray(rows)).view(dtype)
+                mx.array(_transpose(rows) if transposed else np.ascontiguousarray(rows)).view(dtype)
             )
     blocks = []
     for block_id, (start, end), arrays in zip(ids, edges, layers, strict=True):

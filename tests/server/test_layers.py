@@ -55,6 +55,7 @@ MAY_KNOW = {
 # Its `__init__` has the version.
 ENGINE_MAY_KNOW = {
     "page",
+    "lossless",
     "layouts",
     "client",
     "system",

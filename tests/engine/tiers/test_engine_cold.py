@@ -256,6 +256,89 @@ def test_states_are_kept_where_they_were_taken(tmp_path: Path, pool: BlockPool, 
         assert found == "absent"
 
 
+def of_bfloat16() -> tuple[ModelCacheSpec, AgentBlocks]:
+    """A context whose file has coded tensors, and its spec."""
+    model = tiny_llama(dtype=mx.bfloat16)
+    spec = ModelCacheSpec.probe(model, TOKENIZER, model_id="tiny")
+    return spec, computed(model, spec, TOKENS[:300])
+
+
+def test_a_coded_file_is_loaded_bit_by_bit(tmp_path: Path, pool: BlockPool) -> None:
+    spec, saved = of_bfloat16()
+    raw, coded = (SafetensorsCacheAdapter(spec, pool, tmp_path, code=code) for code in (False, True))
+    size = raw.save(saved)
+    assert size
+    assert (coded.save(saved) or size) < 0.8 * size
+    names = safetensors.numpy.load_file(tmp_path / "alice.safetensors").keys()
+    assert set(names) == {f"{plane}_layer_{i}:coded" for plane in "kv" for i in range(4)}
+    for cold in (raw, coded):
+        with loaded(cold) as found:
+            assert bits(found) == bits(saved)
+        with loaded(cold, tokens=(*TOKENS[:260], 1)) as found:
+            assert (len(found), bits(found)[0]) == (260, bits(saved)[0])
+    assert raw.save(saved) == size
+    with loaded(coded) as found:
+        assert bits(found) == bits(saved)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "lfm2", "mamba2"])
+def test_coded_states_are_loaded_bit_by_bit(tmp_path: Path, pool: BlockPool, family: str) -> None:
+    model = tiny(family)
+    spec = ModelCacheSpec.probe(model, TOKENIZER, block_tokens=64)
+    saved = computed(model, spec, TOKENS[:150], [64, 128])
+    cold = SafetensorsCacheAdapter(spec, pool, tmp_path, code=True)
+    assert cold.save(saved)
+    with loaded(cold) as found:
+        assert bits(found) == bits(saved)
+
+
+def test_every_changed_byte_of_a_coded_file_is_detected(tmp_path: Path, pool: BlockPool) -> None:
+    spec, saved = of_bfloat16()
+    cold = SafetensorsCacheAdapter(spec, pool, tmp_path, code=True)
+    cold.save(saved)
+    path = tmp_path / "alice.safetensors"
+    good = path.read_bytes()
+    start = 8 + int.from_bytes(good[:8], "little")
+    places = random.Random(7)
+    for at in (*range(start, start + 60), *(places.randrange(len(good)) for _ in range(100))):
+        path.write_bytes(good[:at] + bytes([good[at] ^ 1 << places.randrange(8)]) + good[at + 1 :])
+        with loaded(cold) as found:
+            assert isinstance(found, str), f"a changed bit in byte {at} was believed"
+
+
+CODED_EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], None]]] = {
+    "another format": ("version", lambda header: header["__metadata__"].update(version="3")),
+    "raw under the name of the code": ("schema", lambda header: header["k_layer_2:coded"].update(dtype="I8")),
+    "in two dimensions": (
+        "schema",
+        lambda header: header["k_layer_2:coded"].update(shape=[1, *header["k_layer_2:coded"]["shape"]]),
+    ),
+    "the code under the name of the array": (
+        "schema",
+        lambda header: header.update(v_layer_3=header.pop("v_layer_3:coded")),
+    ),
+    "codes of each other": (
+        "damaged",
+        lambda header: header["__metadata__"].update(tokens=json.dumps([1] * 301), total_tokens="301"),
+    ),
+    "more tokens than codes can have": (
+        "schema",
+        lambda header: header["__metadata__"].update(tokens=json.dumps([1] * 100_000), total_tokens="100000"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CODED_EDITS)
+def test_a_coded_file_that_contradicts_itself_is_a_miss(tmp_path: Path, pool: BlockPool, name: str) -> None:
+    spec, saved = of_bfloat16()
+    cold = SafetensorsCacheAdapter(spec, pool, tmp_path, code=True)
+    cold.save(saved)
+    reason, edit = CODED_EDITS[name]
+    change(tmp_path / "alice.safetensors", edit)
+    with loaded(cold) as found:
+        assert found == reason
+
+
 def test_another_models_file_is_a_miss(tmp_path: Path, cold: SafetensorsCacheAdapter, pool: BlockPool) -> None:
     cold.save(context())
     other = ModelCacheSpec.probe(tiny_llama(seed=8), TOKENIZER, model_id="tiny")
@@ -283,7 +366,7 @@ def change(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
 
 
 EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], None]]] = {
-    "another format": ("version", lambda header: header["__metadata__"].update(version="2")),
+    "another format": ("version", lambda header: header["__metadata__"].update(version="3")),
     "no version": ("version", lambda header: header["__metadata__"].pop("version")),
     "no metadata": ("version", lambda header: header.pop("__metadata__")),
     "fewer tokens than rows": ("schema", lambda header: header["__metadata__"].update(tokens="[1, 2]")),
