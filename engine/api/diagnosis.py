@@ -86,15 +86,25 @@ class AskedPrompt:
 
     def find_volatile(self, before: AskedPrompt) -> None:
         """Find the volatile lines, by comparison with the client's last prompt: the conversation goes on, and a few
-        lines of the system's text differ.
+        lines of the system's text differ, but not all.
+        """
+        if not self._goes_on(before) or len(self.lines) != len(before.lines) or self._has_another_system(before):
+            return
+        differ = {i for i, (one, other) in enumerate(zip(self.lines, before.lines, strict=True)) if one != other}
+        if len(found := before.volatile | differ) <= FEW_LINES and len(found) < len(self.lines):
+            self.volatile = found
+
+    def _goes_on(self, before: AskedPrompt) -> bool:
+        """Return whether it has all messages of `before`, apart from the system's, and the same model, tools and
+        options.
         """
         same = (self.model, self.tools, self.options) == (before.model, before.tools, before.options)
         known = before.messages[before.system :]
-        if not same or len(self.lines) != len(before.lines) or self.messages[self.system :][: len(known)] != known:
-            return
-        differ = {i for i, (one, other) in enumerate(zip(self.lines, before.lines, strict=True)) if one != other}
-        if len(found := before.volatile | differ) <= FEW_LINES:
-            self.volatile = found
+        return same and self.messages[self.system :][: len(known)] == known
+
+    def _has_another_system(self, before: AskedPrompt) -> bool:
+        """Return whether no line of the system's text is the same, except empty ones."""
+        return bool(self.lines and before.lines) and {*self.lines} & {*before.lines} <= {_digest("")}
 
     def why(self, before: AskedPrompt, reused: int) -> str | None:
         """Return why only `reused` tokens were reused, and not all of `before`, the client's last prompt, and its
@@ -106,6 +116,8 @@ class AskedPrompt:
         differ = [i for i in sorted(self.volatile) if self.lines[i] != before.lines[i]]
         if differ and reused < len(before.tokens) - FEW_TOKENS:
             return f"volatile line {differ[0] + 1} of system"
+        if self._has_another_system(before) and self._goes_on(before) and reused < len(before.tokens) - FEW_TOKENS:
+            return "system replaced"
         same = common_prefix(before.tokens + before.answer, self.tokens)
         known = min(len(before.tokens) + len(before.answer), len(self.tokens))
         if same < known and not _difference(before, self):

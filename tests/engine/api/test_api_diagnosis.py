@@ -571,6 +571,22 @@ def test_a_volatile_line_is_named_and_can_be_moved(tmp_path: Path, mode: str) ->
         assert total < chat(client, "Sunday", *turns)[2]
 
 
+@pytest.mark.parametrize("lines", [1, 3])
+def test_a_system_that_was_replaced_is_no_volatile_line(tmp_path: Path, lines: int) -> None:
+    """It is not dropped."""
+    with start_engine(write_tiny(tmp_path / "tiny"), "--volatile-lines", "drop") as engine, engine.client() as client:
+        found, user = [], {"role": "user", "content": "Hello"}
+        for word in ("a brief poet", "some verbose lawyer", "some verbose lawyer"):
+            text = "\n\n".join(f"{word} {i}" for i in range(lines))
+            messages: Any = [{"role": "system", "content": text}, user]
+            made = client.chat.completions.create(model="tiny", max_tokens=1, user="alice", messages=messages)
+            assert made.usage
+            found.append((made.kvpage["why"], made.usage.prompt_tokens))  # type: ignore[attr-defined]
+        assert found[1][0] == "system replaced"
+        assert found[2] == (None, found[1][1])
+        assert found[1][1] > found[0][1]
+
+
 def test_a_rewritten_history_is_named_with_its_token(api: openai.OpenAI) -> None:
     """Templates that drop the thoughts of earlier turns do the same."""
     first = api.chat.completions.create(
