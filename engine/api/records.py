@@ -1,7 +1,7 @@
 """JSON values of tenants on the page server, which every engine of the server can read: responses, conversations.
 
 A key is `{kind}:{tenant}:{...}`, and ends SECONDS after its last use. Without a page server, values are kept in memory,
-up to MAX_BYTES; and so are values that could not be sent to it, until they are found there.
+up to MAX_BYTES; and so are values that could not be sent to it, until it answers again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 from uuid import uuid4
 
@@ -28,6 +29,8 @@ from .openai.errors import ApiError, invalid
 
 SECONDS = 30 * 24 * 3600  # as OpenAI's API
 MAX_BYTES = 16 << 20  # of the values in memory
+BATCH_BYTES = 1 << 20  # of values that are sent together when the page server answers again
+FIRST_PAUSE, LAST_PAUSE = 0.5, 30.0  # seconds between two attempts to send them
 # Bounds of a value's JSON, which others may have written.
 _CONTAINERS, _STRINGS, _VALUES = 65_536, 262_144, 524_288
 
@@ -46,6 +49,8 @@ class Records:
         self._server = ServerConnection(url, min(DEADLINE, restore_within / 2), 1) if url else None
         self._kept: dict[str, bytes] = {}  # by key, the oldest first: values that are not on the page server
         self._bytes = 0
+        self._writing_back: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()  # of a batch that is sent, or a deletion
 
     async def put(self, values: Mapping[str, bytes]) -> bool:
         """Store values, the last one last. If the page server does not answer, they are kept in memory. Return whether
@@ -57,7 +62,41 @@ class Records:
                 return True
         for key, value in values.items():
             self._keep(key, value)
+        if self._server and not (self._writing_back and not self._writing_back.done()):
+            self._writing_back = asyncio.create_task(self._write_back())
         return not self._server
+
+    async def close(self) -> None:
+        """Send the values in memory to the page server, if there is one and it answers."""
+        if self._writing_back:
+            self._writing_back.cancel()
+            await asyncio.wait([self._writing_back])
+            while self._kept and await self._send_kept():
+                pass
+
+    async def _write_back(self) -> None:
+        """Send the values in memory to the page server as soon as it answers."""
+        pause = FIRST_PAUSE
+        while self._kept:
+            await asyncio.sleep(pause)
+            pause = FIRST_PAUSE if await self._send_kept() else min(2 * pause, LAST_PAUSE)
+
+    async def _send_kept(self) -> bool:
+        """Send the oldest values in memory to the page server, and remove them from memory. Return whether it has
+        stored them.
+        """
+        assert self._server
+        async with self._turn:
+            sizes = accumulate(map(len, self._kept.values()), initial=0)
+            batch = {
+                key: self._kept[key] for key, before in zip(self._kept, sizes, strict=False) if before < BATCH_BYTES
+            }
+            if await self._ask(self._server, self._server.ask([_set(*item) for item in batch.items()])) is None:
+                return False
+            for key, value in batch.items():
+                if self._kept.get(key) is value:  # it was not changed meanwhile
+                    self._bytes -= len(self._kept.pop(key))
+            return True
 
     async def get(self, keys: Sequence[str]) -> list[bytes | None]:
         """Return the values of keys: those in memory, or else those of the page server."""
@@ -99,13 +138,13 @@ class Records:
     async def delete(self, keys: Sequence[str]) -> bool:
         """Delete values. Return whether there was one."""
         deleted: list[Any] | None = [0]
-        if self._server:
-            deleted = await self._ask(
-                self._server, self._server.ask([RawCommand(["DEL", key], integer) for key in keys])
-            )
-        if deleted is None:
-            raise _away()
-        kept = [self._kept.pop(key, b"") for key in keys]
+        async with self._turn:
+            if self._server:
+                raw_commands = [RawCommand(["DEL", key], integer) for key in keys]
+                deleted = await self._ask(self._server, self._server.ask(raw_commands))
+            if deleted is None:
+                raise _away()
+            kept = [self._kept.pop(key, b"") for key in keys]
         self._bytes -= sum(map(len, kept))
         return any(kept) or any(deleted)
 

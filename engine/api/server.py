@@ -264,10 +264,10 @@ def run(
     )
     server = HttpServer(make_app(service, host, origins), limiter, grace=grace + UNREAD_SECONDS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(server, service, listener, grace))
+        return runner.run(_serve(server, service, records, listener, grace))
 
 
-async def _serve(server: HttpServer, service: Service, listener: socket.socket, grace: float) -> int:
+async def _serve(server: HttpServer, service: Service, records: Records, listener: socket.socket, grace: float) -> int:
     """Run the server until a signal arrives or an engine fails, and stop all engines. Return the exit code as `run`."""
     models = service.models
     stopping = asyncio.Event()
@@ -290,7 +290,7 @@ async def _serve(server: HttpServer, service: Service, listener: socket.socket, 
         models.stop_loading()
         await asyncio.gather(*(worker.finish(grace) for worker in models.workers))
         await serving
-        await models.close()
+        await asyncio.gather(records.close(), models.close())
     return int(failed or models.unsaved > 0)
 
 
