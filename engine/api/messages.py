@@ -34,13 +34,13 @@ async def create_message(request: Request) -> Response:
         (prompt,), given, (reader,), asked = await conversation(
             service, model, request, tenant, chat, reply_id, body.breakpoints(), earlier
         )
+        prompt = replace(prompt, prewarms=not body.max_tokens)
+        diagnostics = partial(_diagnostics, body, earlier, asked)
+        envelope = MessageEnvelope(reply_id, body.model, given, len(prompt.tokens), prompt.boundaries, diagnostics)
+        shape = MessageShape(envelope, reader, silent=not body.max_tokens)
+        return await answer(service, request, service.ask(model, [prompt]), [shape], envelope, chat)
     except ApiError as error:
         raise renamed(error, NAMES) from error
-    prompt = replace(prompt, prewarms=not body.max_tokens)
-    diagnostics = partial(_diagnostics, body, earlier, asked)
-    envelope = MessageEnvelope(reply_id, body.model, given, len(prompt.tokens), prompt.boundaries, diagnostics)
-    shape = MessageShape(envelope, reader, silent=not body.max_tokens)
-    return await answer(service, request, service.ask(model, [prompt]), [shape], envelope, chat)
 
 
 async def count_tokens(request: Request) -> Response:

@@ -46,16 +46,16 @@ async def create_response(request: Request) -> Response:
         (prompt,), given, (reader,), asked = await conversation(
             service, model, request, tenant, chat, response_id, compared=known
         )
+        prompt = replace(prompt, prewarms=body.prompt_cache_options.prewarm)
+        diagnostics = partial(_diagnostics, compared, known, asked)
+        if not body.store:
+            prompt = replace(prompt, keep=False, written=False)
+        ancestors = [*earlier[-1].ancestors, body.previous_response_id] if earlier and body.previous_response_id else []
+        store = partial(_store, service, tenant.name, body, ancestors)
+        reply = ResponseReply(response_id, body, given, reader, Notes(prompt.boundaries, diagnostics), store)
+        return await answer(service, request, service.ask(model, [prompt]), [reply], reply, chat)
     except ApiError as error:
         raise renamed(error, NAMES) from error
-    prompt = replace(prompt, prewarms=body.prompt_cache_options.prewarm)
-    diagnostics = partial(_diagnostics, compared, known, asked)
-    if not body.store:
-        prompt = replace(prompt, keep=False, written=False)
-    ancestors = [*earlier[-1].ancestors, body.previous_response_id] if earlier and body.previous_response_id else []
-    store = partial(_store, service, tenant.name, body, ancestors)
-    reply = ResponseReply(response_id, body, given, reader, Notes(prompt.boundaries, diagnostics), store)
-    return await answer(service, request, service.ask(model, [prompt]), [reply], reply, chat)
 
 
 async def get_response(request: Request) -> Response:

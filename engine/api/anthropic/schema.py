@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -40,13 +40,18 @@ _UNSUPPORTED: dict[str, Values] = {  # refused fields, with the values that chan
     "speed": ("standard",),
 }
 
-# Fields of the chat to which a request is converted, and the names of this API that errors have in their place.
+# The paths of fields in errors of the chat to which a request is converted: see `renamed`.
 NAMES = {
-    "enable_thinking": "thinking",
-    "reasoning_effort": "output_config.effort",
-    "response_format.json_schema.schema": "output_config.format.schema",
-    "stop": "stop_sequences",
-    "user": "metadata.user_id",
+    r"enable_thinking": "thinking",
+    r"prompt": "messages",
+    r"reasoning_effort": "output_config.effort",
+    r"response_format": "output_config.format",
+    r"response_format\.json_schema\.schema": "output_config.format.schema",
+    r"(tools\[\d+\])\.function\.parameters": r"\1.input_schema",
+    r"(tools\[\d+\])\.function\.(.+)": r"\1.\2",
+    r"tool_choice\.function\.name": "tool_choice.name",
+    r"stop": "stop_sequences",
+    r"user": "metadata.user_id",
 }
 
 
@@ -77,6 +82,12 @@ class TextBlock(RequestBody):
     type: Literal["text"]
     text: str
     cache_control: CacheControl | None = None
+
+    @model_validator(mode="after")
+    def _marks_a_text(self) -> TextBlock:
+        if self.cache_control and not self.text:
+            raise PydanticCustomError("invalid_value", "an empty text has no breakpoint", {"field": "cache_control"})
+        return self
 
 
 Texts = Annotated[list[TextBlock], Field(fail_fast=True), BeforeValidator(_blocks, str | list[TextBlock])]
@@ -205,9 +216,14 @@ class CountBody(RequestBody):
 
     @model_validator(mode="after")
     def _few_breakpoints(self) -> CountBody:
-        count = sum(1 for _ in self._marked())
-        if count > MAX_BREAKPOINTS:
-            shown = {"most": MAX_BREAKPOINTS, "count": count, "field": "cache_control"}
+        marked = [f"tools[{i}]." for i, tool in enumerate(self.tools) if tool.cache_control]
+        marked += [f"system[{i}]." for i, text in enumerate(self.system) if text.cache_control]
+        for i, message in enumerate(self.messages):
+            marked += [f"messages[{i}].content[{j}]." for j, block in enumerate(message.content) if block.cache_control]
+        if self.cache_control:
+            marked.append("")
+        if (count := len(marked)) > MAX_BREAKPOINTS:
+            shown = {"most": MAX_BREAKPOINTS, "count": count, "field": f"{marked[MAX_BREAKPOINTS]}cache_control"}
             raise PydanticCustomError("too_many", "a request has at most {most} breakpoints, got {count}", shown)
         return self
 
@@ -299,6 +315,23 @@ class MessagesBody(CountBody):
     diagnostics: Diagnostics | None = None
     kv_transfer_params: TransferParams = TransferParams()  # as in a chat
 
+    @model_validator(mode="after")
+    def _complete_messages(self) -> MessagesBody:
+        """Check that a user writes a text, and that each result of a tool is that of a call in the answer before it, as
+        in Anthropic's API. An empty answer is not refused, because the engine's own can be empty.
+        """
+        calls: set[str] = set()
+        answered = True  # whether the messages after the last answer have begun
+        for i, message in enumerate(self.messages):
+            if message.role == "assistant":
+                ids = {block.id for block in message.content if isinstance(block, ToolUseBlock)}
+                calls, answered = ids if answered else calls | ids, False
+                continue
+            answered = True
+            if message.role == "user":
+                _check_asked(message.content, f"messages[{i}].content", calls)
+        return self
+
     @property
     def compared(self) -> str | None:
         """The id of the message with whose prompt this one is compared."""
@@ -316,6 +349,20 @@ class MessagesBody(CountBody):
             "top_k": self.top_k,
             "kv_transfer_params": self.kv_transfer_params,
         }
+
+
+def _check_asked(blocks: Sequence[Block], path: str, calls: Collection[str]) -> None:
+    """Check the blocks of a user at `path`; `calls` are the ids of calls that they may answer. Raises
+    PydanticCustomError.
+    """
+    if not blocks:
+        raise PydanticCustomError("invalid_value", "must not be empty", {"field": path})
+    for j, block in enumerate(blocks):
+        if isinstance(block, TextBlock) and not block.text:
+            raise PydanticCustomError("invalid_value", "must not be empty", {"field": f"{path}[{j}].text"})
+        if isinstance(block, ToolResultBlock) and block.tool_use_id not in calls:
+            shown = {"id": shortened(block.tool_use_id), "field": f"{path}[{j}].tool_use_id"}
+            raise PydanticCustomError("invalid_value", "the answer before it has no tool_use with the id {id}", shown)
 
 
 def _message(role: str, content: list[Block]) -> AnthropicMessage:

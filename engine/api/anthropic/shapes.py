@@ -10,9 +10,10 @@ from pydantic_core import from_json, to_json
 
 from ...agent_engine import Answer, Boundary
 from ...scheduling.request import Token
-from ..openai.errors import ApiError
+from ..openai.errors import ApiError, renamed
 from ..openai.reading import AnswerPart, Reader
 from ..openai.shapes import kvpage_of, written
+from .schema import NAMES
 
 Event = dict[str, Any]
 
@@ -104,7 +105,7 @@ class MessageEnvelope:
 
     def failure(self, error: ApiError) -> bytes:
         """Return the last event of a stream that has failed."""
-        return self.encoded([error_body(error)])
+        return self.encoded([error_body(renamed(error, NAMES))])
 
 
 class MessageShape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -47,13 +48,14 @@ def invalid(message: str, param: str | None = None, code: str = "invalid_value")
 
 
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """Return an error of a chat for an API that is converted to chats. `names` has that API's names of fields, if they
-    differ.
+    """Return an error of a chat for an API that is converted to chats. `names` has that API's paths of fields, if they
+    differ, by regular expressions of the chat's paths.
     """
-    if error.param is None or error.param not in names:
-        return error
-    name = names[error.param]
-    return replace(error, message=error.message.replace(error.param, name, 1), param=name)
+    for path, name in names.items():
+        if error.param and (found := re.fullmatch(path, error.param)):
+            name = found.expand(name)
+            return replace(error, message=error.message.replace(error.param, name, 1), param=name)
+    return error
 
 
 def shortened(value: object) -> str:

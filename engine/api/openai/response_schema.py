@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from .errors import invalid, shortened
+from .errors import ApiError, invalid, shortened
 from .schema import (
     MAX_TOOLS,
     ChatBody,
@@ -39,12 +40,17 @@ _UNSUPPORTED: dict[str, Values] = {
     "truncation": ("disabled",),
 }
 
-# The names of fields in errors of the chat to which a request is converted.
+# The paths of fields in errors of the chat to which a request is converted: see `renamed`.
 NAMES = {
-    "messages": "input",
-    "max_tokens": "max_output_tokens",
-    "reasoning_effort": "reasoning.effort",
-    "response_format.json_schema.schema": "text.format.schema",
+    r"messages|prompt": "input",
+    r"max_tokens": "max_output_tokens",
+    r"reasoning_effort": "reasoning.effort",
+    r"response_format": "text.format",
+    r"response_format\.json_schema\.(.+)": r"text.format.\1",
+    r"(tools\[\d+\])\.function\.(.+)": r"\1.\2",
+    r"tool_choice\.function\.name": "tool_choice.name",
+    r"tool_choice\.allowed_tools\.(tools\[\d+\])\.function\.name": r"tool_choice.\1.name",
+    r"tool_choice\.allowed_tools\.(.+)": r"tool_choice.\1",
 }
 
 
@@ -85,13 +91,24 @@ class MessageItem(MarkedBody):
     content: Text
 
 
+def _arguments(text: str) -> str:
+    """Return the arguments of a call unchanged. Raises PydanticCustomError if they are not JSON."""
+    try:
+        json.loads(text.strip() or "{}")
+    except ValueError:
+        raise PydanticCustomError("invalid_value", "is not JSON") from None
+    except RecursionError:
+        raise PydanticCustomError("invalid_value", "is nested too deeply") from None
+    return text
+
+
 class FunctionCallItem(RequestBody):
     """A tool call of an earlier answer."""
 
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
+    arguments: Annotated[str, AfterValidator(_arguments)]
 
 
 class FunctionResultItem(MarkedBody):
@@ -234,8 +251,11 @@ class ResponseBody(RequestBody):
         Raises ApiError (400).
         """
         if not self.input and not earlier:
+            if "input" in self.model_fields_set:
+                raise invalid("input: must not be empty", "input")
             raise invalid("input: Field required", "input", "missing_required_parameter")
-        known = Before.of({"input": list(earlier)}).input
+        known = self._known(earlier)
+        _check_results(known, self.input)
         fields: dict[str, Any] = {
             "model": self.model,
             "messages": _conversation(self.instructions, [*known, *self.input]),
@@ -265,6 +285,14 @@ class ResponseBody(RequestBody):
             }
         )
 
+    def _known(self, earlier: Sequence[dict[str, Any]]) -> Sequence[Item]:
+        """Return the items of stored responses. Raises ApiError (400), for example for a call that was cut."""
+        try:
+            return Before.of({"input": list(earlier)}).input
+        except ApiError as error:
+            name = "conversation" if self.conversation else "previous_response_id"
+            raise invalid(f"{name}: its items cannot be continued: {error}", name) from error
+
 
 class Before(RequestBody):
     """The items of stored responses."""
@@ -278,13 +306,26 @@ def _choice(choice: Any) -> Any:
         return choice
     if choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
-    if choice.get("type") == "allowed_tools" and isinstance(tools := choice.get("tools"), list):
-        deeper = [
-            {"type": "function", "function": {"name": tool.get("name")}} if isinstance(tool, dict) else tool
-            for tool in tools
-        ]
+    if choice.get("type") == "allowed_tools":
+        deeper = tools = choice.get("tools")
+        if isinstance(tools, list):
+            deeper = [
+                {"type": "function", "function": {"name": tool.get("name")}} if isinstance(tool, dict) else tool
+                for tool in tools
+            ]
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": deeper}}
     return choice
+
+
+def _check_results(known: Iterable[Item], given: Iterable[Item]) -> None:
+    """Raise ApiError (400) for the first result of `given` without a call before it, as OpenAI's API does."""
+    calls = {item.call_id for item in known if isinstance(item, FunctionCallItem)}
+    for i, item in enumerate(given):
+        if isinstance(item, FunctionCallItem):
+            calls.add(item.call_id)
+        elif isinstance(item, FunctionResultItem) and item.call_id not in calls:
+            param = f"input[{i}].call_id"
+            raise invalid(f"{param}: no function_call before it has the call_id {shortened(item.call_id)}", param)
 
 
 def _conversation(instructions: str | None, items: Iterable[Item]) -> list[dict[str, Any]]:

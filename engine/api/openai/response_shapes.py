@@ -13,9 +13,9 @@ from pydantic_core import to_json
 from ...agent_engine import Answer, Boundary
 from ...chains import ContextNames
 from ...scheduling.request import Token
-from .errors import ApiError
+from .errors import ApiError, renamed
 from .reading import AnswerPart, Reader
-from .response_schema import ResponseBody
+from .response_schema import NAMES, ResponseBody
 from .shapes import Reply, kvpage_of, written
 
 _PREFIXES = {"message": "msg", "function_call": "fc", "reasoning": "rs"}  # of the ids of items
@@ -169,7 +169,8 @@ class ResponseReply:
 
     def failure(self, error: ApiError) -> bytes:
         """Return the last event of a stream that has failed."""
-        failed = {"status": "failed", "output": self._output, "error": {"code": "server_error", "message": str(error)}}
+        message = str(renamed(error, NAMES))
+        failed = {"status": "failed", "output": self._output, "error": {"code": "server_error", "message": message}}
         return self.encoded([{"type": "response.failed", "response": self._response | failed}])
 
     # -- Items of the output

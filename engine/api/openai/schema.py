@@ -183,21 +183,24 @@ def marked(text: str, marks: Sequence[Mark]) -> str | list[dict[str, Any]]:
     return [*found, {"type": "text", "text": text[starts[-1] :]}] if found else text
 
 
-def _marks(content: Any) -> Iterator[Mark]:
-    """Yield the breakpoints in a valid content. Raises PydanticCustomError."""
+def _marks(content: Any, name: str) -> Iterator[Mark]:
+    """Yield the breakpoints in a valid content of the field `name`. Raises PydanticCustomError."""
     end = 0
     for i, part in enumerate(content if isinstance(content, list) else ()):
         end += len(part.get("refusal" if part["type"] == "refusal" else "text"))
         if (given := part.get("prompt_cache_breakpoint")) is None:
             continue
-        fields = given if isinstance(given, dict) else {}
-        ttl = fields.get("ttl")
-        if fields.get("mode") != "explicit":
-            needs = "the prompt_cache_breakpoint of part {i} needs the mode explicit"
-            raise PydanticCustomError("invalid_value", needs, {"i": i})
+        path = f"{name}[{i}].prompt_cache_breakpoint"
+        if not isinstance(given, dict):
+            raise PydanticCustomError("dict_type", "", {"field": path})
+        ttl = given.get("ttl")
+        if given.get("mode") != "explicit":
+            raise PydanticCustomError(
+                "invalid_value", "a breakpoint needs the mode explicit", {"field": f"{path}.mode"}
+            )
         if ttl not in (None, "30m", "12h"):
-            needs = "the prompt_cache_breakpoint of part {i} needs a ttl of 30m, or in /v1/responses 12h"
-            raise PydanticCustomError("invalid_value", needs, {"i": i})
+            needs = "a breakpoint needs a ttl of 30m, or in /v1/responses 12h"
+            raise PydanticCustomError("invalid_value", needs, {"field": f"{path}.ttl"})
         yield Mark(end, ttl)
 
 
@@ -341,7 +344,7 @@ class MarkedBody(RequestBody):
     @classmethod
     def _marked(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         made = handler(given)
-        made._marks = list(_marks(given.get(cls.TEXT)))
+        made._marks = list(_marks(given.get(cls.TEXT), cls.TEXT))
         return made
 
     @property
@@ -770,16 +773,16 @@ def _refusal(errors: Sequence[ErrorDetails]) -> ApiError:
     """
     alike = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
     closest = max(alike, key=lambda error: sum(isinstance(part, int) for part in error["loc"]))
-    field = closest.get("ctx", {}).get("field")
-    param = _param((*closest["loc"], *([field] if field else [])))
+    param = _param(closest["loc"], closest.get("ctx", {}).get("field"))
     kind = closest["type"]
     code = _CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
     message = "Input should be an object" if kind in ("dict_type", "model_type") else closest["msg"]
     return invalid(f"{param}: {message}", param, code)
 
 
-def _param(loc: Sequence[int | str]) -> str:
-    """Return the name of a field: ``messages[0].content`` for pydantic's ("messages", 0, "content").
+def _param(loc: Sequence[int | str], field: str | None) -> str:
+    """Return the path of a field: ``messages[0].content`` for pydantic's ("messages", 0, "content"). `field` is the
+    rest of the path, if pydantic does not have it.
 
     pydantic's names for the alternatives of a union are omitted, and so are TAGS of the items of a list.
     """
@@ -787,8 +790,8 @@ def _param(loc: Sequence[int | str]) -> str:
     for i, part in enumerate(loc):
         if isinstance(part, int):
             shown += f"[{part}]"
-        elif i and isinstance(loc[i - 1], int) and part in TAGS and i + 1 < len(loc):
+        elif i and isinstance(loc[i - 1], int) and part in TAGS and (field or i + 1 < len(loc)):
             continue
         elif part.isidentifier() and part not in ("str", "int", "list"):
             shown += f".{part}" if shown else part
-    return shown
+    return ".".join(filter(None, (shown, field)))

@@ -171,4 +171,4 @@ def test_a_wrong_breakpoint_is_refused(engine: RunningEngine, given: object) -> 
     body = {"model": "tiny", "messages": [{"role": "user", "content": [part]}]}
     reply = httpx.post(f"{engine.url}/v1/chat/completions", json=body, timeout=60)
     assert reply.status_code == 400
-    assert "the prompt_cache_breakpoint of part 0" in reply.json()["error"]["message"]
+    assert reply.json()["error"]["param"].startswith("messages[0].content[0].prompt_cache_breakpoint")

@@ -51,6 +51,17 @@ def text(text: str, cache_control: dict[str, str] | None = None) -> dict[str, An
     return {"type": "text", "text": text, **({"cache_control": cache_control} if cache_control else {})}
 
 
+def result(call_id: str) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": call_id, "content": "12 degrees"}
+
+
+RESULTS = {"role": "user", "content": [result("1")]}
+CALLED = [
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "weather", "input": {}}]},
+    RESULTS,
+]
+
+
 @pytest.fixture(scope="module")
 def messages(tenants: RunningEngine) -> Iterator[anthropic.Anthropic]:
     with client_of(tenants, "one") as client:
@@ -247,7 +258,26 @@ def test_the_key_of_a_tenant_is_its_token(tenants: RunningEngine) -> None:
             "messages[0].content: block 0 is thinking, which the user cannot write",
         ),
         ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, 400, "cache_control.ttl: Input should be '5m' or '1h'"),
-        ({"system": [text("a", HOUR)] * 5}, 400, "cache_control: a request has at most 4 breakpoints, got 5"),
+        ({"system": [text("a", HOUR)] * 5}, 400, "system[4].cache_control: a request has at most 4 breakpoints, got 5"),
+        (
+            {"messages": [{"role": "user", "content": [text("a"), text("", HOUR)]}]},
+            400,
+            "messages[0].content[1].cache_control: an empty text has no breakpoint",
+        ),
+        ({"system": [text("", HOUR)]}, 400, "system[0].cache_control: an empty text has no breakpoint"),
+        ({"messages": [{"role": "user", "content": []}]}, 400, "messages[0].content: must not be empty"),
+        ({"messages": [{"role": "user", "content": ""}]}, 400, "messages[0].content[0].text: must not be empty"),
+        (
+            {"messages": [*HELLO, CALLED[0], {"role": "user", "content": [text("a"), result("2")]}]},
+            400,
+            "messages[2].content[1].tool_use_id: the answer before it has no tool_use with the id '2'",
+        ),
+        (
+            {"messages": [*HELLO, *CALLED, *HELLO, {"role": "assistant", "content": []}, RESULTS]},
+            400,
+            "messages[5].content[0].tool_use_id: the answer before it has no tool_use with the id '1'",
+        ),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "a"}}, 400, "tool_choice: no tool has the name"),
         ({"tools": [WEATHER]}, 400, "tools: this model has no tool calling"),
         ({"tools": [{"type": "web_search_20260209", "name": "a"}]}, 400, "tools[0].type: Input should be 'custom'"),
         ({"tools": [{"input_schema": {}}]}, 400, "tools[0].name: Field required"),

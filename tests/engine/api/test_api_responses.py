@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,12 +31,23 @@ from openai.types.responses.response_input_param import FunctionCallOutput
 from servers import RunningServer, free_port, start_server
 from waiting import until
 
+from engine.api.anthropic import schema as anthropic
 from engine.api.openai import response_schema as schema
+from engine.api.openai.errors import ApiError, invalid, renamed
 from engine.api.openai.response_schema import ResponseBody
 from engine.api.openai.schema import RequestBody
 
 DOCS = (Path(__file__).parents[3] / "docs" / "responses.md").read_text(encoding="utf-8")
 WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}, "strict": False}
+CALL = {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}"}
+RESULT = {"type": "function_call_output", "call_id": "1", "output": "12 degrees"}
+MARKED = {
+    "role": "user",
+    "content": [
+        {"type": "input_text", "text": "a"},
+        {"type": "input_text", "text": "b", "prompt_cache_breakpoint": {}},
+    ],
+}
 UNKNOWN = f"resp_{32 * '0'}"
 
 
@@ -251,8 +263,36 @@ def test_a_diagnosis_names_the_difference(responses: openai.OpenAI) -> None:
     ("fields", "param", "said"),
     [
         ({"input": None}, "input", "Field required"),
+        ({"input": []}, "input", "must not be empty"),
+        ({"input": [{**CALL, "arguments": "{"}]}, "input[0].arguments", "is not JSON"),
+        ({"input": [MARKED], "instructions": "Be brief."}, "input[0].content[1].prompt_cache_breakpoint.mode", "mode"),
+        (
+            {"input": [CALL, {**RESULT, "output": MARKED["content"]}]},
+            "input[1].output[1].prompt_cache_breakpoint.mode",
+            "",
+        ),
+        ({"input": [CALL, RESULT, {**RESULT, "call_id": "2"}]}, "input[2].call_id", "no function_call before it has"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice.name", "Field required"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "all", "tools": [WEATHER]}},
+            "tool_choice.mode",
+            "'required'",
+        ),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{}]}}, "tool_choice.tools[0].name", ""),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice.tools", "Field required"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": 65 * "a", "schema": {}}}},
+            "text.format.name",
+            "at most 64",
+        ),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"$ref": 1}}}}, "text.format.schema", ""),
+        ({"input": 100_000 * "a"}, "input", "leave no room"),
         ({"input": [{"type": "web_search_call"}]}, "input", "item 0 is 'web_search_call'; this engine takes"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "content", "part 0 is 'input_image'"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content",
+            "part 0 is 'input_image'",
+        ),
         ({"previous_response_id": UNKNOWN}, "previous_response_id", "is not stored"),
         ({"previous_response_id": "a:b"}, "previous_response_id", "is not stored"),
         ({"conversation": "conv_1", "store": False}, "conversation", "is stored: store is true"),
@@ -262,7 +302,7 @@ def test_a_diagnosis_names_the_difference(responses: openai.OpenAI) -> None:
         ({"text": {"verbosity": "low"}}, "text.verbosity", "this engine does not support it"),
         ({"prompt_cache_options": {"mode": "other"}}, "prompt_cache_options.mode", "Input should be 'implicit'"),
         ({"include": ["message.output_text.logprobs"]}, "include", "this engine supports only"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]", "Input should be 'function'"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "Input should be 'function'"),
         ({"tools": [WEATHER]}, "tools", "this model has no tool calling"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort", "this model's chat template does not use it"),
         ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role", "Input should be 'user', 'assistant'"),
@@ -275,8 +315,22 @@ def test_a_wrong_field_is_named(tenants: RunningEngine, fields: dict[str, Any], 
     reply = httpx.post(f"{tenants.url}/v1/responses", json=body, headers={"Authorization": "Bearer one"}, timeout=60)
     error = reply.json()["error"]
     assert reply.status_code == 400
-    assert param in error["param"]
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: ")
     assert said in error["message"]
+
+
+def test_an_error_of_a_tool_has_its_path_in_the_request() -> None:
+    error = invalid("tools[3].function.parameters: of 'f': no", "tools[3].function.parameters")
+    for names, path in ((schema.NAMES, "tools[3].parameters"), (anthropic.NAMES, "tools[3].input_schema")):
+        found = renamed(error, names)
+        assert (found.param, found.message) == (path, f"{path}: of 'f': no")
+
+
+def test_a_call_that_was_cut_is_not_continued() -> None:
+    body = ResponseBody.of({"model": "tiny", "input": "Hello", "previous_response_id": UNKNOWN})
+    with pytest.raises(ApiError, match=r"previous_response_id: its items .*arguments: is not JSON"):
+        body.chat([{**CALL, "arguments": '{"ci'}])
 
 
 @pytest.mark.parametrize(
@@ -318,6 +372,25 @@ def test_a_stored_response_is_not_called_absent_during_an_outage(tmp_path: Path)
         client.responses.delete(kept.id)
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(kept.id)
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["killed", "stopped"])
+def test_a_response_of_an_outage_is_stored_after_it(tmp_path: Path, stopped: bool) -> None:
+    """The engine stores it on the page server when that answers again, or at its own end."""
+    port, model = free_port(), write_tiny(tmp_path / "tiny")
+    store = f"redis://127.0.0.1:{port}"
+    with ExitStack() as servers:
+        code = 0 if stopped else -signal.SIGKILL
+        with start_engine(model, "--store", store, code=code) as engine, engine.client() as client:
+            kept = create(client)
+            server = servers.enter_context(start_server(port=port))
+            if not stopped:
+                with server.client() as raw:
+                    until(lambda: raw.exists(f"response::{kept.id}"), "the response on the server")
+                engine.stop(signal.SIGKILL)
+        with start_engine(model, "--store", store) as other, other.client() as client:
+            assert client.responses.retrieve(kept.id).output_text == kept.output_text
+            assert create(client, previous_response_id=kept.id).output
 
 
 def test_a_response_that_another_engine_has_deleted_is_absent(server: RunningServer, tmp_path: Path) -> None:
