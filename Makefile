@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 MODEL := models/smollm2/model.safetensors
 STORE := redis://127.0.0.1:9221
+# One make at a time changes the environment. One that waited looks whether the target has been made by then.
+SETUP = PYTHON="$(PYTHON)" conf/exclusive.sh "$(filter $(VENV)/% $(MODEL),$@)" "$^"
 CORE := setup.py kvpage_server/core/sources.py $(wildcard kvpage_server/core/native/*.p[xy][xd] kvpage_server/core/native/*.h)
 
 .DEFAULT_GOAL := setup
@@ -54,7 +56,7 @@ test-packages: $(VENV)/dev.stamp $(MODEL)  ## the package in clean environments 
 	"$(BIN)/python" -m pytest -m "soak or not soak" tests/packages
 
 test-matrix: $(VENV)/dev.stamp $(MODEL)  ## quick tests with the oldest and the newest version of every dependency, each in an environment of its own
-	"$(BIN)/python" -m pip install --quiet uv
+	$(SETUP) '"$(BIN)/python" -m pip install --quiet uv'
 	UV="$(abspath $(BIN)/uv)" PYTHON="$(abspath $(BIN)/python)" tests/matrix.sh
 
 test-elsewhere: $(VENV)/dev.stamp $(MODEL)  ## sensitive tests as on other machines: kernels of OpenBLAS, umask, user, encoding; an hour
@@ -69,7 +71,7 @@ soak: $(VENV)/dev.stamp  ## what takes long: storms, crashes, every family, inpu
 	"$(BIN)/python" -m pytest -m "hypothesis and not soak and not alone" --hypothesis-profile anything
 
 fuzz: $(VENV)/dev.stamp  ## noise for both cores, for FUZZ_SECONDS: guided by coverage, then watched for misuse of memory
-	"$(BIN)/python" -m pip install --quiet --editable '.[fuzz]'
+	$(SETUP) '"$(BIN)/python" -m pip install --quiet --editable ".[fuzz]"'
 	"$(BIN)/python" tests/fuzz -max_total_time=$(FUZZ_SECONDS) -max_len=20000 build/fuzz/parser
 	tests/sanitized.sh tests/fuzz/seeded.py $(FUZZ_SECONDS)
 
@@ -115,15 +117,15 @@ cluster-stop: $(VENV)/dev.stamp  ## ends it
 	"$(BIN)/python" -m benchmarks.valkey_cluster stop
 
 core: $(VENV)/server.stamp  ## compiles the page core again, and shows what the compiler says
-	"$(BIN)/python" -m pip install --verbose --no-build-isolation --no-deps --editable .
+	$(SETUP) '"$(BIN)/python" -m pip install --verbose --no-build-isolation --no-deps --editable .'
 	"$(BIN)/kvpage-server" --version
 
 lock: $(VENV)/bin/python  ## renews conf/locks: the newest dependencies, with hashes
-	"$(BIN)/python" -m pip install --quiet uv
+	$(SETUP) '"$(BIN)/python" -m pip install --quiet uv'
 	conf/lock.sh "$(BIN)/uv"
 
 release: $(VENV)/dev.stamp  ## wheels, sdist, checksums and SBOM of VERSION in dist/, a commit and a tag; DRY_RUN=1: only the files
-	"$(BIN)/python" -m pip install --quiet --require-hashes --requirement conf/locks/wheels.txt
+	$(SETUP) '"$(BIN)/python" -m pip install --quiet --require-hashes --requirement conf/locks/wheels.txt'
 	"$(BIN)/python" conf/release.py "$(VERSION)" $(if $(DRY_RUN),--dry-run)
 
 wheels: $(VENV)/dev.stamp  ## wheels in dist/, by cibuildwheel where docker runs, else for every Python that is found
@@ -136,24 +138,19 @@ help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*  ## /make \1	/p' $(MAKEFILE_LIST) | expand -t 15
 
 $(VENV)/bin/python:
-	PYTHON="$(PYTHON)" conf/venv.sh "$(VENV)"
+	$(SETUP) 'PYTHON="$(PYTHON)" conf/venv.sh "$(VENV)"'
 
 $(VENV)/server.stamp: pyproject.toml conf/locks/build.txt conf/locks/web.txt $(CORE) $(VENV)/bin/python
-	conf/install.sh "$(VENV)" web
-	touch $@
+	$(SETUP) 'conf/install.sh "$(VENV)" web; touch $@'
 
 $(VENV)/engine.stamp: pyproject.toml conf/locks/build.txt conf/locks/engine.txt $(CORE) $(VENV)/bin/python
-	conf/install.sh "$(VENV)" engine
-	touch $@ $(VENV)/server.stamp
+	$(SETUP) 'conf/install.sh "$(VENV)" engine; touch $@ $(VENV)/server.stamp'
 
 $(VENV)/dev.stamp: pyproject.toml conf/locks/build.txt conf/locks/dev.txt $(CORE) $(VENV)/bin/python
-	tests/install-tools.sh
-	conf/install.sh "$(VENV)" dev
-	touch $@ $(VENV)/engine.stamp $(VENV)/server.stamp
+	$(SETUP) 'tests/install-tools.sh; conf/install.sh "$(VENV)" dev; touch $@ $(VENV)/engine.stamp $(VENV)/server.stamp'
 
 $(VENV)/docs.stamp: conf/locks/docs.txt $(VENV)/bin/python
-	"$(BIN)/python" -m pip install --quiet --require-hashes --requirement conf/locks/docs.txt
-	touch $@
+	$(SETUP) '"$(BIN)/python" -m pip install --quiet --require-hashes --requirement conf/locks/docs.txt; touch $@'
 
 $(MODEL): | $(VENV)/engine.stamp
-	"$(BIN)/kvpage-engine" fetch-model smollm2 --to models/smollm2
+	$(SETUP) '"$(BIN)/kvpage-engine" fetch-model smollm2 --to models/smollm2'

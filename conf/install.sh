@@ -13,8 +13,12 @@ install() {
     case $output in
         *"No space left"* | *"Errno 28"* | *"Disk quota"*)
             why="the disk of $(cd "$venv" && pwd) is full: free 1 GB (4 GB for the engine and the tests), then make again" ;;
-        *"connection"* | *"Connection"* | *"resolution"* | *"timed out"* | *"No matching distribution"*)
+        *"No module named pip"* | *"No module named 'pip"* | *"cannot import name"*)
+            why="$(cd "$venv" && pwd) is incomplete, an earlier make was interrupted: make clean, then make again" ;;
+        *"Max retries"* | *"onnection broken"* | *"ConnectionError"* | *"timed out"* | *"from versions: none"*)
             why="no package registry can be reached: check the network and PIP_INDEX_URL or HTTPS_PROXY, then make again" ;;
+        *"No matching distribution"*)
+            why="the package registry lacks a version for $("$python" --version), see above: check PIP_INDEX_URL" ;;
         *) why="pip failed, see above" ;;
     esac
     printf '%s\n' "$output" | tail -n 20 >&2

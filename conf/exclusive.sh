@@ -1,0 +1,25 @@
+#!/bin/sh
+# Runs a setup of the environment while no other `make` does: a command of sh, the third argument, unless the file that
+# the first argument names is newer than the files that the second one lists. An empty first argument: always.
+# The kernel releases the lock of .venv.lock with the process that holds it, so a killed one blocks nobody. Where there is
+# no flock, as on macOS, Python takes the same lock. Without both it is not taken: then conf/venv.sh says what is missing.
+set -eu
+
+target=$1 sources=$2 command=$3
+python=${PYTHON:-python3}
+
+lock() {  # -n: fail if another process has it
+    if command -v flock >/dev/null 2>&1; then
+        flock "$@" 9
+    elif "$python" -c '' 2>/dev/null; then
+        "$python" -c 'import fcntl, sys; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB * len(sys.argv[1:]))' "$@"
+    fi
+}
+
+exec 9>.venv.lock
+if ! lock -n 2>/dev/null; then
+    echo "make: another make sets up this folder, waiting for it" >&2
+    lock || true  # a file system without locks
+fi
+[ -e "$target" ] && [ -z "$(find -L $sources "$target" -newer "$target")" ] && exit 0
+sh -euc "$command" 9>&-  # a daemon that an installation starts does not keep the lock
