@@ -201,7 +201,7 @@ def _all(many: int) -> Iterator[Scene]:
         for words in (
             *([b"KEYS", b"*"], [b"KEYS", b"*a*b*c*"], [b"SCAN", b"0", b"COUNT", b"1000000"], [b"RANDOMKEY"]),
             *([b"DBSIZE"], [b"INFO", b"everything"], [b"MEMORY", b"STATS"], [b"MEMORY", b"DOCTOR"]),
-            *([b"SAVE"], [b"CONFIG", b"RESETSTAT"], [b"FLUSHALL"], [b"FLUSHDB", b"ASYNC"]),
+            *([b"SAVE"], [b"KVDECODE"], [b"CONFIG", b"RESETSTAT"], [b"FLUSHALL"], [b"FLUSHDB", b"ASYNC"]),
         ):
             yield Scene(what, words, before)
         undone = [[b"CONFIG", b"SET", b"maxmemory-policy", b"allkeys-prefix", b"quota", b"", b"maxmemory", b"0"]]

@@ -174,6 +174,8 @@ def _check(config: Config) -> None:
     if isinstance(config.maxdisk, int) and 0 < config.maxdisk < SMALLEST_DISK:
         least = human(SMALLEST_DISK)
         raise ConfigError(f"maxdisk must be auto, 0 or at least {least}, got {config.maxdisk} bytes")
+    if config.page_code != "off" and config.store != "tiered":
+        raise ConfigError(f"page-code {config.page_code} needs `store tiered`, and store is {config.store}")
     if config.kv_events_replay and not config.kv_events:
         raise ConfigError("kv-events-replay needs kv-events")
     if config.kv_events and config.store == "cluster":

@@ -261,7 +261,9 @@ class Config:
         "bytes of the store on disk, at least 16mb; 0 is no limit; auto is half of free space and store together",
     )
     page_code: str = option(
-        choice("off", "disk"), "off", "whether pages are stored on disk with the lossless code, in 0.7 of their bytes"
+        choice("off", "disk"),
+        "off",
+        "whether pages are stored on disk with the lossless code, in 0.7 of their bytes; needs a disk",
     )
     write_behind_limit: int = option(
         memory(1024**2),

@@ -151,6 +151,9 @@ def _disk_lines(disk: DiskFigures) -> Iterator[tuple[str, Any]]:
     )
     if disk.is_full:
         yield "", Text(f"maxdisk is reached: {plural(disk.evicted, 'value')} evicted from disk", "red")
+    if disk.coded_bytes:
+        raw, coded = disk.coded_raw_bytes, disk.coded_bytes
+        yield "", f"{as_size(raw)} coded in {as_size(coded)}: {raw / coded:.2f} to 1, {as_size(raw - coded)} saved"
     waiting = f"{as_size(disk.waiting_bytes)} in the write queue" if disk.waiting_bytes else "write queue empty"
     commits = f", commit p99 {_milliseconds(disk.commits.percentile(0.99))}" if disk.commits.count else ""
     yield (

@@ -171,6 +171,8 @@ def _disk(disk: DiskFigures) -> Iterator[Metric]:
     yield _gauge("disk_values", "Values on disk", disk.values)
     yield _gauge("disk_used_bytes", "Bytes of values on disk", disk.bytes)
     yield _gauge("disk_file_bytes", "Size of the database file", disk.file_bytes)
+    yield _gauge("disk_coded_bytes", "Bytes of the lossless codes of values on disk", disk.coded_bytes)
+    yield _gauge("disk_coded_raw_bytes", "Bytes of the coded values without the code", disk.coded_raw_bytes)
     yield _gauge("disk_limit_bytes", "maxdisk; 0: no limit", disk.limit)
     yield _gauge("disk_full", "1 if values use at least 95 % of their space under maxdisk", disk.is_full)
     yield _gauge("disk_queue_bytes", "Bytes in the write queue", disk.waiting_bytes)

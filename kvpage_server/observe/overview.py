@@ -167,6 +167,8 @@ class DiskFigures:
     values: int = _of("disk_values")
     bytes: int = _of("disk_bytes")
     file_bytes: int = _of("disk_file_bytes")
+    coded_bytes: int = _of("disk_coded_bytes", 0)  # of the lossless codes of values
+    coded_raw_bytes: int = _of("disk_coded_raw_bytes", 0)  # of the same values without the code
     limit: int = _of("maxdisk")
     for_values: int = _of("maxdisk_for_values", 0)  # bytes of the limit that values may take; 0 is no limit
     waiting_bytes: int = _of("disk_waiting_bytes")

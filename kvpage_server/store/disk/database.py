@@ -242,6 +242,14 @@ class Coded(NamedTuple):
         return Coded(max(self.raw + sign * body.size, 0), max(self.stored + sign * body.coded, 0))
 
 
+class Decoded(NamedTuple):
+    """Coded bodies that were stored again without the code, see `Disk.decode_some`."""
+
+    last: bytes  # database key of the last entry that was read, empty at the end
+    sizes: dict[bytes, int]  # bytes of the bodies, by name
+    damaged: list[bytes]  # names of values whose code cannot be decoded
+
+
 # -- Lost pieces -------------------------------------------------------------------------------------------------------
 
 
@@ -340,6 +348,7 @@ _LONGEST_QUARANTINED = 500  # bytes of a database key in the quarantine; with 8 
 _MANY = 8  # values of one read, from which on a lookup decodes all pages of a sheet
 _MOST_FREE = 16 << 20  # bytes by which a file that is larger than `maxdisk` may grow
 _MOST_KNOWN = 1 << 14  # pages whose `Body` is cached
+_DECODED = 4  # entries of the database whose bodies are decoded in one commit; a sheet has up to 6,144 pages
 
 log = logging.getLogger("kvpage")
 
@@ -454,6 +463,11 @@ class Disk:
             self._marker.closed()
             self._marker.close()
             self._locks.close()
+
+    @property
+    def format(self) -> int:
+        """The number of the file's format, see `lmdb_file`."""
+        return self._format
 
     def flush(self) -> None:
         """Synchronise the file, which makes all commits durable. Raises DiskFull, DiskError."""
@@ -702,6 +716,47 @@ class Disk:
             oldest.first()
             self._delete_pieces_of(txn, oldest.key()[NUMBER.size :], oldest.value())
             oldest.delete()
+
+    def decode_some(self, after: bytes) -> Decoded:
+        """Store the coded bodies of a few entries behind the database key `after` without the code, in one commit.
+
+        Raises DiskFull, DiskError.
+        """
+        found = [*self.records(after, _DECODED)]
+        coded = [record for _, record in found if isinstance(record, Record) and record.body.coded]
+        wanted = [(record.name, np.empty(record.body.size, np.uint8).data) for record in coded]
+        writes, damaged = list[Write](), list[bytes]()
+        for record, (name, body), outcome in zip(coded, wanted, self.read(wanted), strict=True):
+            if outcome is True:
+                writes.append(Write(name, record.meta, body, record.expires, record.used, record.body.digest))
+            else:
+                damaged.append(name)
+        if writes:
+            self.write(writes)
+        return Decoded(found[-1][0] if found else b"", {write.name: len(write.body) for write in writes}, damaged)
+
+    def restore_format(self) -> bool:
+        """Restore the format that older versions read, if no coded body is left. Return whether it is restored.
+
+        Coded bodies in the quarantine are deleted. Reads all records: O(records). Raises DiskFull, DiskError.
+        """
+        before = self._format
+        try:
+            with lmdb_errors(self.path, writing=True), self._env.begin(write=True) as txn:
+                for key, data in [*txn.cursor(self._quarantine)]:
+                    if any(body.coded for body in _bodies_of(key[NUMBER.size :], data)):
+                        self._delete_pieces_of(txn, key[NUMBER.size :], data)
+                        txn.delete(key, db=self._quarantine)
+                coded, quarantined = self._lost.coded(txn), txn.stat(self._quarantine)["entries"]
+                self._note_coded(txn, coded)
+                if not coded.raw:
+                    self._note_format(txn, FORMAT)
+        except BaseException:
+            self._format = before
+            raise
+        self.coded, self.quarantined = coded, quarantined
+        self._marker.committed()
+        return self._format == FORMAT
 
     # -- reading ---------------------------------------------------------------------------------------------------
 

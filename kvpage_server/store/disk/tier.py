@@ -27,7 +27,7 @@ from kvpage_server.core import NewPages, Slot
 from kvpage_server.page import unix_ms
 from kvpage_server.store import records
 from kvpage_server.store.contents import Contents, Source, Tier
-from kvpage_server.store.disk.database import Disk
+from kvpage_server.store.disk.database import Decoded, Disk
 from kvpage_server.store.disk.disk_full import DiskAccount
 from kvpage_server.store.disk.encoding import (
     LIFETIME,
@@ -299,6 +299,8 @@ class DiskTier(Tier):
         self._memory = memory
         self._loader = Loader(disk, contents, self.stored)
         self._saves: set[asyncio.Task[str]] = set()
+        self._decoding: asyncio.Task[str] | None = None
+        self._closing = False
         contents.tier = self
         contents.catalogue.costs = WITH_TIER
 
@@ -380,8 +382,50 @@ class DiskTier(Tier):
         task.add_done_callback(self._saves.discard)
         return task
 
+    def begin_decoding(self) -> asyncio.Task[str]:
+        """Start a task that stores all coded values on disk without the code, and restores the format that older
+        versions read. Its result is the error; empty if all is done. If a task runs already, return that.
+        """
+        if self._decoding is None or self._decoding.done():
+            self._decoding = asyncio.create_task(self._decode())
+        return self._decoding
+
+    async def _decode(self) -> str:
+        after: bytes | None = b""
+        while after is not None:
+            if self._closing:
+                return "the server stops"
+            found = await self.behind.run(partial(self.disk.decode_some, after))
+            if not isinstance(found, Decoded):
+                return str(found)
+            for number, (name, size) in enumerate(found.sizes.items()):
+                if not number % _VALUES_PER_STEP:
+                    await asyncio.sleep(0)
+                self._note_decoded(name, size)
+            for name in found.damaged:
+                self._found_damaged(name)
+            after = found.last or None
+        await self.behind.settle()  # damaged values leave the disk
+        restored = await self.behind.run(self.disk.restore_format)
+        if isinstance(restored, Exception):
+            return str(restored)
+        return "" if restored else "some values are still coded"
+
+    def _note_decoded(self, name: bytes, size: int) -> None:
+        if name[:1] == b"b":
+            unit, footprint_now = name, footprint(name, size)
+        else:
+            self._contents.catalogue.get(name[1:])  # creates the entries of its block
+            unit = block_name_of(name) or name
+            footprint_now = records.footprint_of(len(parse_block(unit)[0]), size)
+        if name in self.stored.usage:
+            self.stored.usage.resize(name, unit, footprint_now)
+
     async def close(self) -> str:
         """Write all dirty values, and close the disk. Return the reason if some could not be written, else ""."""
+        self._closing = True
+        if self._decoding is not None:
+            await self._decoding
         await self.scrubber.close()
         log.info("the last save: %s", await self.save() or "everything is on disk")
         failing = self.behind.failing

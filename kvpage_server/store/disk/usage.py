@@ -137,6 +137,18 @@ class DiskUsage:
         self._grow(name, unit, grown)
         self.remove_unit(unit)  # the unit is in memory, too, because it was written from there
 
+    def resize(self, name: bytes, unit: bytes, size: int) -> None:
+        """Note that a value on disk has another footprint now, because it was coded or decoded there."""
+        grown = size - self._sizes[name]
+        self._sizes[name] = size
+        self.used += grown
+        self._grow(name, unit, grown)
+        if name not in self._expected:
+            self.expected += grown
+        if name in self._replaced:
+            self._replaced[name] += grown
+            self.replaced += grown
+
     def remove(self, name: bytes, unit: bytes, *, again: bool = False) -> None:
         """Note that a value was removed from disk. With `again`, another change of it is queued."""
         self._settle(name, 0, again=again)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
@@ -24,6 +25,7 @@ T = TypeVar("T")
 
 Error = DiskError | DiskFull
 Done = Callable[[Error | None], None]  # receives the error of a commit, or None
+R = TypeVar("R")
 
 _VALUES_PER_FREE = 256  # values that are freed in one step
 # Seconds without a job after which the thread returns free memory to the system. It keeps it until then, because the
@@ -105,6 +107,9 @@ class Batch(Generic[T]):
             yield
 
 
+_Job = tuple[Callable[[], Any], Callable[[Any], None]]
+
+
 class DiskWriter(Generic[T]):
     """Thread that commits batches for the running event loop.
 
@@ -115,18 +120,22 @@ class DiskWriter(Generic[T]):
         self._disk = disk
         self._change_of = change_of
         self._loop = asyncio.get_running_loop()
-        # Batch, whether it has only removals for a full disk, callback. None stops the thread.
-        self._jobs: SimpleQueue[tuple[Batch[T], bool, Done] | None] = SimpleQueue()
+        # Functions for the thread, and the callbacks for their results. None stops the thread.
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="disk-writer", daemon=True)
         self._thread.start()
 
     def commit(self, batch: Batch[T], done: Done) -> None:
         """Commit a batch in the thread, then call `done` on the loop."""
-        self._jobs.put((batch, False, done))
+        self.run(partial(self._error_of, batch, makes_room=False), done)
 
     def remove(self, batch: Batch[T], done: Done) -> None:
         """Commit removals in the thread, because the disk is full, then call `done` on the loop."""
-        self._jobs.put((batch, True, done))
+        self.run(partial(self._error_of, batch, makes_room=True), done)
+
+    def run(self, work: Callable[[], R], done: Callable[[R], None]) -> None:
+        """Call `work`, which raises nothing, in the thread, then `done` with its result on the loop."""
+        self._jobs.put((work, done))
 
     def _run(self) -> None:
         """Run the thread.
@@ -134,12 +143,13 @@ class DiskWriter(Generic[T]):
         It drops its references to a batch before the callback, because only the loop may free memory.
         """
         while (job := self._next_job()) is not None:
-            batch, makes_room, done = job
-            error = self._error_of(batch, makes_room)
-            del batch, job
-            self._loop.call_soon_threadsafe(done, error)
+            work, done = job
+            result = work()
+            del work, job
+            self._loop.call_soon_threadsafe(done, result)
+            del done, result
 
-    def _next_job(self) -> tuple[Batch[T], bool, Done] | None:
+    def _next_job(self) -> _Job | None:
         """Wait for the next job, and return it. After `_SPARE_FOR` seconds without a job, trim the heap once."""
         try:
             return self._jobs.get(timeout=_SPARE_FOR)
@@ -147,7 +157,7 @@ class DiskWriter(Generic[T]):
             trim_malloc()
             return self._jobs.get()
 
-    def _error_of(self, batch: Batch[T], makes_room: bool) -> Error | None:
+    def _error_of(self, batch: Batch[T], *, makes_room: bool) -> Error | None:
         """Commit a batch, and return None or the error.
 
         The error has no traceback, which would keep the batch in memory.
@@ -611,6 +621,19 @@ class WriteBehind(Generic[T]):
         self._move(Event.FAILED)
         self._plan(RETRY_AFTER)
         self._wake_waiters()
+
+    async def run(self, work: Callable[[], R]) -> R | Error:
+        """Call `work` in the thread, between two commits, and return its result, or the DiskError or DiskFull."""
+        done: asyncio.Future[R | Error] = asyncio.get_running_loop().create_future()
+
+        def tried() -> R | Error:
+            try:
+                return work()
+            except (DiskFull, DiskError) as error:
+                return error.with_traceback(None)
+
+        self._writer.run(tried, done.set_result)
+        return await done
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ class Conversation:
 
 _WHILE_LISTENING = frozenset(b"subscribe psubscribe unsubscribe punsubscribe ping quit reset".split())
 _AT_ONCE = frozenset((b"exec", b"discard", b"multi", b"watch", b"quit", b"reset"))
-_NOT_IN_MULTI = frozenset((b"save", b"bgsave", b"shutdown"))
+_NOT_IN_MULTI = frozenset((b"save", b"bgsave", b"kvdecode", b"shutdown"))
 _WRONG = Err("ERR")
 _TELLS_TIME = frozenset((b"ttl", b"pttl", b"expiretime", b"pexpiretime"))
 
@@ -328,6 +328,8 @@ class Model(Strings, Pages, AboutTheServer, Tracked):
 
     def do_save(self) -> Any:
         return one_of([OK, Err("ERR", "MISCONF")])
+
+    do_kvdecode = do_save
 
     # -- all keys --------------------------------------------------------------------------------------------------
 

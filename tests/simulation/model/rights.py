@@ -8,8 +8,8 @@ from tests.simulation.model.replies import Err
 
 Words = tuple[bytes, ...]
 _NO_KEYS = frozenset(
-    b"ping echo hello auth client multi exec discard unwatch info save keys dbsize publish subscribe unsubscribe "
-    b"psubscribe punsubscribe reset "
+    b"ping echo hello auth client multi exec discard unwatch info save kvdecode keys dbsize publish subscribe "
+    b"unsubscribe psubscribe punsubscribe reset "
     b"config command acl randomkey scan".split()
 )
 _SEVERAL = frozenset(b"del unlink exists touch mget watch".split())

@@ -188,7 +188,9 @@ class AboutTheServer:
         return self._of_key(key, lambda reply: reply >= 0)
 
     def do_memory_usage(self, key: bytes) -> Any:
-        return self._of_key(key, lambda reply: reply >= len(key))  # a value on disk only uses no more
+        return self._of_key(
+            key, lambda reply: reply is not None and reply >= len(key)
+        )  # a value on disk only uses no more
 
 
 def _is_chosen(talk: Conversation, options: dict[bytes, bytes]) -> bool:

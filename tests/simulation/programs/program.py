@@ -11,6 +11,7 @@ import random
 from tests.simulation.programs import (
     batches,
     caches,
+    coded,
     commands,
     meetings,
     oddities,
@@ -28,6 +29,8 @@ class Program:
 
     def __init__(self, number: int) -> None:
         self.seed = seed = Seed(number)
+        if seed.disk:
+            seed.options["page-code"] = coded.page_code(number)
         rng = seed.rng
         seed.weights = [weight * rng.choice([0, 0.3, 1, 1, 4]) for _, weight in commands.KINDS]
         seed.weights[0] += 0.1
@@ -42,7 +45,7 @@ class Program:
         seed.splits = rng.choice([0.0, 0.05, 0.5])
         self._engines_share = rng.choice([0.03, 0.15]) if seed.engines else 0.0
         seed.gaps = rng.choice([20_000, 200_000, 2 * MS, 30 * MS])
-        parts = (oddities, meetings, sessions, caches, protections, batches)
+        parts = (oddities, meetings, sessions, caches, protections, batches, coded)
         self._beside = [part.beside(seed) for part in parts]
 
     def steps(self, count: int) -> list[Step]:

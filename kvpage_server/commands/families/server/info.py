@@ -164,6 +164,7 @@ def _disk(tiered: DiskTier) -> Fields:
         "disk_coded_bytes": coded.stored,
         "disk_coded_raw_bytes": coded.raw,
         "disk_coded_ratio": f"{coded.raw / coded.stored if coded.stored else 1:.2f}",
+        "disk_format": tiered.disk.format,
         "maxdisk": tiered.stored.maxdisk,
         "maxdisk_for_values": tiered.account.limit,
         "disk_waiting_bytes": behind.size,

@@ -195,6 +195,35 @@ def save(client: Client, args: list[Argument]) -> Reply:
 
 
 @_save(
+    "kvdecode",
+    flags="admin noscript no_async_loading no_multi dangerous",
+    complexity="O(N) with N bytes on disk",
+    reply="OK",
+    summary="Stores all values on disk without the lossless code.",
+)
+def kvdecode(client: Client, args: list[Argument]) -> Reply:
+    """Return OK when no value on disk has the code, and the file has the format that older versions read. Other clients
+    are served meanwhile. It needs `page-code off`. If the disk is full, the reply is an error, and the values so far
+    are decoded.
+    """
+    tiered = _tiered(client)
+    if (mode := client.server.config.page_code) != "off":
+        raise ReplyError(f"ERR KVDECODE needs `page-code off`, and page-code is {mode}")
+
+    def steps() -> Iterator[Reply]:
+        decoding = tiered.begin_decoding()
+        yield Wait(lambda then: decoding.add_done_callback(lambda _: then()))
+        if reason := decoding.result():
+            error = ReplyError(f"ERR Errors writing to disk: {reason}")
+            client.server.stats.note_error(str(error))
+            yield error
+        else:
+            yield OK
+
+    return Stream(None, steps())
+
+
+@_save(
     "bgsave [SCHEDULE]",
     flags="admin noscript no_async_loading dangerous",
     reply="simple",

@@ -1,8 +1,12 @@
-"""Bodies that are stored on disk with the lossless code: the same bytes, fewer of them on disk, and damage is found."""
+"""Bodies that are stored on disk with the lossless code: the same bytes, fewer of them on disk, and damage is found.
+
+`stored_before/coded.tar.xz` has the store of `write_all`, written with `page-code disk`.
+"""
 
 from __future__ import annotations
 
 import random
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +16,18 @@ import lmdb
 import pytest
 import redis
 import xxhash
+from archives import unpack
 from keyspaces import CACHE_DIM as DIM
 from keyspaces import cache
+from servers import start_server
 from test_disk import flip, read
+from test_kvpage_cli import kvpage
 from test_tiered import disk_info, settle, tiered
+from test_tiered_stored_before import STORED, check
 from waiting import until
 
+from kvpage_server.app import _check
+from kvpage_server.configuration.config import ConfigError, from_arguments
 from kvpage_server.lossless import encode_block_body, encode_page_body
 from kvpage_server.page import BlockShape, DType, PageKey, Plane, encode_page
 from kvpage_server.store.disk.database import FILE, Coded, Disk
@@ -408,3 +418,156 @@ def test_acknowledged_pages_survive_a_kill(tmp_path: Path) -> None:
             server.stop(signal.SIGKILL)
     with tiered(tmp_path) as (_, client):
         assert [get_cache(client, head) for head in bodies] == [*bodies.values()]
+
+
+# -- upgrade and downgrade ---------------------------------------------------------------------------------------------
+
+
+def write_all(client: redis.Redis) -> list[Any]:
+    """Store pages and blocks, one of them split, and return what `stored` finds."""
+    for name in "abc":
+        for head in range(4):
+            words = (int(DType.BFLOAT16), 128, DIM, 0, cache(head, 128))
+            client.execute_command("KVPAGESET", name, 0, head, 1, 0, *words)
+        planes = (0, int(DType.BFLOAT16), DIM, 1, int(DType.BFLOAT16), DIM)
+        body = cache(7, 16, pages=16)
+        for page in (3, 4):
+            client.execute_command("KVBLOCKSET", name, page, 2, 4, 16, 0, 2, *planes, body)
+    client.expire("kv:b:0:0:3:0", 3_000_000_000)  # splits the block
+    client.set("string", cache(9, 128))
+    return stored(client)
+
+
+def stored(client: redis.Redis) -> list[Any]:
+    """Return the values that `write_all` has stored."""
+    blocks = [client.execute_command("KVBLOCKGET", name, page) for name in "abc" for page in (1, 3, 4)]
+    pages = [client.execute_command("KVPAGEGET", name, 0, head, 1, 0) for name in "abc" for head in range(4)]
+    return [*blocks, *pages, client.get("string"), client.ttl("kv:b:0:0:3:0") > 2_000_000_000]
+
+
+def check_format_2(directory: Path) -> None:
+    """Check that a store has nothing that an older version, which knows only format 2, does not read."""
+    disk = Disk(directory)
+    assert (disk.coded, format_of(disk)) == (Coded(), b"2")
+    found = [record for _, record in disk.records()]
+    assert found
+    assert not [record for record in found if isinstance(record, Damaged) or record.body.coded]
+    with disk._env.begin() as txn:
+        pieces = {int.from_bytes(key, "big") for key, _ in txn.cursor(disk._pieces)}
+        assert pieces == {number for body in disk._lost._bodies(txn) for number in body.pieces}
+    disk.close()
+
+
+def test_a_coded_store_of_an_earlier_commit_is_opened(tmp_path: Path) -> None:
+    unpack(STORED / "coded.tar.xz", tmp_path)
+    with start_server() as server, server.client() as client:
+        expected = write_all(client)
+    for options in (CODED, ()):
+        with tiered(tmp_path, *options) as (_, client):
+            assert disk_info(client)["disk_format"] == 3
+            assert stored(client) == expected
+
+
+def test_a_store_without_codes_is_upgraded_and_downgraded(tmp_path: Path) -> None:
+    unpack(STORED / "kvpage.lmdb.tar.xz", tmp_path)
+    with tiered(tmp_path, *CODED) as (_, client):
+        check(client)
+        assert disk_info(client)["disk_format"] == 2  # until the first coded value
+        expected = write_all(client)
+        settle(client)
+        assert disk_info(client)["disk_format"] == 3
+    with tiered(tmp_path, "--scrub-rate", "0") as (_, client):
+        client.execute_command("KVPAGEGET", "a", 0, 0, 1, 0)  # its block is loaded, the others are not
+        assert client.execute_command("KVDECODE") == b"OK"
+        info = disk_info(client)
+        assert (info["disk_format"], info["disk_coded_bytes"], info["disk_corrupt"]) == (2, 0, 0)
+        assert stored(client) == expected
+        check(client)
+    check_format_2(tmp_path)
+    with tiered(tmp_path) as (_, client):
+        again = disk_info(client)
+        assert [again[name] for name in ("disk_bytes", "disk_values")] == [info["disk_bytes"], info["disk_values"]]
+        assert stored(client) == expected
+
+
+def test_clients_change_values_while_all_are_decoded(tmp_path: Path) -> None:
+    """The counted bytes on disk are those of a restarted server."""
+    with tiered(tmp_path, *CODED) as (_, client):
+        for number in range(400):
+            set_cache(client, number % 8, block=number // 8)
+    with tiered(tmp_path, "--maxmemory", "2mb", "--maxdisk", "64mb") as (server, client), server.client() as other:
+        waiting = client.connection_pool.get_connection()
+        waiting.send_command("KVDECODE")
+        bodies = {}
+        for number in range(0, 400, 3):
+            bodies[number] = set_cache(other, number % 8, block=number // 8)
+            other.delete(f"kv:r:0:{(number + 1) % 8}:{(number + 1) // 8}:0")
+        assert waiting.read_response() == b"OK"
+        settle(other)
+        info = disk_info(other)
+        assert (info["disk_coded_bytes"], info["disk_format"]) == (0, 2)
+    check_format_2(tmp_path)
+    with tiered(tmp_path, "--maxdisk", "64mb") as (_, client):
+        assert client.dbsize() == 400 - 133
+        assert disk_info(client)["disk_bytes"] == info["disk_bytes"]
+        for number, body in bodies.items():
+            assert client.execute_command("KVPAGEGET", "r", 0, number % 8, number // 8, 0) == body
+
+
+def test_damaged_codes_do_not_prevent_a_downgrade(tmp_path: Path) -> None:
+    with tiered(tmp_path, *CODED) as (_, client):
+        bodies = [set_cache(client, head) for head in range(4)]
+    code = encode_page_body(bodies[2], DType.BFLOAT16, 128, DIM)
+    assert code is not None
+    flip(tmp_path / FILE, (tmp_path / FILE).read_bytes().index(bytes(code)) + 3000)
+    with tiered(tmp_path, "--scrub-rate", "0") as (_, client):
+        assert client.execute_command("KVDECODE") == b"OK"
+        assert [get_cache(client, head) for head in range(4)] == [*bodies[:2], None, bodies[3]]
+        info = disk_info(client)
+        assert [info[name] for name in ("disk_corrupt", "disk_quarantined", "disk_format")] == [1, 0, 2]
+    check_format_2(tmp_path)
+
+
+def test_a_downgrade_without_enough_space_is_an_error(tmp_path: Path) -> None:
+    with tiered(tmp_path, "--maxdisk", "16mb", "--maxmemory", "4mb", *CODED) as (_, client):
+        for number in range(1200):
+            set_cache(client, number % 8, block=number // 8)
+        settle(client)
+        kept = client.dbsize()
+    with tiered(tmp_path, "--maxdisk", "16mb", "--maxmemory", "4mb") as (_, client):
+        with pytest.raises(redis.ResponseError, match="Errors writing to disk: maxdisk is used up"):
+            client.execute_command("KVDECODE")
+        assert client.dbsize() == kept
+    with tiered(tmp_path, "--maxdisk", "64mb") as (_, client):
+        assert client.execute_command("KVDECODE") == b"OK"
+        assert client.dbsize() == kept
+    check_format_2(tmp_path)
+
+
+def test_values_are_decoded_only_without_a_code(tmp_path: Path) -> None:
+    refusal = pytest.raises(redis.ResponseError, match="needs `page-code off`, and page-code is disk")
+    with tiered(tmp_path, *CODED) as (_, client), refusal:
+        client.execute_command("KVDECODE")
+    with (
+        start_server() as server,
+        server.client() as client,
+        pytest.raises(redis.ResponseError, match="there is no disk"),
+    ):
+        client.execute_command("KVDECODE")
+
+
+def test_the_code_needs_a_disk() -> None:
+    config = from_arguments(["--page-code", "disk", "--store", "memory"])
+    with pytest.raises(ConfigError, match="page-code disk needs `store tiered`, and store is memory"):
+        _check(config)
+
+
+def test_status_shows_the_saved_bytes(tmp_path: Path) -> None:
+    with tiered(tmp_path, *CODED) as (server, client):
+        for head in range(16):
+            set_cache(client, head)
+        settle(client)
+        _, text, _ = kvpage("status", url=server.url)
+        assert re.search(r"256 KiB coded in 18\d KiB: 1\.4\d to 1, 7\d KiB saved", re.sub(r"\.\d+ KiB", " KiB", text))
+        figures = kvpage("status", "--json", url=server.url)[1]
+        assert '"coded_raw_bytes": 262144' in figures
