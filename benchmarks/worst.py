@@ -14,7 +14,8 @@ import kvpage_server.commands.families  # noqa: F401  fills the table
 from kvpage_server.commands.context import MOST_QUEUED
 from kvpage_server.commands.specs import TABLE, WORDS_PER_STEP
 from kvpage_server.glob import LONGEST
-from kvpage_server.page import MAX_SINGLE_PAGES
+from kvpage_server.lossless import encode_block_body
+from kvpage_server.page import MAX_SINGLE_PAGES, BlockShape, DType, Plane, checksum
 
 MANY = 100_000
 _LAYERS, _HEADS = 125, 8  # layers and heads of a block with a thousand pages
@@ -170,6 +171,7 @@ def _blocks(many: int) -> Iterator[Scene]:
         for before, there in (([], "absent"), ([stored], "present")):
             yield Scene(f"{there}, {kind}", [b"KVPAGEPREFIX", b"1", b"1000", count, *arguments], before)
             yield Scene(f"{there}, {kind}", [b"KVBLOCKMGET", count, *arguments], before)
+            yield Scene(f"{there}, {kind}", [b"KVBLOCKMGETCODED", count, *arguments], before)
         states = chain.from_iterable((req, page, b"%d" % (at + 1)) for at, (req, page) in enumerate(names))
         lengths = [b"KVPAGEPREFIX", b"1", b"1000", count, *arguments, b"LENGTHS", count, *states]
         yield Scene(f"present with states, {kind}", lengths, [stored])
@@ -238,8 +240,13 @@ def _single(many: int) -> Iterator[Scene]:
     yield Scene(
         "a page in a block of a thousand", [b"KVPAGESET", *page, b"8", b"1", b"1", b"0", b"b"], [_block(b"r", 0)]
     )
-    for words in ([b"KVBLOCKGET", *names], [b"KVBLOCKEXISTS", *names], [b"KVPAGEDEL", *names], _block(b"r", 0)):
+    whole = [[b"KVBLOCKGET", *names], [b"KVBLOCKMGETCODED", b"1", *names], [b"KVBLOCKEXISTS", *names]]
+    for words in (*whole, [b"KVPAGEDEL", *names], _block(b"r", 0)):
         yield Scene("a block of a thousand pages", words, [_block(b"r", 0)])
+    coded = _coded_block(b"r", 0)
+    for words in (coded, [b"KVBLOCKMGETCODED", b"1", *names]):
+        yield Scene("a block of 64 MB in the lossless code", words, [coded])
+        yield Scene("a cold block of 64 MB in the lossless code", words, [coded], cold=True)
     widest = _block(b"r", 0, heads=64)
     reading = [[b"HELLO", b"3"], [b"CLIENT", b"TRACKING", b"ON"], [b"KVPAGEMGET", b"8000", *_names_in_widest()]]
     yield Scene("a block of 8,000 pages that somebody tracks", widest, [widest], crowd=1, they_say=reading)
@@ -478,6 +485,16 @@ def _with_bodies(names: Sequence[Words], body: bytes, ttl: int = 0) -> Iterator[
 def _block(req_id: bytes, page: int, heads: int = _HEADS) -> Words:
     shape = [b"%d" % number for number in (page, _LAYERS, heads, 1, 0, 1, 0, 8, 64)]
     return [b"KVBLOCKSET", req_id, *shape, b"b" * 64 * _LAYERS * heads]
+
+
+def _coded_block(req_id: bytes, page: int) -> Words:
+    """Return the words that store a block of 64 MB in the lossless code."""
+    shape = BlockShape(16, 16, 128, (Plane(0, DType.BFLOAT16, 1024),))
+    body = bytes(shape.nbytes)
+    code = encode_block_body(body, shape)
+    assert code is not None
+    numbers = [b"%d" % number for number in (page, 16, 16, 128, 0, 1, 0, int(DType.BFLOAT16), 1024)]
+    return [b"KVBLOCKSETCODED", req_id, *numbers, b"%016x" % checksum(body), bytes(code)]
 
 
 def _names_in_widest() -> Iterator[bytes]:

@@ -206,6 +206,17 @@ OK
 1) "k0k1v0v1"
 2) (nil)
 """,
+    "kvblocksetcoded": """\
+> KVBLOCKSETCODED req 0 1 2 1 3600 2 0 3 2 1 3 2 0000000000000000 k0k1v0v1
+(error) ERR a coded array has more than 16 bytes, got 8
+""",
+    "kvblockmgetcoded": """\
+> KVBLOCKSET req 0 1 2 1 3600 2 0 3 2 1 3 2 k0k1v0v1
+OK
+> KVBLOCKMGETCODED 2 req 0 req 1
+1) "k0k1v0v1"
+2) (nil)
+""",
     "kvblockexists": """\
 > KVPAGEMSET 2 req 0 0 0 0 3 1 2 0 k0 req 0 1 0 1 3 1 2 0 v1
 OK

@@ -17,6 +17,7 @@ from kvpage_server.core import decode_matrix, encode_matrix
 from kvpage_server.page import BlockShape, DType, PageError, check_dtype
 
 _CODES = {DType.BFLOAT16: 1, DType.FLOAT16: 2, DType.FLOAT32: 3}
+CODED_DTYPES = frozenset(_CODES)
 _ITEMSIZES = {code: dtype.itemsize for dtype, code in _CODES.items()}
 _VERSION = 1
 _WIDTH = 3  # bits of the code of an exponent

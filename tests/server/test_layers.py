@@ -35,7 +35,7 @@ MAY_KNOW = {
     "store": "core glob lossless page system",
     "configuration": "bounded core glob store system",
     "tracing": "",
-    "commands": "bounded configuration core glob page resp store system",
+    "commands": "bounded configuration core glob lossless page resp store system",
     "gateway": "client commands core page resp store system",
     "net": "commands configuration core resp system",
     "service": "commands configuration core net page store system",

@@ -218,13 +218,23 @@ def test_strings_are_passed_on(client: Any) -> None:
 
 
 NOT_THERE = """KEYS *|SCAN 0|DBSIZE|FLUSHALL|INCR n|MSET a 1|WATCH a|KVPAGEINDEX r|KVPAGEPIN r|KVPAGEWHY r
-    SMEMBERS kv:r:index|CLIENT TRACKING ON"""
+    SMEMBERS kv:r:index|CLIENT TRACKING ON|KVBLOCKMGETCODED 1 r 0"""
 
 
 @pytest.mark.parametrize("line", re.split(r"[|\n]", NOT_THERE))
 def test_commands_a_cluster_cannot_run_are_refused(client: Any, line: str) -> None:
     with pytest.raises(redis.ResponseError, match="a gateway does not support"):
         client.execute_command(*line.split())
+
+
+def test_command_info_shows_only_supported_commands(client: Any) -> None:
+    connection = client.connection_pool.get_connection()
+    try:
+        connection.send_command("COMMAND", "INFO", "kvblockmget", "kvblockmgetcoded", "kvblocksetcoded", "keys")
+        known, *others = connection.read_response()
+    finally:
+        client.connection_pool.release(connection)
+    assert (known[0], others) == (b"kvblockmget", [None] * 3)
 
 
 def test_commands_that_must_not_run_twice_are_refused(client: Any) -> None:

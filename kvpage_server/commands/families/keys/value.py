@@ -19,9 +19,11 @@ from kvpage_server.core import Argument, NewPages, Slot
 from kvpage_server.core.arguments import PageName
 from kvpage_server.core.pieces import Piece
 from kvpage_server.page import (
+    FIELD_AT,
     HEADER_SIZE,
     MAGIC,
     MAX_SINGLE_PAGES,
+    VERSION,
     PageError,
     PageHeader,
     PageKey,
@@ -34,6 +36,8 @@ from kvpage_server.store.evict import PendingWrite
 from kvpage_server.store.eviction.quotas import text_size
 from kvpage_server.store.memory.entry import Entry, Text, is_page, page_named
 from kvpage_server.store.memory.index import Block, OnDisk
+
+_VERSION_AT, _FLAGS_AT = FIELD_AT["version"], FIELD_AT["flags"]
 
 PageParts = tuple[PageName, bytes, Slot]  # name, header and body: the arguments of Keyspace.set_page
 
@@ -230,6 +234,7 @@ def checked_page(
     names. Without `verify`, the body's checksum is not compared.
 
     Raises ReplyError for a damaged body, and with strict-page-shape for a body whose length differs from its shape's.
+    Raises ReplyError also for a header with flags, because the body may be in a format that this server cannot read.
     """
     if key[:3] != b"kv:":
         return None
@@ -238,6 +243,8 @@ def checked_page(
         return None
     try:
         name = PageKey.parse(key)
+        if len(blob) >= HEADER_SIZE and blob[_VERSION_AT] == VERSION and (flags := blob[_FLAGS_AT]):
+            raise ReplyError(f"ERR flags must be 0, got {flags:#x}")
         header = PageHeader.parse(blob)
     except PageError:
         return None

@@ -1,4 +1,5 @@
-"""The block family: all pages of one (req_id, page_id) in one body. KVBLOCKSET, KVBLOCKGET, KVBLOCKMGET, KVBLOCKEXISTS.
+"""The block family: all pages of one (req_id, page_id) in one body. KVBLOCKSET, KVBLOCKGET, KVBLOCKMGET, KVBLOCKEXISTS,
+and KVBLOCKSETCODED and KVBLOCKMGETCODED, whose bodies are in the lossless code (docs/page-code.md).
 
 The body's order is layer, plane, head, token, dim. A block and its pages are the same data: a block that was stored as
 a whole can be read page by page, and pages that were stored one by one can be read as a block when it is complete.
@@ -6,7 +7,8 @@ a whole can be read page by page, and pages that were stored one by one can be r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 
 from kvpage_server.commands.arguments import check_batch, integer_in, plain, plain_all
@@ -22,9 +24,10 @@ from kvpage_server.commands.families.pages.request import (
 )
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.specs import Parts, blocks, nothing, requests
-from kvpage_server.commands.steps import Steps, each, stepwise
+from kvpage_server.commands.steps import IN_THREAD_FROM, Steps, each, in_thread, stepwise
 from kvpage_server.core import Argument, Slot
-from kvpage_server.core.pieces import borrowed_bytes
+from kvpage_server.core.pieces import END, Piece, borrowed_bytes, frame
+from kvpage_server.lossless import CODED_DTYPES, decode_body, encode_block_body
 from kvpage_server.page import (
     MAX_HEAD,
     MAX_KV_TYPE,
@@ -35,14 +38,18 @@ from kvpage_server.page import (
     PageError,
     Plane,
     check_dtype,
+    checksum,
     unix_ms,
 )
 from kvpage_server.resp import OK, Raw, Reply, ReplyError, Stream
 from kvpage_server.store.disk.prefetch import Prefetcher
 from kvpage_server.store.keyspace import BLOCK_PAGES_PER_STEP, has_block, read_block
-from kvpage_server.store.memory.index import Extent, OnDisk
+from kvpage_server.store.memory.index import Block, Extent, OnDisk
 
 _PLANE = 3  # arguments of a plane: type dtype head_dim
+_DIGEST = re.compile(rb"[0-9a-f]{16}")
+_MOST_RATIO = 2  # of a body to its code; the largest possible one is 1.46
+_COPIED_PER_STEP = 4 * 1024 * 1024  # bytes
 
 
 _block = partial(command, flags="readonly", uses=requests(0), group="page")
@@ -182,6 +189,11 @@ def kvblockmget(client: Client, args: list[Argument]) -> Reply:
     block extends the one before it. A block is complete if its pages fit together, as KVBLOCKGET says.
     """
     check_batch("KVBLOCKMGET", args, 2, "block")
+    return _bodies(client, args, coded=False)
+
+
+def _bodies(client: Client, args: list[Argument], *, coded: bool) -> Stream:
+    """Return the reply of KVBLOCKMGET or, with `coded`, of KVBLOCKMGETCODED."""
     index = client.keyspace.index
 
     def bodies() -> Iterator[Reply]:
@@ -191,9 +203,133 @@ def kvblockmget(client: Client, args: list[Argument]) -> Reply:
         yield Raw(b"*%d\r\n" % len(names))
         ahead = ReadAhead(client, _on_disk_of, names, of_pages=False)
         for req_id, page in names:
-            yield (yield from _read(client, req_id, page, ahead))
+            body = yield from _read(client, req_id, page, ahead)
+            if coded and isinstance(body, tuple):
+                body = yield from _coded(client, index.block(req_id, page), body)
+            yield body
 
     return Stream(None, bodies())
+
+
+# -- Bodies in the lossless code ---------------------------------------------------------------------------------------
+
+
+@_block(
+    "kvblocksetcoded req page layers heads page_size ttl P type dtype head_dim [type dtype head_dim ...] digest code",
+    flags="write denyoom",
+    needs=nothing,
+    complexity="O(N) with N bytes",
+    reply="OK",
+    summary="Stores a block as KVBLOCKSET, from its body in the lossless code.",
+)
+def kvblocksetcoded(client: Client, args: list[Argument]) -> Reply:
+    """Return OK. `code` is a coded block (docs/page-code.md). `digest` is the XXH3-64 of the block's body, 16
+    hexadecimal digits. An error is the reply, and nothing is stored, if the code is damaged, or if the decoded body
+    does not match the digest.
+    """
+    req_id, page, ttl = request_name(args[0]), page_id(args[1]), integer_in("ttl", args[5], 0, MAX_TTL)
+    shape, digest, code = read_shape(*plain_all([*args[2:5], *args[6:-2]])), plain(args[-2]), args[-1]
+    if not _DIGEST.fullmatch(digest):
+        raise ReplyError("ERR digest must be 16 hexadecimal digits")
+    coded = code.body if isinstance(code, Slot) else memoryview(plain(code))
+    if shape.nbytes > _MOST_RATIO * len(coded):  # before memory is allocated
+        raise ReplyError(f"ERR a block of {shape.nbytes} bytes does not have a code of {len(coded)}")
+    keyspace = client.keyspace
+
+    def store() -> Steps[Reply]:
+        """Decode the body, in a thread if it is long. Then store it in one step."""
+        try:
+            slot = keyspace.arena.allocate(shape.nbytes)
+        except MemoryError:
+            raise ReplyError("OOM the system has no memory left for the block") from None
+
+        def decoded() -> int:
+            decode_body(coded, slot.body)
+            return checksum(slot.body)
+
+        try:
+            found = (yield from in_thread(decoded)) if shape.nbytes >= IN_THREAD_FROM else decoded()
+        except PageError as error:
+            raise ReplyError(f"ERR {error}") from None
+        if found != int(digest, 16):
+            raise ReplyError("ERR the decoded body does not match its digest")
+        kept = found if client.server.config.page_checksums else 0
+        keyspace.set_block(req_id, page, Extent(shape, slot, kept, unix_ms(), ttl))
+        return OK
+
+    return stepwise(store(), small=shape.nbytes < IN_THREAD_FROM)
+
+
+@_block(
+    "kvblockmgetcoded N req page [req page ...]",
+    uses=requests(1, 2),
+    needs=blocks(1),
+    fetches=True,
+    parts=Parts(1, 2),
+    complexity="O(N) with N bytes",
+    reply="array of bulk or array or null",
+    summary="Returns the bodies of N blocks as KVBLOCKMGET, in the lossless code if that is shorter.",
+)
+def kvblockmgetcoded(client: Client, args: list[Argument]) -> Reply:
+    """Return an array. A block is an array of the XXH3-64 of its body, 16 hexadecimal digits, and its code
+    (docs/page-code.md). It is the body itself if the code would save less than a tenth, and null as in KVBLOCKMGET.
+    """
+    check_batch("KVBLOCKMGETCODED", args, 2, "block")
+    return _bodies(client, args, coded=True)
+
+
+class _Code:
+    """The code of a body as a piece of a reply."""
+
+    __slots__ = ("size", "view")
+
+    def __init__(self, view: memoryview) -> None:
+        self.view = view
+        self.size = len(view)
+
+
+def _coded(client: Client, block: Block | None, body: tuple[Piece, ...]) -> Steps[tuple[Piece, ...]]:
+    """Return the digest and the code of a block's body, in pieces; the body itself if it has no code.
+
+    `body` is the bulk string of the body. A thread encodes long bodies. The digest is the stored one, if there is one:
+    so a client notices a body that was damaged in memory.
+    """
+    shape, extent = (block.shape, block.extent) if block is not None else (None, None)
+    if extent is not None:
+        shape = extent.shape
+    if shape is None or not any(plane.dtype in CODED_DTYPES for plane in shape.planes):
+        return body
+    nbytes, known = shape.nbytes, extent.digest if extent is not None else 0
+    client.keep(nbytes)
+    try:
+        text = body[0].view if len(body) == 1 and isinstance(body[0], Slot) else (yield from _joined(body))
+        start = len(frame(nbytes))
+        if len(text) != start + nbytes + len(END):
+            return body
+        raw = text[start : start + nbytes]
+
+        def work() -> tuple[int, memoryview | None]:
+            return known or checksum(raw), encode_block_body(raw, shape)
+
+        digest, code = (yield from in_thread(work)) if nbytes >= IN_THREAD_FROM else work()
+    finally:
+        client.keep(-nbytes)
+    if code is None:
+        return body
+    return (b"*2\r\n$16\r\n%016x\r\n" % digest + frame(len(code)), _Code(code), END)
+
+
+def _joined(pieces: Sequence[Piece]) -> Steps[memoryview]:
+    """Copy the pieces of a reply in steps. The bytes of borrowed pieces may move between two steps."""
+    text = bytearray()
+    for piece in pieces:
+        size = len(piece) if isinstance(piece, bytes) else len(piece.view)
+        for start in range(0, size, _COPIED_PER_STEP):
+            view = memoryview(piece) if isinstance(piece, bytes) else piece.view
+            text += view[start : start + _COPIED_PER_STEP]
+            if size > _COPIED_PER_STEP:
+                yield ()
+    return memoryview(text)
 
 
 @_block(

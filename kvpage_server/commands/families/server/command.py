@@ -149,10 +149,24 @@ def command_count(client: Client, args: list[Argument]) -> Reply:
     summary="Describes some commands.",
 )
 def command_info(client: Client, args: list[Argument]) -> Reply:
-    """Return the description of each named command, null for unknown ones; without names, of all commands."""
+    """Return the description of each named command, null for unknown commands, and for commands that a gateway does
+    not support; without names, of all commands.
+    """
     if not args:
         return command_(client, args)
-    return [_described(spec, client.protocol) if spec else None for spec in _named(args)]
+    override = client.server.command_override
+
+    def described(spec: Spec | None) -> Reply:
+        if spec is None:
+            return None
+        try:
+            if override is not None:
+                override.row(spec)
+        except ReplyError:  # a gateway does not support it
+            return None
+        return _described(spec, client.protocol)
+
+    return list(map(described, _named(args)))
 
 
 @_about(

@@ -303,6 +303,19 @@ class OneKeyspaceTest(PageCommandsTest):
         self.assert_refused(message, "SET", bytes(self.key()), bytes(blob))
         self.assertEqual(self.get_page(), b"good")
 
+    def test_a_blob_with_flags_is_refused(self) -> None:
+        self.set_page(b"good")
+        blob = bytearray(encode_page(self.key(), b"x", dtype=DType.UINT8, page_size=1, head_dim=1))
+        for flags in (1, 2, 128, 255):
+            blob[7] = flags
+            message = f"flags must be 0, got {flags:#x}"
+            self.assert_refused(message, "SET", bytes(self.key()), bytes(blob))
+            self.assert_refused(message, "MSET", bytes(self.key()), bytes(blob))
+        self.assertEqual(self.get_page(), b"good")
+        self.addCleanup(self.redis.delete, "a string")
+        self.redis.set("a string", bytes(blob))
+        self.assertEqual(self.redis.get("a string"), bytes(blob))
+
     def test_a_plain_string_under_a_page_key_is_no_page(self) -> None:
         key = bytes(self.key())
         self.addCleanup(self.redis.delete, key)
