@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from pygments.lexers.special import TextLexer
 from sphinx.application import Sphinx
@@ -60,6 +61,18 @@ def read_source(app: Sphinx, docname: str, source: list[str]) -> None:
             source[0] = source[0].replace(f"]({link})", f"](path:{link})")
 
 
+def add_accessibility(app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: object) -> None:
+    """Give the captions of the navigation a level, and make wide code and tables scrollable by keys."""
+    for name, before, after in (
+        ("furo_navigation_tree", ' role="heading"', ' role="heading" aria-level="2"'),
+        ("body", "<pre>", '<pre tabindex="0">'),
+        ("body", '<div class="table-wrapper ', '<div tabindex="0" class="table-wrapper '),
+    ):
+        if name in context:
+            context[name] = context[name].replace(before, after)
+
+
 def setup(app: Sphinx) -> None:
     app.add_lexer("conf", TextLexer)
+    app.connect("html-page-context", add_accessibility, priority=900)  # after the theme
     app.connect("source-read", read_source)
