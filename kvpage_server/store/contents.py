@@ -6,7 +6,7 @@ records of removed values, listeners, and the tier below memory, if there is one
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -21,7 +21,7 @@ from kvpage_server.page import HEADER_SIZE, MAX_BLOCK_PAGES, MAX_SINGLE_PAGES, B
 from kvpage_server.store.eviction.ghosts import Ghosts
 from kvpage_server.store.eviction.leases import Leases
 from kvpage_server.store.eviction.order import EvictionOrder
-from kvpage_server.store.eviction.queues import BURST, Unit
+from kvpage_server.store.eviction.queues import BURST, OrderedMap, Unit
 from kvpage_server.store.eviction.quotas import counted, text_size
 from kvpage_server.store.expire import ExpiryOrder
 from kvpage_server.store.memory.catalogue import Catalogue
@@ -58,7 +58,7 @@ class LostStrings:
         self.bytes = 0
         self._most_bytes = most_bytes
         # By key (bytes) or, for a long key, its digest (str); the oldest removal first.
-        self._losses: OrderedDict[bytes | str, Loss] = OrderedDict()
+        self._losses: OrderedMap[bytes | str, Loss] = OrderedMap()
 
     def __len__(self) -> int:
         return len(self._losses)
@@ -66,11 +66,11 @@ class LostStrings:
     def remember(self, key: bytes, reason: str, by: str = "") -> None:
         """Record the removal of a string."""
         name = _name(key)
-        if self._losses.pop(name, None) is None:
+        if name not in self._losses:
             self.bytes += _RECORD + len(name)
-        self._losses[name] = Loss(reason, unix_ms(), by)
+        self._losses.append(name, Loss(reason, unix_ms(), by))
         while self.bytes > self._most_bytes:
-            name, oldest = self._losses.popitem(last=False)
+            name, oldest = self._losses.popitem()
             self.bytes -= _RECORD + len(name)
             self.since = max(self.since, oldest.at)
 
@@ -186,7 +186,7 @@ class Tier:
     def pages_dropped(self, block: Block) -> None:
         """Process the replacement of a block's pages by an extent."""
 
-    def clear(self) -> tuple[dict[bytes, Any], ...]:
+    def clear(self) -> tuple[dict[bytes, Any] | OrderedMap[bytes, Any], ...]:
         """Process the removal of all keys. Return the tables of the tier, which the caller frees in steps."""
         return ()
 
@@ -220,7 +220,7 @@ class Counters:
 class Flushed:
     """Values that a flush removed. They can be freed in steps, because freeing millions of values takes seconds."""
 
-    def __init__(self, *parts: dict[Any, Any]) -> None:
+    def __init__(self, *parts: dict[Any, Any] | OrderedMap[Any, Any]) -> None:
         self._parts = parts
 
     def __len__(self) -> int:

@@ -59,7 +59,7 @@ from kvpage_server.store.disk.usage import Stored, size_on_disk
 from kvpage_server.store.disk.write_behind import Batch, WriteBehind
 from kvpage_server.store.evict import MemoryAccount
 from kvpage_server.store.eviction.leases import Lease
-from kvpage_server.store.eviction.queues import Unit
+from kvpage_server.store.eviction.queues import OrderedMap, Unit
 from kvpage_server.store.memory.catalogue import WITH_TIER
 from kvpage_server.store.memory.entry import LONGEST_TEXT, Entry, Page, Text
 from kvpage_server.store.memory.index import Block, Extent, ExtentPage, NotLoaded, OnDisk
@@ -505,7 +505,7 @@ class DiskTier(Tier):
         self.account.block_removed(block)
         self.stored.remove_all(each_name_in(block))
 
-    def clear(self) -> tuple[dict[bytes, Any], ...]:
+    def clear(self) -> tuple[dict[bytes, Any] | OrderedMap[bytes, Any], ...]:
         """Remove everything from the disk. Return the former tables."""
         self.account.chains.clear()
         return self.stored.clear()

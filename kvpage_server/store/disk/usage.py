@@ -6,13 +6,13 @@ extend is deferred until nothing extends it, see `DiskAccount`.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 from kvpage_server.core import Slot
 from kvpage_server.store.disk.encoding import SetExpiry, ShortText, Value
 from kvpage_server.store.disk.write_behind import WriteBehind
+from kvpage_server.store.eviction.queues import OrderedMap
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Text
 from kvpage_server.store.memory.index import Block, Extent, ExtentPage, OnDisk
 from kvpage_server.store.records import footprint, footprint_of, names_of_keys
@@ -39,10 +39,9 @@ class DiskUsage:
         self._blocks: dict[bytes, int] = {}  # bytes of blocks of single pages, by the block's name
         self._counts_blocks = counts_blocks
         self._strays: set[bytes] = set()  # names of strings whose keys name pages
-        # Names of units on disk only; each is in one of these two. They are OrderedDicts, whose first item is found in
-        # O(1): a dict would skip the places of all items that were removed before it.
-        self._on_disk_only: OrderedDict[bytes, None] = OrderedDict()  # sorted by the order of eviction
-        self._deferred: OrderedDict[bytes, None] = OrderedDict()  # other units extend these, so they stay
+        # Names of units on disk only; each is in one of these two.
+        self._on_disk_only: OrderedMap[bytes, None] = OrderedMap()  # sorted by the order of eviction
+        self._deferred: OrderedMap[bytes, None] = OrderedMap()  # other units extend these, so they stay
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -178,7 +177,9 @@ class DiskUsage:
 
     def found(self, units: Iterable[bytes], in_memory: Collection[bytes], size: int) -> None:
         """Set the units that the start has found, in the order of eviction, and the sum of their footprints."""
-        self._on_disk_only.update((unit, None) for unit in units if unit not in in_memory)
+        for unit in units:
+            if unit not in in_memory:
+                self._on_disk_only.append(unit, None)
         self.used = self.expected = size
 
     def note_found(self, name: bytes, unit: bytes, size: int) -> None:
@@ -188,8 +189,8 @@ class DiskUsage:
 
     def remove_unit(self, unit: bytes) -> None:
         """Remove a unit from the order of eviction, because it was removed or is in memory, too."""
-        self._on_disk_only.pop(unit, None)
-        self._deferred.pop(unit, None)
+        self._on_disk_only.pop(unit)
+        self._deferred.pop(unit)
 
     def use(self, unit: bytes) -> None:
         """Note a read of a unit. If it is on disk only, it moves to the end of the order of eviction."""
@@ -199,7 +200,7 @@ class DiskUsage:
     def note_on_disk_only(self, unit: bytes) -> None:
         """Add a unit on disk only at the end of the order of eviction."""
         self.remove_unit(unit)
-        self._on_disk_only[unit] = None
+        self._on_disk_only.append(unit, None)
 
     def is_on_disk_only(self, unit: bytes) -> bool:
         """Return whether a unit is on disk only."""
@@ -217,15 +218,14 @@ class DiskUsage:
 
     def defer(self, unit: bytes) -> None:
         """Take a unit out of the order of eviction, because other units extend it."""
-        del self._on_disk_only[unit]
-        self._deferred[unit] = None
+        self._on_disk_only.pop(unit)
+        self._deferred.append(unit, None)
 
     def resume(self, unit: bytes) -> None:
         """Make a deferred unit the next to evict, because no unit extends it now."""
         if unit in self._deferred:
-            del self._deferred[unit]
-            self._on_disk_only[unit] = None
-            self._on_disk_only.move_to_end(unit, last=False)
+            self._deferred.pop(unit)
+            self._on_disk_only.prepend(unit, None)
 
     @property
     def deferred(self) -> Iterator[bytes]:
@@ -241,11 +241,11 @@ class DiskUsage:
         self._on_disk_only.clear()
         self._deferred.clear()
 
-    def clear(self) -> tuple[dict[bytes, Any], ...]:
+    def clear(self) -> tuple[dict[bytes, Any] | OrderedMap[bytes, Any], ...]:
         """Remove all values and expectations. Return the former tables, which the caller may free in steps."""
         old = self._sizes, self._expected, self._replaced, self._blocks, self._on_disk_only, self._deferred
         self._sizes, self._expected, self._replaced, self._blocks = {}, {}, {}, {}
-        self._on_disk_only, self._deferred = OrderedDict(), OrderedDict()
+        self._on_disk_only, self._deferred = OrderedMap(), OrderedMap()
         self._strays.clear()
         self.used = self.expected = self.replaced = 0
         return old
@@ -346,7 +346,7 @@ class Stored:
                 self.usage.expect_removals(written, replaced=replaced)
             self.behind.note_removals(written, [*map(_change_size, written)])
 
-    def clear(self) -> tuple[dict[bytes, Any], ...]:
+    def clear(self) -> tuple[dict[bytes, Any] | OrderedMap[bytes, Any], ...]:
         """Queue the removal of all values from disk. Return the former tables, which the caller may free in steps."""
         return *self.behind.clear(), *self.usage.clear()
 

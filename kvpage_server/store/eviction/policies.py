@@ -6,12 +6,11 @@ report each use to the policy, request its victims one by one, and remove as man
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvpage_server.store.eviction.prefix import Prefix
-from kvpage_server.store.eviction.queues import BURST, FIRST, Queues, Unit, name_of
+from kvpage_server.store.eviction.queues import BURST, FIRST, OrderedMap, Queues, Unit, name_of
 
 # -- allkeys-lru: the least recently used unit is evicted first --------------------------------------------------------
 
@@ -86,16 +85,13 @@ class S3FIFO(Queues):
         super().reset()
         # Ghosts: names of units that were evicted from the small queue, the oldest first; as many as the main queue may
         # have units.
-        self._ghosts: OrderedDict[int, None] = OrderedDict()
+        self._ghosts: OrderedMap[int, bool] = OrderedMap()
         self._sizes = [0] * FIRST  # number of units in each queue of this policy, by the queue's number
 
     def used(self, unit: Unit) -> None:
         place = self._places.get(unit)
         if place is None:
-            name = name_of(unit)
-            has_ghost = name in self._ghosts
-            if has_ghost:
-                del self._ghosts[name]
+            has_ghost = self._ghosts.pop(name_of(unit))
             self._insert_last(self._place_of(unit), _MAIN if has_ghost else _NEW)
             return
         if self._waits(place):
@@ -131,9 +127,9 @@ class S3FIFO(Queues):
     def evicted(self, unit: Unit) -> None:
         place = self._places.get(unit)
         if place is not None and self._queue[place] == self._heads + _NEW:
-            self._ghosts[name_of(unit)] = None
+            self._ghosts.append(name_of(unit), True)
             while len(self._ghosts) > len(self) * (1 - _SMALL):
-                self._ghosts.popitem(last=False)
+                self._ghosts.popitem()
         self.removed(unit)
 
     def victims(self) -> Iterator[Unit]:

@@ -29,13 +29,12 @@ takes about 150 bytes, too.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from math import exp, inf
 from operator import mul
 
 from kvpage_server.core.python.lru import SLOT_BITS as _SLOT
-from kvpage_server.store.eviction.queues import BURST, NO_PLACE, QUEUES, Queues, Unit, name_of
+from kvpage_server.store.eviction.queues import BURST, NO_PLACE, QUEUES, OrderedMap, Queues, Unit, name_of
 
 # -- scores ------------------------------------------------------------------------------------------------------------
 #
@@ -219,7 +218,7 @@ class Prefix(Queues):
         self._before_time = 0
         # Ghosts, by the unit's `name_of`: last use, uses and kind in one number (`_packed`). The first evicted is
         # first.
-        self._ghosts: OrderedDict[int, int] = OrderedDict()
+        self._ghosts: OrderedMap[int, int] = OrderedMap()
         # Spared units, the first spared first, with the unit's place and its parent's place when it was spared.
         self._spared: list[tuple[Unit, int, int]] = []
         self._evictions = 0  # number of units evicted since spared units were returned to their queues
@@ -286,7 +285,7 @@ class Prefix(Queues):
         """Return the number of uses of a new unit, including this one and those of its ghost. Drop the ghost."""
         if not self._ghosts:
             return 1
-        ghost = self._ghosts.pop(name_of(unit), None)
+        ghost = self._ghosts.pop(name_of(unit))
         if ghost is None:
             return 1
         last, before, kind = _unpacked(ghost)
@@ -423,12 +422,12 @@ class Prefix(Queues):
         """Record the ghost of an evicted unit. Drop the oldest ghosts that are too many."""
         self._evictions += 1
         name = name_of(unit)
-        if (old := self._ghosts.pop(name, None)) is not None:
+        if (old := self._ghosts.pop(name)) is not None:
             self._forget(old)
-        self._ghosts[name] = _packed(self._last[place], self._uses[place], self._queue[place] - self._heads)
+        self._ghosts.append(name, _packed(self._last[place], self._uses[place], self._queue[place] - self._heads))
         most = min(max(_GHOSTS * len(self), _FEWEST_GHOSTS), _MOST_GHOSTS)
         while len(self._ghosts) > most:
-            self._forget(self._ghosts.popitem(last=False)[1])
+            self._forget(self._ghosts.popitem()[1])
 
     def _forget(self, ghost: int) -> None:
         """Remove a ghost, which was dropped from `_ghosts`, from the scores."""
