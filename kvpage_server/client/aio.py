@@ -21,8 +21,8 @@ from kvpage_server.client.calls import Call, Calls
 from kvpage_server.client.cluster.nodes import Peers
 from kvpage_server.client.cluster.plan import RAISES, Failed, NodeRequest, Plan, Timed, present
 from kvpage_server.client.cluster.store import PAUSE, ClusterCalls, several
-from kvpage_server.client.commands import BlobCommands, ask_dialect
-from kvpage_server.client.errors import Closed, Disconnected, PageClientError, Unsupported
+from kvpage_server.client.commands import BlobCommands, BlockCode, Coding, ask_dialect, block_code, refuses_code
+from kvpage_server.client.errors import Closed, Disconnected, PageClientError, Refused, Unsupported
 from kvpage_server.client.page import BlockBody, BlockName, Page, StateName, check_keys
 from kvpage_server.client.raw_commands import BlockCommands, Kept, RawCommand, Word, ask, commit, encoded, watch
 from kvpage_server.client.wire.connection import Deadline, PageConnection, PagePool, page_pool, pause_before_retry
@@ -60,6 +60,19 @@ async def converse(
         raise end.late(node, why) from None
     finally:
         connection.close_unless(conversation.over)
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """Run `work` in a thread, and return its result. It is complete when this ends, also after a cancellation, because
+    it uses the caller's memory.
+    """
+    working = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.wait([working])
+        working.exception()  # asyncio would log an exception that was not retrieved
+        raise
 
 
 def _extend_timeout(limit: asyncio.Timeout, over: float, silence: float) -> None:
@@ -143,13 +156,21 @@ class AsyncPageClient:
     """
 
     def __init__(
-        self, url: str, *, connections: int = 1, deadline: float = 5.0, verify: bool = True, **redis_options: Any
+        self,
+        url: str,
+        *,
+        connections: int = 1,
+        deadline: float = 5.0,
+        verify: bool = True,
+        code: Coding = "auto",
+        **redis_options: Any,
     ) -> None:
         """Create a client with the arguments of `PageClient`."""
         Deadline(deadline)
         self._several = several(url, verify, redis_options)
         self._calls = self._several.calls if self._several else Calls(connections=connections, verify=verify)
         self._pool = None if self._several else page_pool(url, redis_options)
+        self._code = block_code(code, is_local=self._pool is None or self._pool.is_local)
         self._deadline = deadline
         self._dialect: BlobCommands | None = None
         self._openers: ThreadPoolExecutor | None = None  # the threads, which exist while connects run
@@ -166,6 +187,10 @@ class AsyncPageClient:
     @property
     def misses(self) -> Counter[str]:
         return self._calls.misses
+
+    @property
+    def code(self) -> BlockCode | None:
+        return self._code
 
     @property
     def cluster(self) -> ClusterCalls:
@@ -392,6 +417,15 @@ class AsyncPageClient:
         if not call.parts:
             return call.read([])
         to = await self._server_commands(end)
+        try:
+            return await self._done_by(to, call, end)
+        except Refused as error:
+            if self._code is None or not refuses_code(call.what, error):
+                raise
+        self._code = self._dialect = None
+        return await self._done_by(await self._server_commands(end), call, end)
+
+    async def _done_by(self, to: BlobCommands, call: Call[T], end: Deadline) -> T:
         requests = [call.ask(to, part) for part in call.parts]
         if len(requests) == 1:
             return call.read([await self._converse(requests[0], end)])
@@ -408,19 +442,23 @@ class AsyncPageClient:
     async def _server_commands(self, end: Deadline) -> BlobCommands:
         """Return the commands that the server supports. The first call asks the server; later calls return the same."""
         if self._dialect is None:
-            self._dialect = await self._converse(ask_dialect(), end)
+            self._dialect = await self._converse(ask_dialect(self._code), end)
         return self._dialect
 
     async def _converse(self, request: Request[T], end: Deadline) -> T:
+        if request.prepare:
+            await _in_thread(request.prepare)
         async with self._lent() as connection:
             failures = 0
             while True:
                 try:
                     await self._open(connection, end)
-                    return await converse(connection, request, end)
+                    answer = await converse(connection, request, end)
+                    break
                 except Disconnected as error:
                     failures += 1
                     await asyncio.sleep(pause_before_retry(connection, failures, end, error))
+        return await _in_thread(partial(request.finish, answer)) if request.finish else answer
 
     async def _carry_out(self, plan: Plan[T], end: Deadline) -> T:
         """Execute a plan on several servers, and return its result. The requests of a round run at the same time."""

@@ -1,21 +1,168 @@
-"""Requests to one server: string commands for any Redis, or the page commands of kvpage-server."""
+"""Requests to one server: string commands for any Redis, or the page commands of kvpage-server; and the choice between
+raw blocks and blocks in the lossless code.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache, lru_cache
 from itertools import chain
-from typing import Any
+from typing import Any, Literal, get_args
 
-from kvpage_server.client.errors import Unsupported
+import numpy as np
+
+from kvpage_server.client.errors import Refused, Unsupported, WrongReply
 from kvpage_server.client.page import BlockName, Page, StateName, header_of, mismatch, pages_of_block
 from kvpage_server.client.raw_commands import Kept, array, ascending, integer, kept, ok, up_to
 from kvpage_server.client.wire.exchange import Piece, Request, around_set, command, word
 from kvpage_server.client.wire.reply import Values
 from kvpage_server.core import Bodies, Chunk, Memory, PageKeys, SentPages
-from kvpage_server.page import HEADER_SIZE, BlockShape, PageKey, unix_ms
+from kvpage_server.lossless import decode_body, encode_block_body
+from kvpage_server.page import HEADER_SIZE, BlockShape, DType, PageError, PageKey, Plane, checksum, unix_ms
 
 Missed = dict[int, str]  # position in the batch -> reason of the miss
 _NAMES_PER_STEP = 4096  # names that are encoded before other tasks have their turn
+
+
+# -- Raw blocks or blocks in the lossless code (docs/page-code.md): the faster way, by measured rates ------------------
+
+Coding = Literal["auto", "always", "never"]
+DECAY = 0.5  # weight of earlier measurements at each new one
+_MEASURED = 1 << 20  # bytes; smaller transfers are not measured, because latency dominates them
+_CODED = 1 << 16  # bytes; smaller transfers are not coded
+_PROBE = 32  # one of so many coded transfers is raw instead, which measures the link
+_SAMPLE = 1 << 20  # bytes by which encoder and decoder are measured first
+_USUAL_RATIOS = {DType.BFLOAT16: 1.4, DType.FLOAT16: 1.12, DType.FLOAT32: 1.17}
+_LEAST_RATIO = 1.1
+
+
+class Rate:
+    """A rate (amount per second), averaged over measurements: weighted by duration, and less with each later one."""
+
+    def __init__(self) -> None:
+        self._amount = 0.0
+        self._seconds = 0.0
+
+    def observe(self, amount: float, seconds: float) -> None:
+        """Note that `amount` took `seconds`."""
+        self._amount = self._amount * DECAY + amount
+        self._seconds = self._seconds * DECAY + seconds
+
+    @property
+    def value(self) -> float | None:
+        """The rate; None before the first observation."""
+        return self._amount / self._seconds if self._seconds else None
+
+
+def block_code(coding: Coding, *, is_local: bool) -> BlockCode | None:
+    """Return the choice between raw and coded blocks for a client; None if it sends raw blocks only.
+
+    With ``auto``, it sends raw blocks to a server on this machine. Raises ValueError for another `coding`.
+    """
+    if coding not in (allowed := get_args(Coding)):
+        raise ValueError(f"code must be one of {', '.join(allowed)}, got {coding!r}")
+    return None if coding == "never" or (coding == "auto" and is_local) else BlockCode(always=coding == "always")
+
+
+def refuses_code(what: str, error: Refused) -> bool:
+    """Return whether a server may have refused the commands for coded blocks: it is an older one since a restart, or
+    the user may not call them. `what` is the client's method.
+    """
+    of_blocks = what in ("mset_blocks", "fetch_blocks_into")
+    return of_blocks and (error.code == "NOPERM" or "unknown command" in str(error).lower())
+
+
+class Link:
+    """One direction of a connection: the rate of its bytes, and the choice for the next transfer."""
+
+    def __init__(self) -> None:
+        self.rate = Rate()
+        self.raw_bytes = 0  # of coded blocks, before they were coded
+        self.coded_bytes = 0  # of their codes
+        self.transfers = 0  # for which the code was chosen
+
+
+class BlockCode:
+    """The choice between raw and coded blocks for a client of one server. Threads may share it.
+
+    The rates are bytes per second: on the wire of each link, and raw bytes of the encoder and decoder. The server's
+    encoder and decoder are taken to be as fast as this machine's.
+    """
+
+    def __init__(self, *, always: bool) -> None:
+        """Choose by rates or, if `always`, the code for all blocks that have one."""
+        self.received, self.sent = Link(), Link()
+        self.encoder, self.decoder = Rate(), Rate()
+        self._always = always
+        self._ratios: dict[BlockShape, Rate] = {}  # raw bytes per coded byte
+
+    def chooses(self, link: Link, shape: BlockShape, count: int) -> bool:
+        """Return whether `count` blocks of a shape should travel on a link in the code."""
+        ratio, nbytes = self.ratio(shape), count * shape.nbytes
+        if ratio < _LEAST_RATIO or (nbytes < _CODED and not self._always):
+            return False
+        rate = link.rate.value
+        chosen = self._always or (rate is not None and rate < self.break_even(ratio, receives=link is self.received))
+        if chosen and not self._always and nbytes >= _MEASURED:
+            link.transfers += 1
+            chosen = link.transfers % _PROBE != 0
+        return chosen
+
+    def break_even(self, ratio: float, *, receives: bool) -> float:
+        """Return the rate of a link in bytes per second below which codes of a `ratio` arrive sooner than raw bytes.
+
+        The sender's and the link's work overlap, or the link's and the receiver's. This side's work is added.
+        """
+        if self.encoder.value is None or self.decoder.value is None:
+            self._measure_codec()
+        own, other = self.encoder.value or 1.0, self.decoder.value or 1.0
+        own, other = (other, own) if receives else (own, other)
+        # 1 / rate > max(1 / (ratio * rate), 1 / other) + 1 / own
+        return min(own * (1 - 1 / ratio), 1 / (1 / own + 1 / other))
+
+    def ratio(self, shape: BlockShape) -> float:
+        """Return the ratio of raw blocks of a shape to their codes, measured or estimated."""
+        found = self._ratios.get(shape)
+        return (found.value if found else None) or _usual_ratio(shape)
+
+    def moved(self, link: Link, nbytes: int, seconds: float) -> None:
+        """Note that `nbytes` bytes took `seconds` on a link."""
+        if nbytes >= _MEASURED:
+            link.rate.observe(nbytes, seconds)
+
+    def coded(self, link: Link, shape: BlockShape, raw: int, coded: int) -> None:
+        """Note that `raw` bytes of blocks of a shape were `coded` bytes on a link."""
+        if coded:
+            link.raw_bytes += raw
+            link.coded_bytes += coded
+            self._ratios.setdefault(shape, Rate()).observe(raw, coded)
+
+    def _measure_codec(self) -> None:
+        code, body, shape = _sample()
+        begun = time.perf_counter()
+        encode_block_body(body, shape)
+        middle = time.perf_counter()
+        decode_body(code, memoryview(bytearray(len(body))))
+        self.encoder.observe(len(body), middle - begun)
+        self.decoder.observe(len(body), time.perf_counter() - middle)
+
+
+@lru_cache(64)
+def _usual_ratio(shape: BlockShape) -> float:
+    coded = sum(shape.page_nbytes(plane) / _USUAL_RATIOS.get(plane.dtype, 1.0) for plane in shape.planes)
+    return sum(map(shape.page_nbytes, shape.planes)) / coded
+
+
+@cache
+def _sample() -> tuple[memoryview, bytes, BlockShape]:
+    """Return a block of normally distributed bfloat16, with its code and its shape."""
+    shape = BlockShape(1, _SAMPLE // (1 << 14), 128, (Plane(0, DType.BFLOAT16, 64),))
+    values = np.random.default_rng(0).standard_normal(_SAMPLE // 2, np.float32)
+    body = (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    code = encode_block_body(body, shape)
+    assert code is not None
+    return code, body, shape
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
@@ -203,7 +350,13 @@ def _decode(item: int, key: PageKey, blob: Any, verify: bool, missed: Missed) ->
 
 
 class PageCommands(BlobCommands):
-    """Requests to kvpage-server. Reads that verify checksums, and deletions, use the string commands as for Redis."""
+    """Requests to kvpage-server. Reads that verify checksums, and deletions, use the string commands as for Redis.
+
+    `code` chooses between raw and coded blocks; None for raw blocks only.
+    """
+
+    def __init__(self, code: BlockCode | None = None) -> None:
+        self.code = code
 
     def set_pages(self, pages: SentPages, ttl: int) -> Request[None]:
         """Write pages, all or none."""
@@ -245,7 +398,8 @@ class PageCommands(BlobCommands):
         planes = [(int(plane.kv_type), int(plane.dtype), plane.head_dim) for plane in shape.planes]
         numbers = shape.layers, shape.heads, shape.page_size, ttl, len(planes), *chain.from_iterable(planes)
         opening = b"*%d\r\n%b" % (4 + len(numbers), word(b"KVBLOCKSET"))
-        after = b"".join(map(word, numbers)) + b"$%d\r\n" % shape.nbytes
+        words = b"".join(map(word, numbers))
+        after = words + b"$%d\r\n" % shape.nbytes
 
         def pieces() -> Iterator[Piece]:
             for (req_id, page), body in zip(names, bodies, strict=True):
@@ -253,20 +407,71 @@ class PageCommands(BlobCommands):
                 yield from body
                 yield b"\r\n"
 
-        return Request(pieces, lambda: Values(len(names)), _all_ok)
+        code = self.code
+        if code is None:
+            return Request(pieces, lambda: Values(len(names)), _all_ok)
+        transfer = _Transfer(code, code.sent, shape)
+        if not code.chooses(code.sent, shape, len(names)):
+            read = transfer.timed(_all_ok, lambda _: len(names) * shape.nbytes)
+            return Request(lambda: transfer.begin(pieces()), lambda: Values(len(names)), read)
+        opening_coded = b"*%d\r\n%b" % (5 + len(numbers), word(b"KVBLOCKSETCODED"))
+        encoded: list[tuple[bytes, memoryview | None]] = []  # digest and code of each body
+
+        def prepare() -> None:
+            encoded[:] = map(transfer.encode, bodies)
+
+        def coded_pieces() -> Iterator[Piece]:
+            for (req_id, page), body, (digest, block) in zip(names, bodies, encoded, strict=True):
+                if block is None:
+                    yield b"%b%b%b%b" % (opening, word(req_id), word(page), after)
+                    yield from body
+                else:
+                    numbers_and_digest = words + word(digest)
+                    yield b"%b%b%b%b" % (opening_coded, word(req_id), word(page), numbers_and_digest)
+                    yield b"$%d\r\n" % len(block)
+                    yield block
+                yield b"\r\n"
+
+        def on_wire(_: Any) -> int:
+            return sum(shape.nbytes if block is None else len(block) for _, block in encoded)
+
+        read = transfer.timed(_all_ok, on_wire)
+        return Request(lambda: transfer.begin(coded_pieces()), lambda: Values(len(names)), read, prepare)
 
     def read_blocks(
         self, names: Sequence[BlockName], shape: BlockShape, places: Memory, verify: bool
     ) -> Request[Missed]:
         """Receive whole blocks into the buffers `places`. The result has the reason for each miss, by index.
 
-        `verify` has no effect, because a block has no checksum of its own.
+        `verify` has no effect: a raw block is sent without a checksum, and that of a coded block is always compared.
         """
         if len(names) == 1:
             text = command(b"KVBLOCKGET", *names[0])
         else:
             text = command(b"KVBLOCKMGET", len(names), *_flat(names))
-        return Request(_one_piece(text), lambda: Bodies(places, array=len(names) > 1), dict)
+        code = self.code
+        if code is None:
+            return Request(_one_piece(text), lambda: Bodies(places, array=len(names) > 1), dict)
+        transfer = _Transfer(code, code.received, shape)
+        if not code.chooses(code.received, shape, len(names)):
+            read = transfer.timed(dict, lambda missed: (len(names) - len(missed)) * shape.nbytes)
+            pieces = _one_piece(text)
+            return Request(lambda: transfer.begin(pieces()), lambda: Bodies(places, array=len(names) > 1), read)
+        text = command(b"KVBLOCKMGETCODED", len(names), *_flat(names))
+        found: list[Any] = []  # for each name None, its body, or digest and code
+
+        def read_coded(values: list[Any]) -> Missed:
+            found[:] = map(_raw_or_coded, array(len(names))(values[0]))
+            return {}
+
+        def finish(_: Missed) -> Missed:
+            reasons = map(transfer.decode, found, places.views())
+            missed = {i: why for i, why in enumerate(reasons) if why is not None}
+            found.clear()
+            return missed
+
+        read = transfer.timed(read_coded, lambda _: sum(map(_size_on_wire, found)))
+        return Request(lambda: transfer.begin(iter((text,))), Values, read, finish=finish)
 
     def delete_request(self, req_id: bytes, pages: Sequence[int]) -> Request[int]:
         """Delete all pages of a request, or those with these page ids. The result is the number of deleted pages."""
@@ -323,15 +528,110 @@ class PageCommands(BlobCommands):
         return Request(_one_piece(words), Values, lambda values: kept(len(keys))(values[0]))
 
 
-def ask_dialect() -> Request[BlobCommands]:
-    """Return the request for the commands that the server supports. Its result is the `BlobCommands` object to use."""
+# -- Blocks in the lossless code ---------------------------------------------------------------------------------------
+
+
+class _Transfer:
+    """One request with blocks of a shape: its time, and their codes."""
+
+    def __init__(self, code: BlockCode, link: Link, shape: BlockShape) -> None:
+        self._code = code
+        self._link = link
+        self._shape = shape
+        self._begun = 0.0
+
+    def begin(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        """Yield the pieces of the request. The time counts from the first one."""
+        self._begun = time.perf_counter()
+        yield from pieces
+
+    def timed(self, read: Callable[[Any], Any], on_wire: Callable[[Any], int]) -> Callable[[Any], Any]:
+        """Return `read`, which is called when the reply is complete, and which notes the rate of the link.
+
+        `on_wire` gets the result of `read`, and returns the bytes of the blocks that were sent or received.
+        """
+
+        def read_and_note(answer: Any) -> Any:
+            seconds = time.perf_counter() - self._begun
+            result = read(answer)
+            self._code.moved(self._link, on_wire(result), seconds)
+            return result
+
+        return read_and_note
+
+    def encode(self, body: Sequence[memoryview]) -> tuple[bytes, memoryview | None]:
+        """Return the digest of a block and its code, or None if that would save less than a tenth."""
+        begun = time.perf_counter()
+        whole = body[0] if len(body) == 1 else np.concatenate([np.frombuffer(piece, np.uint8) for piece in body]).data
+        digest, code = b"%016x" % checksum(whole), encode_block_body(whole, self._shape)
+        if code is not None:
+            self._code.encoder.observe(len(whole), time.perf_counter() - begun)
+            self._code.coded(self._link, self._shape, len(whole), len(code))
+        return digest, code
+
+    def decode(self, found: Any, place: memoryview) -> str | None:
+        """Copy or decode a block into its memory. Return the reason of a miss, or None."""
+        if found is None:
+            return "absent"
+        if not isinstance(found, list):
+            if len(found) != len(place):
+                return "size"
+            np.copyto(np.frombuffer(place, np.uint8), np.frombuffer(found, np.uint8))
+            return None
+        digest, code = found
+        begun = time.perf_counter()
+        if int.from_bytes(code[4:8], "little") != len(place):
+            return "size"
+        try:
+            decode_body(code, place)
+        except PageError:
+            return "code"
+        if checksum(place) != digest:
+            return "checksum"
+        self._code.decoder.observe(len(place), time.perf_counter() - begun)
+        self._code.coded(self._link, self._shape, len(place), len(code))
+        return None
+
+
+def _raw_or_coded(value: Any) -> Any:
+    """Return an item of the reply to KVBLOCKMGETCODED: None, a raw body, or a list of digest and code.
+
+    Raises WrongReply for another one.
+    """
+    if value is None or isinstance(value, bytes | memoryview):
+        return value
+    digest, code = array(2)(value)
+    if not isinstance(code, bytes | memoryview):
+        raise WrongReply(f"instead of a coded block came {code!r:.80}")
+    try:
+        return [int(bytes(digest), 16), code]
+    except (TypeError, ValueError):
+        raise WrongReply(f"instead of a digest came {digest!r:.80}") from None
+
+
+def _size_on_wire(found: Any) -> int:
+    return 0 if found is None else len(found[1] if isinstance(found, list) else found)
+
+
+# -- The commands that a server supports -------------------------------------------------------------------------------
+
+
+def ask_dialect(code: BlockCode | None = None) -> Request[BlobCommands]:
+    """Return the request for the commands that the server supports. Its result is the `BlobCommands` object to use.
+
+    With `code`, blocks may travel in the lossless code if the server supports it.
+    """
+
+    asked = _FAMILY if code is None else (*_FAMILY, *_CODES)
 
     def read(values: list[Any]) -> BlobCommands:
-        wanted = len(_FAMILY)
-        known = [description for description in array(wanted)(values[0]) if description]
-        return PageCommands() if len(known) == wanted else BlobCommands()
+        known = [bool(description) for description in array(len(asked))(values[0])]
+        if not all(known[: len(_FAMILY)]):
+            return BlobCommands()
+        return PageCommands(code if all(known) else None)
 
-    return Request(_one_piece(command(b"COMMAND", b"INFO", *_FAMILY)), Values, read)
+    return Request(_one_piece(command(b"COMMAND", b"INFO", *asked)), Values, read)
 
 
 _FAMILY = (b"kvpagemget", b"kvblockmget")
+_CODES = (b"kvblockmgetcoded", b"kvblocksetcoded")

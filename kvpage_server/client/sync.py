@@ -14,8 +14,8 @@ from kvpage_server.client.calls import Call, Calls
 from kvpage_server.client.cluster.nodes import Nodes
 from kvpage_server.client.cluster.plan import RAISES, Timed, present
 from kvpage_server.client.cluster.store import PAUSE, several
-from kvpage_server.client.commands import BlobCommands, ask_dialect
-from kvpage_server.client.errors import Closed, Disconnected
+from kvpage_server.client.commands import BlobCommands, BlockCode, Coding, ask_dialect, block_code, refuses_code
+from kvpage_server.client.errors import Closed, Disconnected, Refused
 from kvpage_server.client.page import BlockBody, BlockName, Page, StateName, check_keys
 from kvpage_server.client.raw_commands import Kept, RawCommand, Word, ask, commit, encoded, watch
 from kvpage_server.client.wire.connection import Deadline, PagePool, page_pool, pause_before_retry
@@ -34,14 +34,22 @@ class PageClient:
 
     A page that is absent or invalid is a miss. `misses` counts misses by reason: ``absent``; ``size``, the page is
     longer or shorter than its buffer; ``header``, its header names another page; ``checksum``, its bytes are damaged;
-    ``gone``, one of several servers did not answer. After a miss, the content of the buffer is undefined.
+    ``code``, a block in the lossless code cannot be decoded; ``gone``, one of several servers did not answer. After a
+    miss, the content of the buffer is undefined.
 
     Every call has a deadline in seconds, which includes connecting and retries. Calls raise the errors of
     `kvpage_server.client.errors`. Threads can share a client.
     """
 
     def __init__(
-        self, url: str, *, connections: int = 1, deadline: float = 5.0, verify: bool = True, **redis_options: Any
+        self,
+        url: str,
+        *,
+        connections: int = 1,
+        deadline: float = 5.0,
+        verify: bool = True,
+        code: Coding = "auto",
+        **redis_options: Any,
     ) -> None:
         """Create a client; it connects at its first call.
 
@@ -49,6 +57,10 @@ class PageClient:
         Large batches use up to `connections` connections in parallel. `deadline` is the default for calls without one,
         in seconds. With `verify`, the checksum of every received page is compared; the server then sends pages with
         their headers. Blocks on kvpage-server have no checksum of their own.
+
+        `code` says whether blocks travel in the lossless code (docs/page-code.md): ``auto``, if that is faster by the
+        measured rates of the link, the encoder and the decoder, and the server is a single one on another machine;
+        ``always``, if the single server supports it; or ``never``.
 
         A valkey-cluster://, redis-cluster:// or rediss-cluster:// URL names some nodes of a cluster: `docs/scaling.md`.
         Several URLs separated by commas name servers side by side. Both have the option `node_deadline`, the seconds in
@@ -63,6 +75,7 @@ class PageClient:
         self._several = several(url, verify, redis_options)
         self._calls = self._several.calls if self._several else Calls(connections=connections, verify=verify)
         self._pool = None if self._several else page_pool(url, redis_options)
+        self._code = block_code(code, is_local=self._pool is None or self._pool.is_local)
         self._deadline = deadline
         self._dialect: BlobCommands | None = None
         self._threads = ThreadPoolExecutor(connections, "kvpage-client")
@@ -77,6 +90,11 @@ class PageClient:
     def misses(self) -> Counter[str]:
         """Number of missed pages and blocks by reason."""
         return self._calls.misses
+
+    @property
+    def code(self) -> BlockCode | None:
+        """Rates and bytes of blocks in the lossless code; None if all blocks travel raw."""
+        return self._code
 
     def close(self) -> None:
         """Close the connections. Calls in progress in other threads and all later calls raise Closed."""
@@ -330,6 +348,15 @@ class PageClient:
         if not call.parts:
             return call.read([])
         to = self._server_commands(end)
+        try:
+            return self._done_by(to, call, end)
+        except Refused as error:
+            if self._code is None or not refuses_code(call.what, error):
+                raise
+        self._code = self._dialect = None
+        return self._done_by(self._server_commands(end), call, end)
+
+    def _done_by(self, to: BlobCommands, call: Call[T], end: Deadline) -> T:
         first, *rest = [call.ask(to, part) for part in call.parts]
         if not rest:
             return call.read([self._converse(first, end)])
@@ -346,7 +373,7 @@ class PageClient:
     def _server_commands(self, end: Deadline) -> BlobCommands:
         """Return the commands that the server supports. The first call asks the server; later calls return the same."""
         if self._dialect is None:
-            self._dialect = self._converse(ask_dialect(), end)
+            self._dialect = self._converse(ask_dialect(self._code), end)
         return self._dialect
 
     def _begun(self, request: Request[T], end: Deadline) -> Future[T]:
@@ -357,11 +384,15 @@ class PageClient:
 
     def _converse(self, request: Request[T], end: Deadline) -> T:
         assert self._pool
+        if request.prepare:
+            request.prepare()
         with self._pool.lent() as connection:
             failures = 0
             while True:
                 try:
-                    return connection.ask(request, end)
+                    answer = connection.ask(request, end)
+                    break
                 except Disconnected as error:
                     failures += 1
                     time.sleep(pause_before_retry(connection, failures, end, error))
+        return request.finish(answer) if request.finish else answer

@@ -40,7 +40,7 @@ MAY_KNOW = {
     "net": "commands configuration core resp system",
     "service": "commands configuration core net page store system",
     "app": "client commands configuration core gateway kv_events net service store system",
-    "client": "address core page tracing",
+    "client": "address core lossless page tracing",
     "snapshot": "address bounded client lossless page system",
     "replay": "bounded page store system",
     "bench": "client page system",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
+from kvpage_server.client.commands import Rate
 from kvpage_server.page import tag_of
 
 from ...chains import SHARED, Chain, chain_hashes, common_prefix
@@ -19,27 +20,8 @@ from .manifest import BlockPlace, ContextManifest
 
 # -- Fetch or compute: blocks on the server are fetched if that is faster than computing them again --------------------
 
-DECAY = 0.5  # weight of earlier measurements at each new one
 VALID_SECONDS = 30.0  # age of the last measurement up to which the link's rate is used
 LEAST_BYTES = 1 << 20  # smaller transfers are not measured, because latency dominates them
-
-
-class Rate:
-    """A rate (amount per second), averaged over measurements: weighted by duration, and less with each later one."""
-
-    def __init__(self) -> None:
-        self._amount = 0.0
-        self._seconds = 0.0
-
-    def observe(self, amount: float, seconds: float) -> None:
-        """Note that `amount` took `seconds`."""
-        self._amount = self._amount * DECAY + amount
-        self._seconds = self._seconds * DECAY + seconds
-
-    @property
-    def value(self) -> float | None:
-        """The rate; None before the first observation."""
-        return self._amount / self._seconds if self._seconds else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -265,6 +265,13 @@ class PagePool(ConnectionPool):
 
     closed = False
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the server is on this machine: at a loopback address, or behind a Unix socket."""
+        options = self.connection_kwargs
+        host = str(options.get("host", "localhost"))
+        return "path" in options or host in ("localhost", "::1") or host.startswith("127.")
+
     def lend(self) -> PageConnection:
         """Return a connection of the pool, which the caller has to `release`.
 

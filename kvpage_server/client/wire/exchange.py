@@ -50,12 +50,15 @@ _RECORD_BYTES = 64 * 1024  # of one recv of a TLS socket, at most
 class Request(Generic[T]):
     """A request to a server, with the receiver and the decoder of its reply.
 
-    It can be sent again, because each conversation makes new pieces and a new receiver.
+    It can be sent again, because each conversation makes new pieces and a new receiver. `prepare` and `finish` are long
+    work, which the async client does in a thread.
     """
 
     pieces: Callable[[], Iterator[Piece | Chunk]]
     receiver: Callable[[], Receiver]
     read: Callable[[Any], T]  # converts the receiver's result
+    prepare: Callable[[], None] | None = None  # called once, before the request is sent
+    finish: Callable[[T], T] | None = None  # converts the result of `read`, after the connection was released
 
 
 class Conversation(Generic[T]):
