@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from kvpage_server.page import unix_ms
 from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.disk.encoding import Change, Clear, Delete, SetExpiry, Write
-from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull
+from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull, MaxDisk
 from kvpage_server.system.process import trim_malloc
 from kvpage_server.system.text import Durations
 
@@ -327,7 +327,9 @@ class WriteBehind(Generic[T]):
         self.last_commit = unix_ms()
         self.commits = 0  # number of commits since the start, without those of removals only
         self.times = Durations()  # durations of commits
-        self.errors = 0  # failed commits since the start
+        # Failures of the disk since the start. Retries count no more until one succeeds, and `maxdisk` is no failure.
+        self.errors = 0
+        self._has_failed = False  # whether the disk has failed since the last commit
         self.failing = ""  # the error of the last commit; empty if it succeeded
         self._owner = owner
         self._writer = DiskWriter(disk, owner.change_of)
@@ -524,7 +526,7 @@ class WriteBehind(Generic[T]):
         assert batch is not None
         if self.failing:
             log.warning("writing to disk works again")
-        self._now, self.failing = None, ""
+        self._now, self.failing, self._has_failed = None, "", False
         self.durable = batch.position
         self.last_commit = unix_ms()
         self.commits += 1
@@ -549,7 +551,7 @@ class WriteBehind(Generic[T]):
 
     def _failed(self, batch: Batch[T], error: Error) -> None:
         """Return the changes of a failed batch to the queue. If the disk is full, make room before the next attempt."""
-        self.errors += 1
+        self._count(error)
         newer = self._next
         # A newer change of a value replaces the batch's. If the newer batch clears, it replaces the whole batch.
         if not newer.clears:
@@ -564,6 +566,11 @@ class WriteBehind(Generic[T]):
             self._in_turns(self._owner.make_room(error, batch.size), lambda: self._remove(error))
         else:
             self._fail(error)
+
+    def _count(self, error: Error) -> None:
+        if not (self._has_failed or isinstance(error, MaxDisk)):
+            self._has_failed = True
+            self.errors += 1
 
     def _remove(self, error: DiskFull) -> None:
         """Commit removals alone, to free space for the rest of the queue."""
@@ -597,6 +604,7 @@ class WriteBehind(Generic[T]):
         removals = self._now
         assert removals is not None
         if error is not None:
+            self._count(error)
             self._now = None
             self._fail(error)
             return

@@ -243,7 +243,11 @@ def test_a_stop_without_promises_reports_unwritten_values(tmp_path: Path) -> Non
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="the limits of another process can be set on Linux alone")
 def test_a_read_only_disk_is_reported_and_retried(tmp_path: Path) -> None:
     options = (*TIERED, "--appendfsync", "always")
-    with start_server(*options, directory=tmp_path, killed=True) as server, server.client() as client:
+    prompt = with_constants("kvpage_server.store.disk.write_behind", RETRY_AFTER=0.001)
+    with (
+        start_server(*options, directory=tmp_path, killed=True, program=prompt) as server,
+        server.client() as client,
+    ):
         done, _ = try_to_set(server, range(5))
         unlimited = resource.prlimit(server.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(server.pid, resource.RLIMIT_FSIZE, ((tmp_path / FILE).stat().st_size, unlimited[1]))
@@ -254,6 +258,7 @@ def test_a_read_only_disk_is_reported_and_retried(tmp_path: Path) -> None:
         }
         with pytest.raises(redis.ResponseError, match=r"File too large .* in memory alone"):
             client.execute_command("SAVE")
+        assert disk_info(client)["disk_write_errors"] == 1  # retries do not count
         resource.prlimit(server.pid, resource.RLIMIT_FSIZE, unlimited)
         settle(client)
         server.stop(signal.SIGKILL)

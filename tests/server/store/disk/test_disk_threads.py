@@ -376,3 +376,38 @@ def _own_memory() -> int:
     found = re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
     assert found is not None
     return int(found[1]) * 1024
+
+
+async def test_maxdisk_and_retries_are_no_failures_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpage_server.store.disk.write_behind.RETRY_AFTER", 0.001)
+    async with behind(tmp_path, "always", maxdisk=16 * MB) as (writer, disk, _):
+
+        async def failing(what: str) -> None:
+            """Wait until three attempts have failed."""
+            for _ in range(3):
+                tried = asyncio.Event()
+                writer.note(b"large", bytes(32 * MB), 32 * MB)
+                writer.when_durable(writer.position, tried.set)
+                await asyncio.wait_for(tried.wait(), PATIENCE)
+                assert what in writer.failing
+
+        await failing("maxdisk is used up")
+        assert writer.errors == 0
+        with monkeypatch.context() as broken:
+            broken.setattr(disk, "write", refuse)
+            await failing("no device")
+            assert writer.errors == 1
+        writer.note(b"large", b"small", 5)
+        async with asyncio.timeout(PATIENCE):
+            while writer.failing:
+                await durable(writer)
+        with monkeypatch.context() as broken:
+            broken.setattr(disk, "write", refuse)
+            await failing("no device")
+            assert writer.errors == 2
+        writer.note(b"large", None, 0)
+        await writer.settle()
+
+
+def refuse(changes: Iterator[object]) -> None:
+    raise DiskError("no device")
