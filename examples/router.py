@@ -1,8 +1,8 @@
 """A router: it sends a chat to the engine that has the longest beginning of it in memory, by the engines' KV events.
 
 pip install '.[engine,events]' httpx
-kvpage-engine serve --port 8001 --kv-events tcp://*:5501 --kv-events-replay tcp://*:5601
-kvpage-engine serve --port 8002 --kv-events tcp://*:5502 --kv-events-replay tcp://*:5602
+kvpage-engine serve --port 8001 --kv-events tcp://127.0.0.1:5501 --kv-events-replay tcp://127.0.0.1:5601
+kvpage-engine serve --port 8002 --kv-events tcp://127.0.0.1:5502 --kv-events-replay tcp://127.0.0.1:5602
 python examples/router.py models/smollm2 8000 127.0.0.1:8001:5501:5601 127.0.0.1:8002:5502:5602
 """
 

@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from ipaddress import ip_address
 from itertools import groupby
 from typing import Any, Generic, TypeVar
 
@@ -160,9 +161,9 @@ class KVEvents(Generic[T]):
     If more than MOST_WAITING changes wait for the thread, the oldest are dropped. The next batch then leaves out a
     number, which no batch has. `dropped` is the number of changes without an event since the start.
 
-    `describe` returns the events of some changes, on this thread. Addresses are ZMQ's, such as ``tcp://*:5557``, on
-    which the publisher listens. With ``>`` before it, `endpoint` is the address of a subscriber that listens, to which
-    the publisher connects.
+    `describe` returns the events of some changes, on this thread. Addresses are ZMQ's, such as
+    ``tcp://127.0.0.1:5557``, on which the publisher listens. With ``>`` before it, `endpoint` is the address of a
+    subscriber that listens, to which the publisher connects.
     """
 
     def __init__(self, endpoint: str, replay: str, describe: Callable[[list[T]], list[Event]]) -> None:
@@ -239,9 +240,21 @@ class KVEvents(Generic[T]):
                 socket.connect(address[1:])
             else:
                 socket.bind(address)
+                self._warn_of_strangers(address, socket.getsockopt_string(self._zmq.LAST_ENDPOINT))
         except (self._zmq.ZMQError, TypeError, ValueError) as error:
-            raise KVEventsError(f"{address}: {error}; an address is, for example, tcp://*:5557") from None
+            raise KVEventsError(f"{address}: {error}; an address is, for example, tcp://127.0.0.1:5557") from None
         return socket
+
+    def _warn_of_strangers(self, address: str, bound: str) -> None:
+        """Log a warning if other machines can connect to an address. `bound` is the address as ZMQ resolved it."""
+        host = re.fullmatch(r"tcp://\[?([^\]]*)\]?:\d+", bound.rstrip("\0"))
+        ip = ip_address(host[1].partition("%")[0].removeprefix("::ffff:")) if host else None
+        if ip and not ip.is_loopback:
+            log.warning(
+                "KV events: everybody who reaches %s can read them, because they have no password: listen on "
+                "tcp://127.0.0.1, or let only your routers reach this port",
+                address,
+            )
 
     # -- on the thread ---------------------------------------------------------------------------------------------
 

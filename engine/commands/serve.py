@@ -87,7 +87,7 @@ def add_to(commands: Any) -> None:
     add(
         "--kv-events",
         metavar="ADDRESS",
-        help="address of ZMQ, such as tcp://*:5557, on which blocks in memory are published as vLLM does",
+        help="address of ZMQ, such as tcp://127.0.0.1:5557, on which blocks in memory are published as vLLM does",
     )
     add("--kv-events-replay", metavar="ADDRESS", help="address from which subscribers get the last events again")
     parser.set_defaults(run=serve)

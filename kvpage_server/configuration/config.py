@@ -279,7 +279,9 @@ class Config:
     )
     notify_keyspace_events: str = option(letters("KEg$lshzxeAtdmn"), "", "keyspace events to publish", mutable=True)
     kv_events: str = option(
-        text, "", "address of ZMQ, such as tcp://*:5557, on which blocks that are stored and removed are published"
+        text,
+        "",
+        "address of ZMQ, such as tcp://127.0.0.1:5557, on which blocks that are stored and removed are published",
     )
     kv_events_replay: str = option(text, "", "address of ZMQ from which subscribers get the last events again")
     tracking_table_max_keys: int = option(

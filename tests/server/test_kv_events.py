@@ -72,6 +72,18 @@ def test_a_block_of_a_request_belongs_to_a_session() -> None:
         assert found["ownership"] == "kvpage"
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "*", "0.0.0.0", "[::]"])
+def test_an_address_of_other_machines_is_warned_of(caplog: pytest.LogCaptureFixture, host: str) -> None:
+    address = f"tcp://{host}:{free_port()}"
+    KVEvents[None](address, "", lambda _: []).close()
+    assert (f"everybody who reaches {address} can read them" in caplog.text) == (host not in ("127.0.0.1", "[::1]"))
+
+
+def test_a_unix_socket_is_no_address_of_other_machines(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    KVEvents[None](f"ipc://{tmp_path}/events", "", lambda _: []).close()
+    assert caplog.text == ""
+
+
 def test_info_counts_dropped_changes() -> None:
     with publishing() as (_, client, _):
         assert client.info("kvpage")["kv_events_dropped"] == 0
