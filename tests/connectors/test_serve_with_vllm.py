@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import urllib.request
 from collections.abc import Iterator
@@ -51,14 +52,17 @@ class Served:
 
 @contextmanager
 def serving(log: Path, store: str) -> Iterator[Served]:
-    """Start a server with the first configuration of docs/vllm.md, and the URL of a store in it."""
-    config = json.loads(blocks("docs/vllm.md", "json")[0])
+    """Start a server with the command of docs/vllm.md, and the URL of a store in its configuration."""
+    (typed,) = (block for block in blocks("docs/vllm.md", "text") if "$ vllm serve" in block)
+    *words, documented = shlex.split(typed)
+    assert words == ["$", "vllm", "serve", "SmolLM2", "--dtype", "float32", "--kv-transfer-config"]
+    config = json.loads(documented)
     config["kv_connector_extra_config"] = {"url": store, "lookup_seconds": 30, "transfer_seconds": 60}
     port = free_port()
     options = [
-        *("--model", "models/smollm2", "--served-model-name", "SmolLM2", "--dtype", "float32", "--enforce-eager"),
-        *("--max-model-len", "2048", "--max-num-seqs", "4", "--enable-prompt-tokens-details"),
-        *("--port", str(port), "--kv-transfer-config", json.dumps(config)),
+        *("--model", "models/smollm2", "--served-model-name", "SmolLM2", "--enforce-eager", "--max-model-len", "2048"),
+        *("--max-num-seqs", "4", "--enable-prompt-tokens-details", "--port", str(port)),
+        *(*words[4:], json.dumps(config)),
     ]
     assert PYTHON
     command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", *options]

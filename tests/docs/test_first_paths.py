@@ -80,6 +80,14 @@ def newcomer(tmp_path: Path) -> Newcomer:
     return Newcomer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "page", ["docs/start.md", "docs/vllm.md", "docs/monitoring/README.md#a-graph-in-three-commands"]
+)
+def test_the_first_screen_links_to_each_path(page: str) -> None:
+    first_screen = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Why not")[0]
+    assert f"]({page})" in first_screen
+
+
 @pytest.mark.skipif(not REDIS_CLI, reason=NO_REDIS_CLI)
 def test_a_page_is_stored_with_three_commands(newcomer: Newcomer) -> None:
     (block,) = (block for block in blocks("docs/start.md", "console") if "KVPAGESET" in block)
