@@ -44,6 +44,7 @@ def simulate(*arguments: str, core: str = "") -> subprocess.CompletedProcess[str
 def check(result: subprocess.CompletedProcess[str]) -> None:
     """That all was right."""
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-3000:]
+    assert "Task was destroyed" not in result.stderr
 
 
 def found(result: subprocess.CompletedProcess[str]) -> int:
@@ -52,6 +53,10 @@ def found(result: subprocess.CompletedProcess[str]) -> int:
     assert result.returncode == 1, result.stdout + result.stderr
     assert received, result.stdout + result.stderr
     return int(received[1])
+
+
+def test_a_killed_engine_leaves_no_message_of_its_tasks() -> None:
+    check(simulate("--seed", "64"))
 
 
 def test_every_command_is_in_some_program() -> None:

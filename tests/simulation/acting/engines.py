@@ -6,6 +6,7 @@ or foreign byte in a block changes the text, and the expected text is known with
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import queue
 import random
@@ -147,6 +148,8 @@ class Engine:
             pool: Any = self._tier._connection.server._pool
             for connection in [*pool._available_connections, *pool._in_use_connections]:
                 connection.disconnect()
+            for task in asyncio.all_tasks(self._tier._connection.loop._loop):
+                task._log_destroy_pending = False  # type: ignore[attr-defined]  # a killed process does not log
         self.begin()
 
     # -- on its thread ---------------------------------------------------------------------------------------------
