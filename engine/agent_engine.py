@@ -58,6 +58,7 @@ class Reuse:
     time_to_first_token: float = 0.0  # seconds since submit
     prefill_seconds: float = 0.0  # of these, for the computation of the other prompt tokens
     why: str | None = None  # the reason if the store did not have the whole prompt
+    coded: float | None = None  # the ratio of blocks of the page server to their codes, if some arrived in the code
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +189,7 @@ class Job:
             time_to_first_token=self.joined - self.submitted + done.time_to_first_token,
             prefill_seconds=done.prefill_seconds,
             why=loaded.why if loaded else None,
+            coded=loaded.coded if loaded else None,
         )
         return Answer(
             uid=self.uid,

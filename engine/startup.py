@@ -16,6 +16,7 @@ from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import hf_repo_to_path
 
+from kvpage_server.client.commands import Coding
 from kvpage_server.kv_events import Event
 from kvpage_server.system.durable import private_directory
 
@@ -45,6 +46,7 @@ class Options:
     store: str | None = None  # the URL of a page server
     cold: Path | None = None  # a directory for contexts in files
     cold_code: bool = False  # write these files in the lossless code
+    page_code: Coding = "auto"  # whether blocks travel to and from the page server in the lossless code
     kv_bits: int | None = None  # keep keys and values in 4 or 8 bits
     memory: int | None = None  # bytes of contexts in memory; a quarter of the machine's if None
     restore_within: float = RESTORE_SECONDS  # maximum seconds of a load
@@ -105,7 +107,9 @@ class Engine:
         pool = BlockPool(total_bytes=limits.contexts(weights, options.memory, options.models))
         report(limits.described(weights, pool.total_bytes))
         within = options.restore_within
-        pages = PageTier(options.store, spec, pool, restore_within=within) if options.store else None
+        pages = None
+        if options.store:
+            pages = PageTier(options.store, spec, pool, restore_within=within, code=options.page_code)
         cold = SafetensorsCacheAdapter(spec, pool, options.cold, code=options.cold_code) if options.cold else None
         config = CacheConfig(keep=options.keep, restore_within=within)
         store = AgentCacheStore(spec, pool, pages=pages, cold=cold, config=config, publish=options.publish)

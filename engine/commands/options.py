@@ -53,6 +53,13 @@ def add_tiers(parser: argparse.ArgumentParser) -> None:
     )
     add("--cold", type=Path, metavar="DIR", help="also store contexts as files in this directory")
     add("--cold-code", action="store_true", help="write files of --cold in the lossless code (docs/page-code.md)")
+    add(
+        "--page-code",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="send and receive blocks in the lossless code: `auto` if that is faster by measured rates, and the page "
+        "server is a single one on another machine (default: %(default)s)",
+    )
     add("--kv-bits", type=int, choices=[4, 8], help="quantise keys and values to N bits")
     add(
         "--kv-quantised-from",
@@ -100,6 +107,7 @@ def options(args: argparse.Namespace, model: str, adapter: Path | None) -> Optio
         args.store,
         args.cold,
         args.cold_code,
+        args.page_code,
         args.kv_bits,
         args.memory,
         args.restore_within,

@@ -47,6 +47,7 @@ class Loaded:
     why: str | None  # the reason for a miss, or of a result that is shorter than the prompt
     seconds: float  # duration of the load
     own: bool  # whether it is a part of the agent's own context
+    coded: float | None = None  # the ratio of blocks to their codes, if some arrived in the lossless code
 
     @property
     def nbytes(self) -> int:
@@ -188,7 +189,8 @@ class Loading:
             found, why = self._take()
             seconds += time.perf_counter() - start
             why = why if found.blocks else why or "absent"
-            self._loaded = Loaded(found.blocks, found.tier, found.reach, why, seconds, found.own)
+            coded = self._fetch.report.coded if self._fetch and found.tier == "page" else None
+            self._loaded = Loaded(found.blocks, found.tier, found.reach, why, seconds, found.own, coded)
             if is_seen(self._span):
                 self._span.set(tier=found.tier, tokens=found.reach, bytes=self._loaded.nbytes, reason=why)
             self._span.end()

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from kvpage_server.client import Refused, Unsupported
 from kvpage_server.client.cluster.plan import GONE
+from kvpage_server.client.commands import Coding
 from kvpage_server.client.raw_commands import Kept, RawCommand, fields, ok_or_not, text, up_to
 from kvpage_server.client.raw_commands import kept as kept_of
 from kvpage_server.page import SEGMENT, tag_of
@@ -109,11 +110,13 @@ class PageTier:
         deadline: float = DEADLINE,
         restore_within: float | None = None,
         connections: int = 2,
+        code: Coding = "auto",
     ) -> None:
         """Create the tier for the server at `url`, which is as for PageClient. `deadline` is in seconds, for a request
         or for a chunk of blocks (8 MiB, or one block). `restore_within` limits a whole load, in seconds; by default 10,
         or twice the deadline if that is longer. The deadline is shortened to half of it if it is longer. A load uses up
-        to `connections` connections in parallel.
+        to `connections` connections in parallel. `code` says whether blocks travel in the lossless code, as for
+        PageClient.
 
         Raises ValueError for an invalid URL, and for a time that is not more than 0.
         """
@@ -127,7 +130,7 @@ class PageTier:
         self.save_failure: str | None = None  # the reason for which the last save failed; None if it succeeded
         self._spec = spec
         self._within = within
-        self._connection = ServerConnection(url, min(deadline, within / 2), connections)
+        self._connection = ServerConnection(url, min(deadline, within / 2), connections, code)
         self._layout = BlockLayout(spec, SEGMENT if self._connection.several else 0)
         self._references: References = reference_marks if self._connection.several else reference_counts
         self._remote = Remote(self._connection, spec, self._layout, pool)

@@ -170,7 +170,7 @@ class AsyncPageClient:
         self._several = several(url, verify, redis_options)
         self._calls = self._several.calls if self._several else Calls(connections=connections, verify=verify)
         self._pool = None if self._several else page_pool(url, redis_options)
-        self._code = block_code(code, is_local=self._pool is None or self._pool.is_local)
+        self._code = block_code(code, is_local=self._pool.is_local) if self._pool else None
         self._deadline = deadline
         self._dialect: BlobCommands | None = None
         self._openers: ThreadPoolExecutor | None = None  # the threads, which exist while connects run

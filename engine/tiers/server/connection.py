@@ -28,6 +28,7 @@ from kvpage_server.client import (
 )
 from kvpage_server.client.cluster.nodes import SILENCE
 from kvpage_server.client.cluster.plan import GONE, RAISES
+from kvpage_server.client.commands import Coding
 from kvpage_server.client.raw_commands import RawCommand, Word, ok, scanned, text, texts
 
 from ...event_loop import EventLoop
@@ -183,9 +184,9 @@ class Reachability:
 class ServerConnection:
     """Connection to a page server, with an event loop. `server`, the client, may be used only on this loop."""
 
-    def __init__(self, url: str, deadline: float, connections: int) -> None:
+    def __init__(self, url: str, deadline: float, connections: int, code: Coding = "auto") -> None:
         """Start the loop. `deadline` is in seconds, for a request or a chunk of blocks. A load uses up to `connections`
-        connections.
+        connections. `code` is as for PageClient.
 
         Raises ValueError for an invalid URL.
         """
@@ -195,7 +196,9 @@ class ServerConnection:
         more: dict[str, Any] = {"driver_info": DriverInfo("kvpage-engine", __version__)}  # shown by CLIENT LIST
         if self.several:
             more["node_deadline"] = min(SILENCE, deadline / 4)
-        self.server = AsyncPageClient(url, deadline=self.answer_within, verify=False, **more)  # seals verify blocks
+        self.server = AsyncPageClient(
+            url, deadline=self.answer_within, verify=False, code=code, **more
+        )  # seals verify blocks
         self._failing = frozenset() if self.several else FAILING  # with several servers, the client skips failing ones
         self.connections = connections
         self.breaker = CircuitBreaker()
