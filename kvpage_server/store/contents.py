@@ -159,9 +159,6 @@ class Tier:
     def block_removed(self, block: Block) -> None:
         """Process the removal of a block with all its pages."""
 
-    def admit_split(self, block: Block) -> None:
-        """Check that the disk has space for the single pages of an extent. Raise OverLimit otherwise."""
-
     def splits(self, block: Block) -> None:
         """Prepare the split of an extent."""
 
@@ -276,7 +273,7 @@ class Contents:
         self.counters = Counters()
         self.tier = Tier(self)
         self.any_on_disk = False  # whether any value may be on disk only
-        self.admit_split: Callable[[Block], None] = lambda _: None  # evicts until the index has space for a split
+        self.admit_split: Callable[[Block], None] = lambda _: None  # evicts until disk and index have space for a split
         self.on_event: Callable[[str, bytes], None] | None = None  # called with each event and key
         self.on_block: BlockListener | None = None  # called with all keys of a block at a time; set if `on_event` is
         self.texts = 0  # bytes of short strings, with their keys and TEXT_OVERHEAD
@@ -362,7 +359,6 @@ class Contents:
         if entry is None and (page := self.catalogue.page_in_extent(key)):
             block = cast(Block, page.unit)
             check_split(block)
-            self.tier.admit_split(block)
             self.admit_split(block)
             self.split(block)
             return self.catalogue.entries[key]

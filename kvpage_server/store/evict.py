@@ -7,8 +7,9 @@ may be evicted, in which order and how, and whether a write is refused when no u
 Without a tier below, a unit that leaves memory is evicted: its keys are removed. With a tier, a unit that is also on
 disk is demoted: its bytes leave memory, and its keys stay. Protected and held units are spared.
 
-A batch that is stored in steps is admitted once, before its first step. Between its steps, other writers count the
-space that its next parts will use as used, see `Reservation`.
+A write is admitted once, before its first step. Disk and quotas return the sizes of its parts, and a `Reservation` of
+these makes room in each account. If the parts are stored in steps, other writers count the space of the next parts as
+used. Memory is not reserved: before each command, `MemoryAccount.shrink` evicts units until it is below its limit.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, filterfalse, takewhile
 from typing import NamedTuple, Self
 
@@ -147,23 +148,49 @@ def units_of(contents: Contents, values: Iterable[PendingWrite]) -> set[Unit]:
     return units
 
 
-ReservationParts = Iterable[tuple[Account, int]]  # sizes for one part of a batch; negative if the part frees some
+Sizes = dict[Account, int]  # bytes that a write, or a part of it, adds to accounts; negative if it frees some
 
 
 class Reservation:
-    """Context manager that reserves space for the parts of a batch, in the order in which they are stored.
+    """Space for a write, from its admission until its last part is stored.
 
-    A part releases its reservation when it uses the space. Reservations of parts that are not stored are released when
-    the batch ends or fails, or its client disconnects. Space that a part frees is not available until the part is
-    stored, so negative sizes are not reserved.
+    `parts` are the sizes of its parts, in the order in which they are stored. `make_room` admits the write. Then the
+    object is a context manager, which reserves the space. A part releases its reservation when it uses the space.
+    Reservations of parts that are not stored are released when the write ends or fails, or its client disconnects.
+    Space that a part frees is not available until the part is stored, so negative sizes are not reserved.
+
+    The write adds to units of `extended` accounts, or replaces them. Such a unit is not evicted for its own growth, so
+    these accounts refuse the write if it does not fit, under any policy.
     """
 
-    def __init__(self, parts: Iterable[ReservationParts] = ()) -> None:
-        self._parts = deque([(account, max(size, 0)) for account, size in part] for part in parts)
+    def __init__(self, parts: Iterable[Sizes] = (), extended: Collection[Account] = ()) -> None:
+        self._parts = deque(parts)
+        self._extended = extended
+
+    def make_room(self, stay: Callable[[], Collection[Unit]]) -> Self:
+        """Evict units until all parts fit in their accounts together. Raise OverLimit as `make_room` does.
+
+        `stay` returns the units that the write extends or replaces. They are not evicted.
+        """
+        total: Sizes = {}
+        for part in self._parts:
+            for account, size in part.items():
+                total[account] = total.get(account, 0) + size
+        lacking = [(account, size) for account, size in total.items() if account.used > account.evicts_above(size)]
+        if lacking:
+            units = stay()
+            for account, size in lacking:
+                for _ in make_room(account, size, units):
+                    pass
+        for account, size in lacking:
+            if size > 0 and account in self._extended and account.used > account.evicts_above(size):
+                raise OverLimit(account, size)
+        return self
 
     def __enter__(self) -> Self:
-        for account, size in chain.from_iterable(self._parts):
-            account.reserved += size
+        for part in self._parts:
+            for account, size in part.items():
+                account.reserved += max(size, 0)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -172,8 +199,9 @@ class Reservation:
 
     def commit(self) -> None:
         """Release the reservation of the next part, which is stored in the same step."""
-        for account, size in self._parts.popleft() if self._parts else ():
-            account.reserved -= size
+        if self._parts:
+            for account, size in self._parts.popleft().items():
+                account.reserved -= max(size, 0)
 
 
 # -- The accounts of memory: values, which are limited by `maxmemory`, and the index -----------------------------------
@@ -367,74 +395,57 @@ class QuotaAccounts:
         self._uncounted = self._count_all() if rules else None
         self.go_on()
 
-    # -- before something is stored ---------------------------------------------------------------------------------
+    # -- sizes of writes ---------------------------------------------------------------------------------------------
 
-    def admit(self, parts: Sequence[Sequence[PendingWrite]]) -> Iterator[ReservationParts]:
-        """Evict values of the quotas of new values until these fit. Return the sizes to reserve for each part.
-
-        Values that a part replaces, and blocks that it extends, are not evicted. Raise OverLimit if the policy may not
-        evict enough, or if a block would grow above the quota; the new values must not be stored then.
+    def add_sizes(self, sizes: Sequence[Sizes], parts: Sequence[Sequence[PendingWrite]]) -> set[Account]:
+        """Add the bytes of each part of a batch to its sizes. Return the accounts of blocks that get more or other
+        pages.
         """
         catalogue, index, quotas = self._contents.catalogue, self._contents.index, self._contents.eviction_order.quotas
-        growth, existed = dict[bytes, int](), dict[tuple[bytes, int], bool]()
-        taken: list[dict[Quota, int]] = []
-        index_grows: dict[Quota, int] = {}
-        extended = set[Quota]()  # quotas of blocks that get more or other pages
-        for part in parts:
-            wanted: dict[Quota, int] = {}
-            taken.append(wanted)
+        growth, known = dict[bytes, int](), set[tuple[bytes, int]]()
+        extended = set[Account]()
+        for of_part, part in zip(sizes, parts, strict=True):
+            last, quota = None, None  # the block and the quota of the value before
             for key, size, block in part:
-                quota = quotas.named(key if block is None else block_name(block[0]))
+                if block is None or block is not last:
+                    last, quota = block, quotas.named(key if block is None else block_name(block[0]))
                 if quota is None:
                     continue
                 entry, cost = catalogue.get(key), 0
                 grows = size - counted(key, entry, as_page=block is not None)
-                wanted[quota] = wanted.get(quota, 0) + grows - growth.get(key, 0)
-                if block is not None and block not in existed:
-                    existed[block] = index.has(*block)
-                    if existed[block]:
-                        extended.add(quota)
+                if block is not None and block not in known:
+                    known.add(block)
+                    if index.has(*block):
+                        extended.add(self.of[quota][0])
                     else:
                         cost = catalogue.costs.of_block(block[0])
                 if entry is None and key not in growth:
                     cost += catalogue.costs.of_key(key)
-                index_grows[quota] = index_grows.get(quota, 0) + cost
+                of_values, of_index = self.of[quota]
+                of_part[of_values] = of_part.get(of_values, 0) + grows - growth.get(key, 0)
+                of_part[of_index] = of_part.get(of_index, 0) + cost
                 growth[key] = grows
-        lacking: list[tuple[Account, int]] = []
-        sizes = {quota: sum([wanted.get(quota, 0) for wanted in taken]) for quota in chain.from_iterable(taken)}
-        for quota, size in sizes.items():
-            lacking += self._lacking(quota, size, index_grows.get(quota, 0))
-        if lacking:
-            _make_room(lacking, units_of(self._contents, chain.from_iterable(parts)))
-            for quota in extended:
-                account, size = self.of[quota][0], sizes[quota]
-                if size > 0 and account.used > account.evicts_above(size):
-                    raise OverLimit(account, size)
-        return (((self.of[quota][0], size) for quota, size in wanted.items()) for wanted in taken)
+        return extended
 
-    def admit_block(self, req_id: bytes, page: int, shape: BlockShape) -> None:
-        """Evict values of a block's quota until its extent fits. Raise OverLimit as `admit` does."""
+    def sizes_of_block(self, req_id: bytes, page: int, shape: BlockShape) -> Sizes:
+        """Return the sizes of a block that is stored as an extent, in place of its pages."""
         quota = self._contents.eviction_order.quotas.named(block_name(req_id))
-        if quota is not None:
-            size = HEADER_SIZE * shape.pages + shape.nbytes
-            block = self._contents.index.block(req_id, page)
-            if block is None:
-                _make_room(self._lacking(quota, size, quota.index_costs.of_block(req_id)), ())
-            else:
-                _make_room(self._lacking(quota, size - quota.sizes.get(block, 0), 0), {block})
-
-    def admit_split(self, block: Block) -> None:
-        """Evict values of a block's quota until the index has space for its pages. Raise OverLimit as `admit` does."""
-        quota = self._contents.eviction_order.quotas.of(block)
-        if quota is not None:
-            _make_room(self._lacking(quota, 0, quota.index_costs.of_pages(block)), {block})
-
-    def _lacking(self, quota: Quota, size: int, index: int) -> list[tuple[Account, int]]:
-        """Return the accounts of a quota, and the bytes to store in each; nothing if they fit in both."""
+        if quota is None:
+            return {}
         of_values, of_index = self.of[quota]
-        if of_values.used <= of_values.evicts_above(size) and of_index.used <= of_index.evicts_above(index):
-            return []
-        return [(of_values, size), (of_index, index)]
+        size = HEADER_SIZE * shape.pages + shape.nbytes
+        block = self._contents.index.block(req_id, page)
+        if block is None:
+            return {of_values: size, of_index: quota.index_costs.of_block(req_id)}
+        return {of_values: size - quota.sizes.get(block, 0), of_index: 0}
+
+    def sizes_of_split(self, block: Block) -> Sizes:
+        """Return the sizes of the split of an extent: the entries of its pages take memory of the index."""
+        quota = self._contents.eviction_order.quotas.of(block)
+        if quota is None:
+            return {}
+        of_values, of_index = self.of[quota]
+        return {of_values: 0, of_index: quota.index_costs.of_pages(block)}
 
     # -- counting ----------------------------------------------------------------------------------------------------
 
@@ -474,9 +485,3 @@ class QuotaAccounts:
         quota.units.used(unit)
         if isinstance(unit, Block):
             quota.units.follows(self._contents.index.around(unit))
-
-
-def _make_room(lacking: Iterable[tuple[Account, int]], stay: Collection[Unit]) -> None:
-    for account, size in lacking:
-        for _ in make_room(account, size, stay):
-            pass

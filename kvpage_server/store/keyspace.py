@@ -30,7 +30,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice, zip_longest
+from itertools import chain, islice
 from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
@@ -51,8 +51,8 @@ from kvpage_server.store.evict import (
     PendingWrite,
     QuotaAccounts,
     Reservation,
-    ReservationParts,
-    make_room,
+    Sizes,
+    units_of,
 )
 from kvpage_server.store.eviction.leases import LONGEST_LIFETIME, Bytes
 from kvpage_server.store.eviction.queues import Unit
@@ -242,7 +242,7 @@ class Keyspace:
         self.arena, self.index, self.eviction_order = contents.arena, contents.index, contents.eviction_order
         self.leases, self.ghosts, self.counters = contents.leases, contents.ghosts, contents.counters
         self.lost = contents.lost
-        contents.admit_split = self._admit_split
+        contents.admit_split = lambda block: self._admit_split(block, self.disk.sizes_of_split(block))
 
     def __len__(self) -> int:
         return len(self._catalogue)
@@ -259,18 +259,25 @@ class Keyspace:
 
         Raise OverLimit if the policy may not evict enough; the new values must not be stored then.
         """
-        self._admit([[*coming]])
+        writes = [*coming]
+        bound = 3 * sum(value.size for value in writes)  # a short string takes three times its bytes on disk
+        if (
+            self.leases.by_unit
+            or self.eviction_order.has_quotas
+            or self._catalogue.in_extents
+            or not self.disk.has_space(len(writes), bound)
+        ):
+            self._admit([writes])
 
-    def _admit(self, parts: Sequence[list[PendingWrite]]) -> Iterable[ReservationParts]:
-        """Evict values until the disk and the quotas have space for all parts of a batch. Memory is not checked.
-
-        Return the bytes to reserve in the quotas for each part, () without quotas. Raise OverLimit as `admit` does.
+    def _admit(self, parts: Sequence[list[PendingWrite]]) -> Reservation:
+        """Evict values until the disk and the quotas have space for all parts of a batch, as `admit` does. Memory is
+        not checked. Return the reservation of the space.
         """
         if self.leases.by_unit:
             self.protection.admit(chain.from_iterable(parts))
-        if self.disk.stored.maxdisk:
-            self.disk.admit([*chain.from_iterable(parts)])
-        return self.quotas.admit(parts) if self.eviction_order.has_quotas else ()
+        sizes = self.disk.sizes(parts) if self.disk.stored.maxdisk else [Sizes() for _ in parts]
+        extended = self.quotas.add_sizes(sizes, parts) if self.eviction_order.has_quotas else ()
+        return Reservation(sizes, extended).make_room(lambda: units_of(self.contents, chain.from_iterable(parts)))
 
     def admit_batch(self, pages: NewPages) -> None:
         """Evict values until there is space for pages that are stored in this step. Raise OverLimit as `admit`, and
@@ -316,34 +323,32 @@ class Keyspace:
         for pages in batches:
             parts.append(self._pending(pages))
             yield ()
-        of_quotas = self._admit(parts)
-        if len(parts) == 1 and not self.contents.any_on_disk:
-            return Reservation()  # the batch waits for nothing, and is stored in this step
-        on_disk = self.disk.reservation_parts(parts)
-        return Reservation(chain(*both) for both in zip_longest(of_quotas, on_disk, fillvalue=()))
+        return self._admit(parts)
 
     def set_block(self, req_id: bytes, page: int, extent: Extent) -> None:
         """Admit and store a block as an extent, see `Contents.set_block`. Raise OverLimit as `admit`."""
         self.protection.admit_block(req_id, page, extent.shape.nbytes)
-        self.disk.admit_block(req_id, page, extent.shape)
-        self.quotas.admit_block(req_id, page, extent.shape)
+        of_block = (part.sizes_of_block(req_id, page, extent.shape) for part in (self.disk, self.quotas))
+        block = self.index.block(req_id, page)
+        Reservation(of_block).make_room(lambda: [block] if block is not None else [])
         self.contents.set_block(req_id, page, extent)
 
     def split_block(self, req_id: bytes, page: int) -> None:
-        """Replace an extent by single pages if it is in memory, before some of its pages are replaced. Raise OverLimit
-        as `admit`, and TooManyPages.
+        """Replace an extent by single pages if it is in memory, before some of its pages are replaced. The space on
+        disk was admitted with these pages. Raise OverLimit as `admit`, and TooManyPages.
         """
         block = self.index.block(req_id, page)
         if block is not None and block.extent is not None and type(block.extent.slot) is not OnDisk:
             check_split(block)
-            self._admit_split(block)
+            self._admit_split(block, {})
             self.contents.split(block)
 
-    def _admit_split(self, block: Block) -> None:
-        """Evict units until the index has space for the pages of an extent. Raise OverLimit as `admit` does."""
-        self.quotas.admit_split(block)
-        for _ in make_room(self.memory.index, self._catalogue.costs.of_pages(block), {block}):
-            pass
+    def _admit_split(self, block: Block, on_disk: Sizes) -> None:
+        """Evict units until there is space for the pages of an extent: `on_disk`, and in the index. Raise OverLimit as
+        `admit` does.
+        """
+        in_index: Sizes = {self.memory.index: self._catalogue.costs.of_pages(block)}
+        Reservation([on_disk, self.quotas.sizes_of_split(block), in_index]).make_room(lambda: {block})
 
     def chain(self, blocks: Sequence[Block]) -> None:
         """Note that each of these blocks extends the one before it, without which an engine cannot use it."""

@@ -21,7 +21,7 @@ If other programs fill the file system, only units that are not in memory are ev
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import filterfalse, islice, pairwise
+from itertools import islice, pairwise
 from math import ceil
 
 from kvpage_server.page import HEADER_SIZE, BlockShape
@@ -30,7 +30,7 @@ from kvpage_server.store.contents import Contents, Source
 from kvpage_server.store.disk.lmdb_file import DiskFull, MaxDisk
 from kvpage_server.store.disk.naming import each_name_in, is_there, name_of_unit, names_in, parse_block, unit_named
 from kvpage_server.store.disk.usage import Stored
-from kvpage_server.store.evict import Account, OverLimit, PendingWrite, ReservationParts, evictions, make_room, units_of
+from kvpage_server.store.evict import Account, OverLimit, PendingWrite, Sizes, evictions, units_of
 from kvpage_server.store.eviction.policies import Policy
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Text
@@ -107,7 +107,7 @@ _MOST_PASSED = 4096  # units that have to stay before the search ends
 _SHARE_OF_TEXTS = 0.5  # of the space for values; above it, short strings are evicted like other values
 _TEXT_ON_DISK = 2  # approximate size of a string on disk, divided by its size in memory
 
-Sizes = dict[bytes, int]  # footprints on disk, by name
+Footprints = dict[bytes, int]  # sizes on disk in bytes, by name
 
 
 class ReplacingAccount(Account):
@@ -170,6 +170,8 @@ class DiskAccount(Account):
         return self.stored.usage.expected
 
     def sources(self, size: int) -> Iterator[Source]:
+        if size > self.limit:
+            raise OverLimit(self, size)  # it would not fit if everything was evicted
         return self.units_to_evict(self, size)
 
     def units_to_evict(self, account: Account, size: int) -> Iterator[Source]:
@@ -185,7 +187,7 @@ class DiskAccount(Account):
         values = f"{self.limit} bytes of {self.stored.maxdisk} are for values"
         return f"used disk > 'maxdisk': {values}, and {size} more do not fit"
 
-    # -- admission of writes -----------------------------------------------------------------------------------------
+    # -- sizes of writes -----------------------------------------------------------------------------------------------
 
     @staticmethod
     def least_for(size: int) -> int:
@@ -198,7 +200,7 @@ class DiskAccount(Account):
 
     def has_space(self, count: int, size: int) -> bool:
         """Return whether `count` pages with `size` bytes of bodies fit in any case, together with replaced pages. If
-        not, `admit` looks up the sizes of replaced pages. Blocks that are split need more space. O(1).
+        not, `sizes` looks up the sizes of replaced pages. Blocks that are split need more space. O(1).
         """
         if not self.stored.maxdisk:
             return True
@@ -206,49 +208,33 @@ class DiskAccount(Account):
         used = usage.expected + usage.replaced + self._with_replaced.reserved
         return used + 2 * bound <= self.stored.maxdisk * _SHARE_OF_DISK
 
-    def admit(self, coming: Collection[PendingWrite]) -> None:
-        """Evict until these values fit in `maxdisk`. Raise OverLimit if not enough may be evicted."""
-        units, replaced = units_of(self.contents, coming), self._with_replaced
-        split = self._sizes_of_splits(units)
-        most_new = sum(map(_size_of_write, coming)) + sum(split.values())
-        # Usually an upper bound fits, and the sizes of replaced values are not looked up.
-        if replaced.used + replaced.reserved + 2 * most_new > self.limit:
-            sizes = split | {name_of_key(value.key): _size_of_write(value) for value in coming}
-            self._ensure_space(sizes, units)
-
-    def reservation_parts(self, parts: Iterable[Collection[PendingWrite]]) -> list[ReservationParts]:
-        """Return the space to reserve for each part of an admitted batch, whose parts are stored in order."""
-        if not self.stored.maxdisk:
-            return []
-        usage, before = self.stored.usage, dict[bytes, int]()  # sizes of values in earlier parts
-        found: list[ReservationParts] = []
+    def sizes(self, parts: Sequence[Collection[PendingWrite]]) -> list[Sizes]:
+        """Return the sizes of each part of a batch, whose parts are stored in order."""
+        found, before = list[Sizes](), dict[bytes, int]()  # sizes of values in earlier parts
         for part in parts:
-            sizes = self._sizes_of_splits(units_of(self.contents, part))
+            splits = units_of(self.contents, part) if self.contents.catalogue.in_extents else ()
+            footprints = self._footprints_of_splits(splits)
             for value in part:
-                sizes[name_of_key(value.key)] = _size_of_write(value)
-            fresh = [*filterfalse(before.__contains__, sizes)]
-            growth = sum(sizes.values()) - sum(map(usage.size_of, fresh))
-            if len(fresh) < len(sizes):
-                growth -= sum(before.get(name, 0) for name in sizes)
-            found.append([(self, growth), (self._with_replaced, growth + usage.to_replace(fresh))])
-            before |= sizes
+                footprints[name_of_key(value.key)] = _footprint_of(value)
+            found.append(self._growth(footprints, before))
+            before |= footprints
         return found
 
-    def admit_block(self, req_id: bytes, page: int, shape: BlockShape) -> None:
-        """Evict until a block that is stored whole, and replaces its pages, fits. Raise OverLimit as `admit`."""
+    def sizes_of_block(self, req_id: bytes, page: int, shape: BlockShape) -> Sizes:
+        """Return the sizes of a block that is stored as an extent, in place of its pages."""
         if not self.stored.maxdisk:
-            return
+            return {}
         name, block = name_of_block(req_id, page), self.contents.index.block(req_id, page)
-        sizes = dict.fromkeys(names_in(block), 0) if block is not None else {}
-        sizes[name] = footprint(name, shape.nbytes)
-        self._ensure_space(sizes, {block} if block is not None else ())
+        footprints = dict.fromkeys(names_in(block), 0) if block is not None else {}
+        footprints[name] = footprint(name, shape.nbytes)
+        return self._growth(footprints, {})
 
-    def admit_split(self, block: Block) -> None:
-        """Evict until the pages of a block that was stored whole fit as separate values. Raise OverLimit as `admit`."""
-        if self.stored.maxdisk and (sizes := self._sizes_of_splits([block])):
-            self._ensure_space(sizes, {block})
+    def sizes_of_split(self, block: Block) -> Sizes:
+        """Return the sizes of the split of an extent: its pages become separate values."""
+        footprints = self._footprints_of_splits([block]) if self.stored.maxdisk else {}
+        return self._growth(footprints, {}) if footprints else {}
 
-    def _sizes_of_splits(self, units: Iterable[Unit]) -> Sizes:
+    def _footprints_of_splits(self, units: Iterable[Unit]) -> Footprints:
         """Return the footprints of the pages of blocks, by the name of the block, for blocks that are on disk whole."""
         return {
             name: unit.pages * records.footprint_of(len(unit.req_id), unit.extent.slot.size // unit.pages)
@@ -256,16 +242,14 @@ class DiskAccount(Account):
             if isinstance(unit, Block) and unit.extent is not None and self.stored.keeps(name := name_of_unit(unit))
         }
 
-    def _ensure_space(self, sizes: Sizes, stay: Collection[Unit]) -> None:
-        """Evict until values of these sizes fit; units in `stay` are not evicted. Raise OverLimit as `admit`."""
-        usage = self.stored.usage
-        growth = sum(sizes.values()) - sum(map(usage.size_of, sizes))
-        if growth > self.limit:
-            raise OverLimit(self, growth)
+    def _growth(self, footprints: Footprints, before: Footprints) -> Sizes:
+        """Return the sizes of values with these footprints, which replace values on disk and those of `before`."""
+        usage, fresh = self.stored.usage, [name for name in footprints if name not in before]
+        growth = sum(footprints.values()) - sum(map(usage.size_of, fresh))
+        if len(fresh) < len(footprints):
+            growth -= sum(before.get(name, 0) for name in footprints)
         # After the commit; and during it, when replaced values are on disk, too.
-        for account, size in (self, growth), (self._with_replaced, growth + usage.to_replace(sizes)):
-            for _ in make_room(account, size, stay):
-                pass
+        return {self: growth, self._with_replaced: growth + usage.to_replace(fresh)}
 
     @property
     def _rules(self) -> Policy:
@@ -383,7 +367,7 @@ class DiskAccount(Account):
         return self.contents.texts * _TEXT_ON_DISK <= self.limit * _SHARE_OF_TEXTS
 
 
-def _size_of_write(value: PendingWrite) -> int:
+def _footprint_of(value: PendingWrite) -> int:
     if value.block is not None:
         return records.footprint_of(len(value.block[0]), value.size - HEADER_SIZE)
     return footprint(name_of_key(value.key), value.size - len(value.key) - TEXT_OVERHEAD)

@@ -456,9 +456,6 @@ class DiskTier(Tier):
         if isinstance(block.extent.slot, OnDisk):
             raise NotLoaded(block.extent.slot.name)
 
-    def admit_split(self, block: Block) -> None:
-        self.account.admit_split(block)
-
     def _note_lifetime(self, unit: Unit, lease: Lease) -> None:
         """Queue the lifetime of a unit, or its end."""
         name = name_of_unit(unit)

@@ -175,7 +175,7 @@ def test_a_quota_is_not_exceeded_by_a_reservation_alone() -> None:
 
 def test_space_freed_by_a_part_is_not_reserved() -> None:
     space = account(tenant(COUNTED))
-    with Reservation([[(space, 5)], [(space, -3)], [(space, 2)]]) as reservation:
+    with Reservation([{space: 5}, {space: -3}, {space: 2}]) as reservation:
         assert space.reserved == 7
         reservation.commit()
         reservation.commit()
