@@ -345,7 +345,7 @@ class PagesBehind:
 
     def kvblockexists(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
         [opening] = yield from self.upstream.do(self.upstream.plans.ask([cluster.get_opening(block_names(args)[0])]))
-        yield int(isinstance(opening, memoryview) and cluster.shape_of(opening) is not None)
+        yield int(cluster.shape_of(opening) is not None)
 
     # -- writing -----------------------------------------------------------------------------------------------------
 

@@ -21,11 +21,10 @@ from kvpage_server.client import (
     Unsupported,
     WrongReply,
 )
-from kvpage_server.client.cluster import commands
 from kvpage_server.client.cluster.commands import (
-    OPENING_SIZE,
     Command,
     block_key,
+    checked_block,
     get_opening,
     get_range,
     head_size,
@@ -79,12 +78,14 @@ class Plans:
         names = [*dict.fromkeys((key.req_id, key.page) for key in keys)]
         asked = [*(simple(b"GET", bytes(key)) for key in keys), *map(get_opening, names)]
         answers = yield from self.calls.router.ask(asked, end)
-        openings = dict(zip(names, answers[len(keys) :], strict=True))
+        shapes = dict(zip(names, map(shape_of, answers[len(keys) :]), strict=True))
         found: list[Value | None] = [
             (answer,) if isinstance(answer, memoryview) else None for answer in answers[: len(keys)]
         ]
         self._count_unavailable(answers[: len(keys)])
-        wanted = {i: ranges for i, key in enumerate(keys) if (ranges := _ranges(key, openings[key.req_id, key.page]))}
+        wanted = {
+            i: ranges for i, key in enumerate(keys) if (ranges := ranges_of_page(key, shapes[key.req_id, key.page]))
+        }
         parts = [
             get_range(block_key((keys[i].req_id, keys[i].page)), *part) for i, both in wanted.items() for part in both
         ]
@@ -148,7 +149,7 @@ class Plans:
         keys = bytes(key), block_key(name)
         asked = [get_opening(name), get_range(keys[0], 0, HEADER_SIZE - 1), *(simple(b"PTTL", one) for one in keys)]
         opening, header, alone, in_block = yield from self.calls.router.ask(asked, end)
-        ranges = _ranges(key, opening)
+        ranges = ranges_of_page(key, shape_of(opening))
         if ranges:
             [header] = yield from self.calls.router.ask([get_range(keys[1], *ranges[0])], end)
         ttl_left = in_block if ranges else alone
@@ -161,34 +162,21 @@ class Plans:
     def in_block(self, end: Deadline, key: PageKey) -> Plan[bool]:
         """Return whether a page is a part of its block's string."""
         [opening] = yield from self.calls.router.ask([get_opening((key.req_id, key.page))], end)
-        return _ranges(key, opening) is not None
+        return ranges_of_page(key, shape_of(opening)) is not None
 
     def _body(self, name: BlockName, value: Answer | Failed) -> Value | None:
         """Return the body in a block's string; None if the string is absent or corrupt, which is counted."""
         if not isinstance(value, memoryview):
             return None
-        shape = shape_of(value[:OPENING_SIZE])
-        before = head_size(shape) if shape else 0
-        if shape is None or len(value) != before + shape.nbytes:
-            reason: str | None = "header"
-        else:
-            reason = commands.mismatch(name[1], shape, value[:before], value[before:], verify=self.calls.verify)
+        shape, reason = checked_block(name[1], value, verify=self.calls.verify)
         if reason:
             self.calls.misses[reason] += 1
             return None
-        return (value[before:],)
+        assert shape is not None
+        return (value[head_size(shape) :],)
 
     def _count_unavailable(self, answers: Sequence[Answer | Failed]) -> None:
         self.calls.misses[GONE] += sum(isinstance(answer, Failed) for answer in answers)
-
-
-def _ranges(key: PageKey, opening: Answer | Failed) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Return the ranges (first, last byte) of a page's header and body in its block's string; None if it has no block.
-
-    `opening` is the start of that string.
-    """
-    shape = shape_of(opening) if isinstance(opening, memoryview) else None
-    return ranges_of_page(key, shape) if shape else None
 
 
 T = TypeVar("T")

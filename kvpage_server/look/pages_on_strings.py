@@ -17,7 +17,14 @@ from typing import Any, TypeAlias
 
 import redis
 
-from kvpage_server.client.cluster.commands import OPENING_SIZE, block_key, head_size, mismatch, ranges_of_page, shape_of
+from kvpage_server.client.cluster.commands import (
+    OPENING_SIZE,
+    block_key,
+    checked_block,
+    head_size,
+    ranges_of_page,
+    shape_of,
+)
 from kvpage_server.client.page import BlockName
 from kvpage_server.client.raw_commands import encoded
 from kvpage_server.look.multi_store import MultiStore, Pipeline
@@ -118,8 +125,7 @@ class PagesOnStrings:
         """Return KVPAGESTAT's reply for a page that is stored as a string, or in its block's string; None if absent."""
         ask, place = self._store.execute_command, (bytes(key), 0, HEADER_SIZE - 1)
         block = block_key((key.req_id, key.page))
-        shape = shape_of(ask(b"GETRANGE", block, 0, OPENING_SIZE - 1))
-        ranges = ranges_of_page(key, shape) if shape else None
+        ranges = ranges_of_page(key, shape_of(ask(b"GETRANGE", block, 0, OPENING_SIZE - 1)))
         if ranges:
             place = block, *ranges[0]
         found = ask(b"GETRANGE", *place)
@@ -212,8 +218,7 @@ class PagesOnStrings:
 
         def read(received: Answers) -> Any:
             there, opening = received
-            shape = shape_of(opening) if isinstance(opening, bytes) else None
-            in_block = shape is not None and ranges_of_page(key, shape) is not None
+            in_block = ranges_of_page(key, shape_of(opening)) is not None
             where = {"url": self._store.home(bytes(key))} if there == 1 else {}
             return where | {"reason": b"stored" if there == 1 or in_block else ABSENT.encode()}
 
@@ -222,13 +227,12 @@ class PagesOnStrings:
 
 def _check_block(name: BlockName, value: bytes) -> tuple[bool, list[bytes]]:
     """Return whether a block is intact, and the keys of its pages; the block's own key if its shape is unreadable."""
-    view, shape = memoryview(value), shape_of(value[:OPENING_SIZE])
-    before = head_size(shape) if shape else 0
-    if shape is None or len(view) != before + shape.nbytes:
+    shape, reason = checked_block(name[1], memoryview(value), verify=True)
+    if shape is None:
         return False, [block_key(name)]
     pages = product(range(shape.layers), range(shape.heads), [plane.kv_type for plane in shape.planes])
     keys = [bytes(PageKey(name[0], layer, head, name[1], plane)) for layer, head, plane in pages]
-    return mismatch(name[1], shape, view[:before], view[before:], verify=True) is None, keys
+    return reason is None, keys
 
 
 def _check_page(key: PageKey, value: bytes) -> tuple[bool, bool]:

@@ -121,9 +121,18 @@ def mismatch(page: int, shape: BlockShape, found: memoryview, body: memoryview, 
     return None
 
 
-def shape_of(opening: bytes | memoryview) -> BlockShape | None:
-    """Return the shape in a block's opening of OPENING_SIZE bytes; None if the bytes are not a valid opening."""
-    if len(opening) != OPENING_SIZE:
+def checked_block(page: int, value: memoryview, *, verify: bool) -> tuple[BlockShape | None, str | None]:
+    """Return the shape of the block in a string, None without one, and the reason why it is invalid, as `mismatch`."""
+    shape = shape_of(value[:OPENING_SIZE])
+    before = head_size(shape) if shape else 0
+    if shape is None or len(value) != before + shape.nbytes:
+        return None, "header"
+    return shape, mismatch(page, shape, value[:before], value[before:], verify=verify)
+
+
+def shape_of(opening: object) -> BlockShape | None:
+    """Return the shape in a block's opening of OPENING_SIZE bytes; None for another reply, as of an absent block."""
+    if not isinstance(opening, bytes | memoryview) or len(opening) != OPENING_SIZE:
         return None
     magic, version, planes, reserved, layers, heads, page_size = _FIELDS.unpack_from(opening)
     if (magic, version, reserved) != (_MAGIC, _VERSION, 0) or not 1 <= planes <= MAX_KV_TYPE + 1:
@@ -136,12 +145,14 @@ def shape_of(opening: bytes | memoryview) -> BlockShape | None:
         return None
 
 
-def ranges_of_page(key: PageKey, shape: BlockShape) -> tuple[tuple[int, int], tuple[int, int]] | None:
+def ranges_of_page(key: PageKey, shape: BlockShape | None) -> tuple[tuple[int, int], tuple[int, int]] | None:
     """Return the byte ranges of a page in a block's string: those of its header and of its body, each as (first, last)
     for GETRANGE.
 
-    Return None if the block has no such page.
+    Return None if the block has no such page, or there is no block, so that `shape` is None.
     """
+    if shape is None:
+        return None
     try:
         span = shape.page_span(key.layer, key.head, key.kv_type)
     except PageError:

@@ -460,11 +460,8 @@ def _reason(answer: Answer | Failed) -> str | None:
 
 def _shapes(names: Sequence[BlockName], answers: Sequence[Answer]) -> dict[BlockName, BlockShape]:
     """Return the shapes of the blocks for which `answers` has a valid opening, by name."""
-    found = {}
-    for name, opening in zip(names, answers, strict=True):
-        if isinstance(opening, memoryview) and (shape := commands.shape_of(opening)):
-            found[name] = shape
-    return found
+    shapes = zip(names, map(commands.shape_of, answers), strict=True)
+    return {name: shape for name, shape in shapes if shape is not None}
 
 
 def _complete(names: Sequence[BlockName], shapes: dict[BlockName, BlockShape], pages_per_block: int) -> int:
@@ -476,8 +473,7 @@ def _complete(names: Sequence[BlockName], shapes: dict[BlockName, BlockShape], p
 
 
 def _ranges(key: PageKey, shapes: dict[BlockName, BlockShape]) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    shape = shapes.get((key.req_id, key.page))
-    return commands.ranges_of_page(key, shape) if shape else None
+    return commands.ranges_of_page(key, shapes.get((key.req_id, key.page)))
 
 
 PAUSE = 0.05  # seconds before a transaction is tried again
