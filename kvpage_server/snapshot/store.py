@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -60,6 +61,7 @@ class Amount:
 _WITHIN = 60.0  # seconds until a batch of commands fails
 _KEYS_PER_QUERY = 1000  # keys that are queried in one round trip
 _KEYS_PER_MGET = 50  # keys of one MGET, during which the server may run no other command
+_FEW_KEYS = 16  # keys of a request whose sizes are queried one by one
 _REQUESTS = 100  # requests that are queried in one round trip
 
 KEY_COSTS = 8 << 10  # bytes whose transfer takes as long as a key
@@ -184,10 +186,21 @@ class RunningStore:
             yield from self._blocks(some, match)
 
     def _blocks(self, requests: list[bytes], match: bytes) -> Iterator[Listed]:
-        sizes = self.ask([command(b"KVPAGEINDEX", req_id, b"WITHSIZES") for req_id in requests])
         pages = self.ask([_sscan(req_id, 0, match) for req_id in requests])
-        for req_id, blocks, (cursor, keys) in zip(requests, sizes, pages, strict=True):
-            nbytes = {block["page"]: block["bytes"] for block in map(_map, blocks)}
+        # STRLEN takes the server a twentieth of the time of KVPAGEINDEX, so it has the sizes of few pages.
+        few = [cursor == b"0" and len(keys) <= _FEW_KEYS for cursor, keys in pages]
+        asked = [
+            [command(b"STRLEN", key) for key in keys] if is_few else [command(b"KVPAGEINDEX", req_id, b"WITHSIZES")]
+            for req_id, (_, keys), is_few in zip(requests, pages, few, strict=True)
+        ]
+        replies = iter(self.ask([*chain.from_iterable(asked)]))
+        for req_id, (cursor, keys), is_few in zip(requests, pages, few, strict=True):
+            nbytes: dict[int, int] = defaultdict(int)
+            if is_few:
+                for key, size in zip(keys, islice(replies, len(keys)), strict=True):
+                    nbytes[PageKey.parse(key).page] += size
+            else:
+                nbytes |= {block["page"]: block["bytes"] for block in map(_map, next(replies))}
             while True:
                 named = [PageKey.parse(key) for key in keys]
                 for page, of_block in groupby(named, lambda key: key.page):

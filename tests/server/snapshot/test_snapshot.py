@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from keyspaces import BINARY, HALVES, block, check_same, everything, fill, set_block
 from servers import RunningServer, start_server
+from stored_pages import set_page
 from test_kvpage_cli import flip_a_bit, kvpage
 from waiting import until
 
@@ -634,3 +635,16 @@ def test_a_dump_leaves_values_in_memory_and_on_disk(tmp_path: Path) -> None:
         assert before[1] > 50
         assert kvpage("dump", str(tmp_path / "dump"), "--url", server.url)[0] == 0
         assert (client.info("memory")["used_memory"], client.info("kvpage")["disk_dropped_from_memory"]) == before
+
+
+def test_a_request_with_few_pages_costs_few_commands(client: redis.Redis, store: RunningStore, tmp_path: Path) -> None:
+    """KVPAGEINDEX, which takes long, asks for the sizes of requests with many pages only."""
+    for number in range(300):
+        set_page(client, req=f"one.{number}")
+    for number in range(20):
+        set_page(client, req="many", page=number)
+    client.config_resetstat()
+    assert dump(store, tmp_path / "dump", Selection()).amount.pages == 320
+    calls = {name: about["calls"] for name, about in client.info("commandstats").items()}
+    assert calls["cmdstat_kvpageindex"] == 1
+    assert sum(calls.values()) < 5 * 300
