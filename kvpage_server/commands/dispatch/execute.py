@@ -25,7 +25,7 @@ from kvpage_server.commands.dispatch.checks import (
     takes_memory,
     wait_for_messages,
 )
-from kvpage_server.commands.dispatch.run import notes_in_steps, run, run_part, run_with_client_flags
+from kvpage_server.commands.dispatch.run import run, run_part, run_with_client_flags
 from kvpage_server.commands.specs import BY_WORD, WORDS_PER_STEP, Parts, Spec, find
 from kvpage_server.commands.steps import Steps, freed
 from kvpage_server.core import Command
@@ -99,10 +99,6 @@ def refuse_in_steps(error: ReplyError, words: Command) -> Stream:
 def _run_whole(client: Client, spec: Spec, words: Command) -> Iterator[Reply]:
     """Wait until a command can run, run it as a whole, and yield the items of its reply. Raises ReplyError."""
     reply = yield from _run_when_ready(client, spec, words)
-    if spec.parts is not None and notes_in_steps(client, reply, words):
-        for part in spec.parts.divided(words, spec.words):
-            client.server.events.tracking.note(client, spec, part[spec.words :])
-            yield ()
     end_caching(client, spec)
     yield from _flat(reply)
 

@@ -119,8 +119,8 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
         if spec.most and len(words) > spec.most:
             raise too_many(spec, words)
         reply = spec.handler(client, words[spec.words :])
-        if client.tracking is not None and not notes_in_steps(client, reply, words):
-            server.events.tracking.note(client, spec, words[spec.words :])
+        if client.tracking is not None and server.events.tracking.notes(client, spec):
+            reply = _noted(client, spec, words, reply)
         return in_steps(client, spec, reply) if type(reply) is Stream else reply
     except Exception as error:  # noqa: BLE001 - it becomes an error reply
         return error_reply(client, spec, words, error)
@@ -133,11 +133,23 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
             note_slow(client, spec, words, took)
 
 
-def notes_in_steps(client: Client, reply: Reply, words: Command) -> bool:
-    """Return whether a command of a tracking client names so many keys that `run` does not note them. The caller of
-    `run` notes them in steps before the steps of the `reply` begin.
+def _noted(client: Client, spec: Spec, words: Command, reply: Reply) -> Reply:
+    """Note the keys that a command of a tracking client reads, and return its reply. If it names many keys, they are
+    noted in steps, before those of the reply.
     """
-    return client.tracking is not None and type(reply) is Stream and len(words) > WORDS_PER_STEP
+    tracking, parts = client.server.events.tracking, spec.parts
+    if type(reply) is not Stream or parts is None or len(words) <= WORDS_PER_STEP:
+        tracking.note(client, spec, words[spec.words :])
+        return reply
+
+    def items() -> Iterator[Reply]:
+        """Note the keys of each part, then yield the items of the reply."""
+        for part in parts.divided(words, spec.words):
+            tracking.note(client, spec, part[spec.words :])
+            yield ()
+        yield from reply.items
+
+    return replace(reply, items=items())
 
 
 def error_reply(client: Client, spec: Spec, words: Command, error: Exception) -> ReplyError:
@@ -233,10 +245,7 @@ def _run_queued(client: Client, spec: Spec, words: Command) -> Reply:
     try:
         while True:
             try:
-                reply = run(client, spec, words)
-                if notes_in_steps(client, reply, words):
-                    client.server.events.tracking.note(client, spec, words[spec.words :])
-                return reply
+                return run(client, spec, words)
             except Postponed as postponed:
                 postponed.__traceback__ = None  # its frames refer to it, and to the words
                 if postponed.wait.now is None:

@@ -318,10 +318,13 @@ class Tracking:
 
     # -- read keys -----------------------------------------------------------------------------------------------------
 
+    def notes(self, client: Recipient, spec: Spec) -> bool:
+        """Return whether the keys that a client reads with a command are to be noted."""
+        return client.tracking is not None and client.tracking.notes_reads and "readonly" in spec.flags
+
     def note(self, client: Recipient, spec: Spec, args: Sequence[Argument]) -> None:
-        """Note the keys that a tracking client has read with a command."""
-        if client.tracking is not None and client.tracking.notes_reads and "readonly" in spec.flags:
-            reader = self.clients[client]
+        """Note the keys that a client has read with a command, if it still tracks."""
+        if (reader := self.clients.get(client)) is not None:
             for key, _ in spec.uses_of(args):
                 if key not in reader.keys:
                     self._note(reader, client, key)
