@@ -1,5 +1,5 @@
 """The lossless code of pages: bytes and speed with keys and values of SmolLM2, compared with zstd and a copy; the store
-on disk with the code and without it.
+on disk with the code and without it; and blocks over slow links.
 
 zstd needs the package zstandard, which the project does not install. It codes exponents apart from signs and mantissas,
 which are stored as they are.
@@ -8,6 +8,7 @@ which are stored as they are.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import importlib
 import time
 from collections import defaultdict
@@ -28,9 +29,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from benchmarks.findings import Finding, show, write
 from benchmarks.perplexity import SMOLLM2
 from benchmarks.servers import Server, start_kvpage
+from benchmarks.slow_link import slow_link
 from engine import model
+from kvpage_server.client import AsyncPageClient
+from kvpage_server.client.commands import Coding
 from kvpage_server.lossless import decode_lossless, encode_lossless
-from kvpage_server.page import DType
+from kvpage_server.page import BlockShape, DType, KVType, Plane
 
 TOKENS = 1024
 STEP = 128  # tokens of a step
@@ -39,6 +43,10 @@ INTRO = (
     "The lossless code with keys and values of SmolLM2-135M on engine/demo/handbook.txt; GB/s of raw bytes of one core."
 )
 COPIES = 8  # of all keys and values that a store on disk gets
+LINKS = {0.25: 1.3, 1.25: None, 0.0: None}  # GB/s of links, 0 for the loopback, and the targets of loads
+LINK_COPIES = 4  # of all keys and values, which are 4,096 tokens
+LINK_TOKENS = 64  # of a block, 1.5 MB
+LINK_TASKS = 2  # that load at the same time, as an engine's
 Pages = np.ndarray[Any, np.dtype[np.uint16]]
 
 
@@ -54,8 +62,12 @@ def main(options: list[str] | None = None) -> None:
     """Measure pages of 16 and of 128 tokens in bfloat16. `--quick` takes fewer rounds, and writes nothing."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks page_code", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds, and nothing is written")
-    quick = parser.parse_args(options).quick
-    planes = keys_and_values()
+    parser.add_argument("--links", action="store_true", help="slow links only, and nothing is written")
+    args = parser.parse_args(options)
+    quick, planes = args.quick, keys_and_values()
+    if args.links:
+        show([*over_links(planes, rounds=3 if quick else 9)], INTRO)
+        return
     zstd = importlib.import_module("zstandard") if find_spec("zstandard") else None
     findings = []
     for tokens, least in RATIOS.items():
@@ -77,6 +89,7 @@ def main(options: list[str] | None = None) -> None:
                     measured = f"{a:.2f} / {b:.2f} GB/s"
                     findings.append(Finding(work, "zstd 1", what, measured, a / b, at_least=wanted))
     findings += at_rest(planes, rounds=1 if quick else 5)
+    findings += over_links(planes, rounds=3 if quick else 9)
     show(findings, INTRO)
     if not quick:
         write(findings, "page_code", {}, intro=INTRO)
@@ -194,6 +207,71 @@ def _timed(server: Server, commands: list[tuple[Any, ...]]) -> tuple[float, floa
     for words in commands:
         server.admin.execute_command(*words)
     return time.perf_counter() - begin, server.cpu_seconds() - cpu
+
+
+# -- Links -------------------------------------------------------------------------------------------------------------
+
+
+def over_links(planes: dict[str, Pages], *, rounds: int) -> Iterator[Finding]:
+    """Yield the seconds in which blocks of 4,096 tokens are written and loaded over links, raw and in the code."""
+    keys, values = planes["keys"], planes["values"]
+    starts = range(0, TOKENS, LINK_TOKENS)
+    bodies = [
+        np.stack([plane[:, :, start : start + LINK_TOKENS] for plane in (keys, values)], 1) for start in starts
+    ] * LINK_COPIES
+    heads, dim = keys.shape[1], keys.shape[3]
+    kinds = tuple(Plane(kv_type, DType.BFLOAT16, dim) for kv_type in (KVType.K, KVType.V))
+    shape = BlockShape(len(keys), heads, LINK_TOKENS, kinds)
+    for rate, least in LINKS.items():
+        with start_kvpage("--store", "memory") as server:
+            url = server.url
+            if rate:
+                with slow_link(server.port, rate * 1e9) as url:
+                    found = asyncio.run(_moved(url, shape, bodies, rounds))
+            else:
+                found = asyncio.run(_moved(url, shape, bodies, rounds))
+        work = f"{sum(body.nbytes for body in bodies) / 1e6:.0f} MB, " + (f"{rate} GB/s" if rate else "loopback")
+        for i, what in enumerate(("write", "load")):
+            raw, coded, auto = (found[coding][i] for coding in ("never", "always", "auto"))
+            measured = f"{raw:.3f} / {coded:.3f} s"
+            wanted = least if what == "load" else None
+            yield Finding(work, "raw blocks", f"{what} in the code", measured, raw / coded, at_least=wanted)
+            if not rate:
+                yield Finding(work, "raw blocks", f"{what}, auto", f"{raw:.3f} / {auto:.3f} s", raw / auto)
+
+
+async def _moved(url: str, shape: BlockShape, bodies: list[Pages], rounds: int) -> dict[Coding, tuple[float, float]]:
+    """Return the median seconds of writes and of loads, by the client's choice between raw and coded blocks."""
+    names = [(b"context", page) for page in range(len(bodies))]
+    memory = [np.zeros(shape.nbytes, np.uint8) for _ in bodies]
+    seconds = defaultdict[Coding, list[tuple[float, float]]](list)
+    codings: tuple[Coding, ...] = ("never", "always", "auto")
+    clients = {coding: AsyncPageClient(url, code=coding, deadline=60, verify=False) for coding in codings}
+
+    async def load(client: AsyncPageClient, left: Iterator[slice]) -> None:
+        for part in left:
+            assert not any(await client.fetch_blocks_into(names[part], shape, memory[part]))
+
+    async def write(client: AsyncPageClient, left: Iterator[slice]) -> None:
+        for part in left:
+            await client.mset_blocks(names[part], shape, bodies[part])
+
+    for _ in range(rounds + 1):
+        for coding, client in clients.items():
+            took = []
+            for move in (write, load):
+                left = (slice(start, start + 4) for start in range(0, len(bodies), 4))
+                begin = time.perf_counter()
+                await asyncio.gather(*(move(client, left) for _ in range(LINK_TASKS)))
+                took.append(time.perf_counter() - begin)
+            seconds[coding].append((took[0], took[1]))
+            assert all(bytes(one) == body.tobytes() for one, body in zip(memory, bodies, strict=True))
+    for client in clients.values():
+        await client.close()
+    return {
+        coding: (median(one for one, _ in found[1:]), median(one for _, one in found[1:]))
+        for coding, found in seconds.items()
+    }
 
 
 def _ours(page: Pages) -> bytes:

@@ -415,13 +415,15 @@ class PageCommands(BlobCommands):
             read = transfer.timed(_all_ok, lambda _: len(names) * shape.nbytes)
             return Request(lambda: transfer.begin(pieces()), lambda: Values(len(names)), read)
         opening_coded = b"*%d\r\n%b" % (5 + len(numbers), word(b"KVBLOCKSETCODED"))
-        encoded: list[tuple[bytes, memoryview | None]] = []  # digest and code of each body
+        encoded: list[tuple[bytes, memoryview | None]] = []  # digest and code of each body, if they are prepared
+        on_wire = [shape.nbytes] * len(names)
 
         def prepare() -> None:
             encoded[:] = map(transfer.encode, bodies)
 
         def coded_pieces() -> Iterator[Piece]:
-            for (req_id, page), body, (digest, block) in zip(names, bodies, encoded, strict=True):
+            for i, ((req_id, page), body) in enumerate(zip(names, bodies, strict=True)):
+                digest, block = encoded[i] if encoded else transfer.encode(body)
                 if block is None:
                     yield b"%b%b%b%b" % (opening, word(req_id), word(page), after)
                     yield from body
@@ -430,12 +432,10 @@ class PageCommands(BlobCommands):
                     yield b"%b%b%b%b" % (opening_coded, word(req_id), word(page), numbers_and_digest)
                     yield b"$%d\r\n" % len(block)
                     yield block
+                    on_wire[i] = len(block)
                 yield b"\r\n"
 
-        def on_wire(_: Any) -> int:
-            return sum(shape.nbytes if block is None else len(block) for _, block in encoded)
-
-        read = transfer.timed(_all_ok, on_wire)
+        read = transfer.timed(_all_ok, lambda _: sum(on_wire))
         return Request(lambda: transfer.begin(coded_pieces()), lambda: Values(len(names)), read, prepare)
 
     def read_blocks(

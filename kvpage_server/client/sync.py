@@ -384,8 +384,6 @@ class PageClient:
 
     def _converse(self, request: Request[T], end: Deadline) -> T:
         assert self._pool
-        if request.prepare:
-            request.prepare()
         with self._pool.lent() as connection:
             failures = 0
             while True:

@@ -51,13 +51,13 @@ class Request(Generic[T]):
     """A request to a server, with the receiver and the decoder of its reply.
 
     It can be sent again, because each conversation makes new pieces and a new receiver. `prepare` and `finish` are long
-    work, which the async client does in a thread.
+    work, which the async client does in a thread. Without a call of `prepare`, `pieces` does its work while it is sent.
     """
 
     pieces: Callable[[], Iterator[Piece | Chunk]]
     receiver: Callable[[], Receiver]
     read: Callable[[Any], T]  # converts the receiver's result
-    prepare: Callable[[], None] | None = None  # called once, before the request is sent
+    prepare: Callable[[], None] | None = None
     finish: Callable[[T], T] | None = None  # converts the result of `read`, after the connection was released
 
 
