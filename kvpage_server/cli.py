@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from getpass import getpass
 from importlib import import_module
@@ -28,10 +28,18 @@ from kvpage_server.client.cluster.topology import Address
 from kvpage_server.client.wire.connection import plain_client
 from kvpage_server.configuration.config import Config
 from kvpage_server.configuration.kinds import Kind, integer, memory
-from kvpage_server.look.cluster_stats import cluster_as_one, is_cluster, status_of_several, top_of_several
+from kvpage_server.look.cluster_stats import status_of_several, top_of_several
 from kvpage_server.look.ls import ROWS, ls
-from kvpage_server.look.multi_store import NO_ANSWER, MultiStore, SlotsMoved, Unavailable, by_segment
-from kvpage_server.look.output import WRONG_ARGUMENTS, LookError, UsageError, connect_without_touch
+from kvpage_server.look.multi_store import (
+    NO_ANSWER,
+    MultiStore,
+    SlotsMoved,
+    Unavailable,
+    cluster_as_one,
+    is_cluster,
+    servers_as_one,
+)
+from kvpage_server.look.output import WRONG_ARGUMENTS, LookError, UsageError, connected
 from kvpage_server.look.pages_on_strings import PagesOnStrings
 from kvpage_server.look.savings import BLOCK_TOKENS, WATTS, savings
 from kvpage_server.look.status import status
@@ -92,7 +100,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _run_on_server(args: argparse.Namespace) -> int:
     """Run the command on one server. Return the exit code."""
-    with _connected(args.url) as store:
+    with connected(args.url) as store:
         url = shown(args.url)
         args.home, args.unreachable = lambda key: url, list
         return _run_command(store, args)
@@ -113,10 +121,7 @@ def _run_on_all_as_one(args: argparse.Namespace) -> int:
     """Run the command on several servers as one store, because an agent's blocks are on all of them. Return the exit
     code.
     """
-    with ExitStack() as stack:
-        stores = {server: stack.enter_context(_connected(server.url)) for server in servers_of(args.url)}
-        several = MultiStore(stores, by_segment([*stores]))
-        args.home, args.unreachable, args.changed = several.home, lambda: several.unreachable, lambda: False
+    with servers_as_one(args) as several:
         return _run_command(several, args, several)
 
 
@@ -135,13 +140,6 @@ def _run_command(
     except (LookError, redis.ResponseError) as failure:
         code = _report_failure(args, args.url, failure)
     return 2 if several and several.unreachable else code
-
-
-def _connected(url: str) -> redis.Redis:
-    """Return a client of the server, which connects at its first command."""
-    return plain_client(
-        url, protocol=3, socket_connect_timeout=5, max_connections=2, redis_connect_func=connect_without_touch
-    )
 
 
 def _run_on_each(args: argparse.Namespace, urls: list[str]) -> int:

@@ -7,102 +7,24 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
-from urllib.parse import urlsplit
 
 import redis
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kvpage_server.address import shown
-from kvpage_server.client.cluster.commands import block_key
-from kvpage_server.client.cluster.side_by_side import ServerUrl
-from kvpage_server.client.cluster.topology import SCHEMES, SLOTS, Address, Node, SlotMap, ranges_of, slot_of
-from kvpage_server.client.wire.connection import plain_client
 from kvpage_server.look.ls import remarks
 from kvpage_server.look.multi_store import NO_ANSWER, MultiStore, SlotsMoved, Unavailable
-from kvpage_server.look.output import LookError, connect_without_touch, watch
+from kvpage_server.look.output import LookError, watch
 from kvpage_server.look.top import EngineSubscription, MemoryByAgent, room_for_rows, tables
 from kvpage_server.observe.asking import QueriedStore, text
 from kvpage_server.observe.engines import EngineFigures
-from kvpage_server.observe.memory_by_agent import PREFIX, Holdings, holdings_of_store
+from kvpage_server.observe.memory_by_agent import Holdings, holdings_of_store
 from kvpage_server.system.terminal import readable, table_of
 from kvpage_server.system.text import as_size, plural
-
-
-def is_cluster(url: str) -> bool:
-    """Return whether a URL lists nodes of a cluster."""
-    return urlsplit(url).scheme in SCHEMES
-
-
-@contextmanager
-def cluster_as_one(args: argparse.Namespace) -> Iterator[MultiStore]:
-    """Yield the primaries of a cluster as one store, with a connection to each.
-
-    Sets three functions in `args`: `home(key)` returns the URL of the server of a key, `unreachable()` the URLs of
-    servers that did not answer, and `changed()` whether slots have other primaries than at the start. Raises RedisError
-    if no node answers, ValueError for an invalid URL, LookError if a slot has no primary.
-    """
-    address = Address(args.url)
-    slots = _slots(address)
-
-    def server_of(key: bytes) -> ServerUrl:
-        shard = slots.shard(slot_of(key))
-        if shard is None:
-            raise LookError(f"no node of the cluster has slot {slot_of(key)}")
-        return ServerUrl(address.url(shard.primary))
-
-    def home(key: bytes) -> str:
-        """Return the URL of the server of a manifest, named by its key, or of a request's blocks, named by its id."""
-        return shown(server_of(key if key.startswith(PREFIX) else block_key((key, 0))).url)
-
-    with ExitStack() as stack:
-        masters = {ServerUrl(address.url(node)): node for node in slots.primaries()}
-        stores = {server: stack.enter_context(_client(address, node)) for server, node in masters.items()}
-        as_one = MultiStore(stores, server_of)
-
-        def changed() -> bool:
-            """Return whether slots have other primaries now, according to the first primary that answers."""
-            received = as_one.of_each(b"CLUSTER", b"SLOTS").items()
-            answers = [(server, answer) for server, answer in received if not isinstance(answer, redis.ResponseError)]
-            if not answers:
-                return False
-            server, answer = answers[0]
-            return _primaries(SlotMap(ranges_of(answer, masters[server]))) != _primaries(slots)
-
-        args.home, args.unreachable, args.changed = home, lambda: as_one.unreachable, changed
-        yield as_one
-
-
-def _primaries(slots: SlotMap) -> list[Node | None]:
-    """Return the primary of each of the 16,384 slots; None for a slot without one."""
-    return [shard.primary if shard else None for shard in map(slots.shard, range(SLOTS))]
-
-
-def _client(address: Address, node: Node) -> redis.Redis:
-    tls = {name: value for name, value in address.options.items() if name.startswith("ssl_")}
-    timeouts = {"socket_connect_timeout": 5, "socket_timeout": 10}
-    connecting = {"redis_connect_func": connect_without_touch}
-    return plain_client(address.url(node), protocol=3, max_connections=2, **connecting, **timeouts, **tls)
-
-
-def _slots(address: Address) -> SlotMap:
-    """Return the slot map from the first node of the URL that answers. Raises RedisError if none does, LookError if the
-    URL has no node.
-    """
-    failure: redis.RedisError | None = None
-    for seed in address.seeds:
-        try:
-            with _client(address, seed) as store:
-                slots = store.execute_command(b"CLUSTER", b"SLOTS")
-        except (redis.ConnectionError, redis.TimeoutError) as error:
-            failure = error
-            continue
-        return SlotMap(ranges_of(slots, seed))
-    raise failure or LookError("no node of the cluster is named")
-
 
 # -- Statistics of several servers, and their sums ---------------------------------------------------------------------
 #

@@ -15,6 +15,7 @@ from rich.console import RenderableType
 from rich.live import Live
 from rich.table import Table
 
+from kvpage_server.client.wire.connection import plain_client
 from kvpage_server.page import PageError
 from kvpage_server.system.terminal import Terminal, out, print_json
 
@@ -65,6 +66,12 @@ def titled(rows: Iterable[Iterable[Any]]) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def connected(url: str, **options: Any) -> redis.Redis:
+    """Return a client of the server, which connects at its first command."""
+    options |= {"socket_connect_timeout": 5, "max_connections": 2, "redis_connect_func": connect_without_touch}
+    return plain_client(url, protocol=3, **options)
 
 
 def connect_without_touch(connection: redis.Connection) -> None:
