@@ -173,6 +173,30 @@ def test_a_quota_is_not_exceeded_by_a_reservation_alone() -> None:
     assert (full.quota.is_over, full.evicts_above(1)) == (False, full.used - 1)
 
 
+def test_a_batch_of_one_part_reserves_space_for_its_steps() -> None:
+    """A block that was stored whole is split first, in steps of its own."""
+    here = tenant(10_000)
+    assert here.call("KVBLOCKSET", "ta", 0, 1, 2, 1, 0, 1, 0, 8, 100, bytes(200)) == b"+OK\r\n"
+    steps = begin(here, batch("ta", 2))
+    while not reserved(here):
+        assert next(steps) == ()
+    assert here.call("SET", "kv:t:x", b"x" * 9000).startswith(b"-OOM")
+    assert type(last(steps)) is not ReplyError
+    assert reserved(here) == 0
+
+
+def test_index_of_a_quota_is_reserved_for_later_steps() -> None:
+    here = tenant(COUNTED)
+    steps = begin(here, batch("ta"))
+    go_on(here, steps)
+    [quota] = here.keyspace.eviction_order.quotas.all
+    of_index = here.keyspace.quotas.of[quota][1]
+    used, expected = of_index.used, of_index.used + of_index.reserved
+    assert type(last(steps)) is not ReplyError
+    assert used < of_index.used == pytest.approx(expected, rel=0.01)
+    assert of_index.reserved == 0
+
+
 def test_space_freed_by_a_part_is_not_reserved() -> None:
     space = account(tenant(COUNTED))
     with Reservation([{space: 5}, {space: -3}, {space: 2}]) as reservation:
