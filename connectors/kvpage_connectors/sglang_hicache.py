@@ -134,7 +134,8 @@ class _Cleared:
         answered: the pages without a mark may have been cleared.
         """
         if time.monotonic() >= self._fresh_until:
-            answer = self._ask(RawCommand([b"GET", self._key], text), end)
+            command = RawCommand([b"GET", self._key], text)
+            answer = self._jobs.ask("clear", lambda: [command], 0, end=end).result()
             if answer:
                 self._mark = answer[0] + b"-" if answer[0] else b""
                 self._fresh_until = time.monotonic() + _FRESH
@@ -145,11 +146,9 @@ class _Cleared:
     def clear(self) -> None:
         """Set a new mark."""
         milliseconds = time.time_ns() // 1_000_000
-        self._ask(RawCommand([b"SET", self._key, b"%x" % milliseconds], ok), None)
+        command = RawCommand([b"SET", self._key, b"%x" % milliseconds], ok)
+        self._jobs.ask("clear", lambda: [command], 1).result()
         self._fresh_until = 0.0
-
-    def _ask(self, command: RawCommand, end: float | None) -> list[Any]:
-        return self._jobs.ask("clear", lambda: [command], 0, end=end).result()
 
 
 class KvpageHiCache(HiCacheStorage):

@@ -181,6 +181,14 @@ def test_sizes_of_old_objects_are_known_to_the_store(host: Host, monkeypatch: py
     assert host.lookup(keys) == [False] * 5
 
 
+def test_an_object_that_is_stored_again_much_later_counts_once() -> None:
+    sizes = lmcache_l2._Sizes()
+    assert sizes.add(key(0), SIZE) == SIZE
+    for chunk in range(1, 150_000):
+        sizes.add(key(1, kv_rank=chunk), SIZE)
+    assert sizes.add(key(0), SIZE + 1) == 1
+
+
 def test_objects_of_others_are_deleted_but_not_counted(host: Host, server: RunningServer) -> None:
     with host_on(server.url) as other:
         other.store([key(1)], [body(1)])

@@ -347,6 +347,9 @@ def test_names_stay_while_the_store_is_away(server: RunningServer, client: redis
         proxy.hold = 1
         one._cleared._fresh_until = 0
         assert one._cleared.mark(time.monotonic() + 0.1) == before
+        assert not [job for job, _ in one.reasons.counts if job == "clear"]
+        one.clear()
+        assert sum(count for (job, _), count in one.reasons.counts.items() if job == "clear") == 1
 
 
 def keys_of(server: RunningServer, pattern: str) -> list[bytes]:
