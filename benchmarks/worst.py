@@ -20,13 +20,15 @@ from kvpage_server.page import MAX_SINGLE_PAGES, BlockShape, DType, Plane, check
 MANY = 100_000
 _LAYERS, _HEADS = 125, 8  # layers and heads of a block with a thousand pages
 _PAGES = _LAYERS * _HEADS
+_MAPPED = (WORDS_PER_STEP - 3) // 2  # blocks in a KVMAP BLOCKMGET
 _LONG = b"[a-z]" * (LONGEST // 5 - 3)  # the part of a pattern that takes longest to compile
 
 # The cost of these does not depend on their arguments or on existing keys.
 _PLAIN = """acl|cat acl|genpass acl|whoami client|caching client|getname client|getredir client|id client|info
     client|no-evict client|no-touch client|reply client|setinfo client|setname client|trackinginfo client|unblock
     cluster|info cluster|keyslot cluster|myid cluster|nodes cluster|shards cluster|slots
-    command|count discard lastsave latency|doctor latency|latest module|list multi pubsub|numpat quit readonly readwrite
+    command|count discard kvmap|attach lastsave latency|doctor latency|latest module|list multi pubsub|numpat quit
+    readonly readwrite
     role select slowlog|len time unwatch wait"""
 PLAIN = frozenset(_PLAIN.split())
 NOT_ASKED = {"shutdown": "it ends the server"}
@@ -118,6 +120,10 @@ def _keys(many: int) -> Iterator[Scene]:
         yield Scene("present", words, [short])
         yield Scene("present, long", words, [long])
         yield Scene("cold", words, [long], cold=True)
+    mapped = [b"KVMAP", b"MGET", *keys]
+    yield Scene("present, long", mapped, [long])
+    yield Scene("cold", mapped, [long], cold=True)
+    yield Scene("unknown", [b"KVMAP", b"RELEASE", *(b"%d" % (at + 1) for at in range(many))])
     for command in (b"PING", b"GET", b"COMMAND", b"INFO", b"HELLO", b"AUTH", b"FLUSHALL", b"BGSAVE", b"SET"):
         yield Scene("words", [command, *keys])
     yield Scene("ten times as many words", [b"PING", *(b"%d" % at for at in range(10 * many))])
@@ -247,6 +253,11 @@ def _single(many: int) -> Iterator[Scene]:
     for words in (coded, [b"KVBLOCKMGETCODED", b"1", *names]):
         yield Scene("a block of 64 MB in the lossless code", words, [coded])
         yield Scene("a cold block of 64 MB in the lossless code", words, [coded], cold=True)
+    named = chain.from_iterable((b"r", b"%d" % page) for page in range(_MAPPED))
+    yield Scene(
+        *("as many blocks as it may name", [b"KVMAP", b"BLOCKMGET", b"%d" % _MAPPED, *named]),
+        before=[_block(b"r", page) for page in range(_MAPPED)],
+    )
     widest = _block(b"r", 0, heads=64)
     reading = [[b"HELLO", b"3"], [b"CLIENT", b"TRACKING", b"ON"], [b"KVPAGEMGET", b"8000", *_names_in_widest()]]
     yield Scene("a block of 8,000 pages that somebody tracks", widest, [widest], crowd=1, they_say=reading)

@@ -169,6 +169,22 @@ OK
 2) (integer) ...
 3) ""
 """,
+    "kvmap|attach": """\
+> KVMAP ATTACH
+(error) ERR KVMAP needs a connection to the server's unix socket (unixsocket)
+""",
+    "kvmap|blockmget": """\
+> KVMAP BLOCKMGET 1 req 0
+(error) ERR KVMAP needs a connection to the server's unix socket (unixsocket)
+""",
+    "kvmap|mget": """\
+> KVMAP MGET key
+(error) ERR KVMAP needs a connection to the server's unix socket (unixsocket)
+""",
+    "kvmap|release": """\
+> KVMAP RELEASE 17592186044417
+(error) ERR ticket 17592186044417 is of another epoch: the server was restarted
+""",
     "kvpagewhy": f"""\
 {_TWO_PAGES}> KVPAGEDEL req 0
 (integer) 2
@@ -289,6 +305,7 @@ A lifetime survives a restart of the server.
 
 _TITLES = {
     "page": "Pages and blocks",
+    "map": "Maps of the server's memory",
     "set": "Index keys",
     "string": "Strings",
     "generic": "Keys",
@@ -298,7 +315,18 @@ _TITLES = {
     "cluster": "Redis Cluster",
     "server": "Server",
 }
-_ORDER = list(EXAMPLES)  # the order of the commands in the page and set groups
+_ORDER = list(EXAMPLES)  # the order of the commands in the page, map and set groups
+_MAPS = """\
+A client on the same machine can read values in the server's memory, without moving their bytes through a connection.
+It connects to the server's unix socket (`unixsocket`) and maps the memory (`KVMAP ATTACH`). Then it asks where values
+are, which gives it *tickets*, copies them, and releases the tickets. Until then, the bytes stay as they are, even if
+the value is overwritten, deleted or evicted. A ticket ends with its connection. Values with tickets count for
+`maxmemory-clients`: at most half of it. `PageClient` reads blocks so, if its URL is one of a unix socket. Every client
+can also read the same values with other commands.
+
+The user needs the right to read every key, because the memory has the values of all users. [Security](security.md)
+says what a process can do with it. Regions for users who may not see everything are not built yet.
+"""
 
 
 def reference() -> str:
@@ -306,8 +334,9 @@ def reference() -> str:
     parts = [_OPENING]
     for group, title in _TITLES.items():
         specs = [spec for spec in TABLE.values() if spec.group == group]
-        in_full = group in ("page", "set")
-        parts += [f"## {title}\n", *(_in_full(specs) if in_full else [_as_table(specs)])]
+        in_full = group in ("page", "map", "set")
+        parts += [f"## {title}\n", *([_MAPS] if group == "map" else [])]
+        parts += _in_full(specs) if in_full else [_as_table(specs)]
     forgotten = {spec.group for spec in TABLE.values()} - _TITLES.keys()
     assert not forgotten, f"groups without a title: {forgotten}"
     return "\n".join(parts)
@@ -323,8 +352,9 @@ def _in_full(specs: list[Spec]) -> Iterator[str]:
 
     The reply is the docstring of the command's function. The docstrings begin with "Return", which is left out.
     """
-    for spec in sorted(specs, key=lambda spec: _ORDER.index(spec.name)):
-        yield f"### {spec.name.upper()}\n\n    {_call(spec)}\n\n{spec.summary} Costs {spec.complexity}.\n"
+    for spec in sorted((spec for spec in specs if spec.name in EXAMPLES), key=lambda spec: _ORDER.index(spec.name)):
+        title = spec.name.upper().replace("|", " ")
+        yield f"### {title}\n\n    {_call(spec)}\n\n{spec.summary} Costs {spec.complexity}.\n"
         yield f"Reply: {_lower_first((getdoc(spec.handler) or '').removeprefix('Return '))}\n"
         yield f"```\n{EXAMPLES[spec.name]}```\n"
 

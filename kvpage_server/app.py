@@ -232,11 +232,18 @@ def _upstream(config: Config) -> Upstream | None:
 def _open_store(config: Config) -> Keyspace:
     """Create the keyspace. With `store tiered`, load the keys of the values on disk. Raises DiskError, DiskFull."""
     if config.store != "tiered":
-        return Keyspace(maxmemory=config.maxmemory, policy=config.maxmemory_policy)
+        shared = bool(config.unixsocket) and config.store == "memory"
+        return Keyspace(maxmemory=config.maxmemory, policy=config.maxmemory_policy, shared=shared)
     began = time.monotonic()
     maxdisk = _within_file_size(config.maxdisk if isinstance(config.maxdisk, int) else default_maxdisk(Path()))
     disk = Disk(Path(), maxdisk=maxdisk, flushes=config.appendfsync != "no", codes=config.page_code == "disk")
-    keyspace = Keyspace(maxmemory=config.maxmemory, policy=config.maxmemory_policy, disk=disk, maxdisk=maxdisk)
+    keyspace = Keyspace(
+        maxmemory=config.maxmemory,
+        policy=config.maxmemory_policy,
+        disk=disk,
+        maxdisk=maxdisk,
+        shared=bool(config.unixsocket),
+    )
     tier = keyspace.tier
     assert tier is not None
     tier.load()

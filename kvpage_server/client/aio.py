@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -23,6 +23,7 @@ from kvpage_server.client.cluster.plan import RAISES, Failed, NodeRequest, Plan,
 from kvpage_server.client.cluster.store import PAUSE, ClusterCalls, several
 from kvpage_server.client.commands import BlobCommands, BlockCode, Coding, ask_dialect, block_code, refuses_code
 from kvpage_server.client.errors import Closed, Disconnected, PageClientError, Refused, Unsupported
+from kvpage_server.client.mapped import Dialogue, Maps
 from kvpage_server.client.page import BlockBody, BlockName, Page, StateName, check_keys
 from kvpage_server.client.raw_commands import BlockCommands, Kept, RawCommand, Word, ask, commit, encoded, watch
 from kvpage_server.client.wire.connection import Deadline, PageConnection, PagePool, page_pool, pause_before_retry
@@ -70,7 +71,9 @@ async def _in_thread(work: Callable[[], T]) -> T:
     try:
         return await asyncio.shield(working)
     except asyncio.CancelledError:
-        await asyncio.wait([working])
+        while not working.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([working])
         working.exception()  # asyncio would log an exception that was not retrieved
         raise
 
@@ -168,7 +171,10 @@ class AsyncPageClient:
         """Create a client with the arguments of `PageClient`."""
         Deadline(deadline)
         self._several = several(url, verify, redis_options)
-        self._calls = self._several.calls if self._several else Calls(connections=connections, verify=verify)
+        self._maps = Maps() if url.startswith("unix://") else None
+        self._calls = (
+            self._several.calls if self._several else Calls(connections=connections, verify=verify, maps=self._maps)
+        )
         self._pool = None if self._several else page_pool(url, redis_options)
         self._code = block_code(code, is_local=self._pool.is_local) if self._pool else None
         self._deadline = deadline
@@ -217,6 +223,8 @@ class AsyncPageClient:
             self._closed.set_result(None)
         if self._openers:
             self._openers.shutdown(wait=False, cancel_futures=True)
+        if self._maps:
+            self._maps.close()
 
     # -- pages -----------------------------------------------------------------------------------------------------
 
@@ -445,20 +453,37 @@ class AsyncPageClient:
             self._dialect = await self._converse(ask_dialect(self._code), end)
         return self._dialect
 
-    async def _converse(self, request: Request[T], end: Deadline) -> T:
-        if request.prepare:
+    async def _converse(self, request: Request[T] | Dialogue[T], end: Deadline) -> T:
+        if isinstance(request, Request) and request.prepare:
             await _in_thread(request.prepare)
         async with self._lent() as connection:
             failures = 0
             while True:
                 try:
                     await self._open(connection, end)
+                    if isinstance(request, Dialogue):
+                        return await self._go_through(request, connection, end)
                     answer = await converse(connection, request, end)
                     break
                 except Disconnected as error:
                     failures += 1
                     await asyncio.sleep(pause_before_retry(connection, failures, end, error))
         return await _in_thread(partial(request.finish, answer)) if request.finish else answer
+
+    async def _go_through(self, dialogue: Dialogue[T], connection: PageConnection, end: Deadline) -> T:
+        """Carry out a dialogue on an open connection, and return its result."""
+        steps = dialogue.steps()
+        try:
+            step = next(steps)
+            while True:
+                answer = await (converse(connection, step, end) if isinstance(step, Request) else _in_thread(step))
+                step = steps.send(answer)
+        except StopIteration as over:
+            result: T = over.value
+            return result
+        except BaseException:
+            connection.close_unless(over=False)  # otherwise the server would keep its tickets
+            raise
 
     async def _carry_out(self, plan: Plan[T], end: Deadline) -> T:
         """Execute a plan on several servers, and return its result. The requests of a round run at the same time."""

@@ -16,7 +16,8 @@ from typing import Any, Generic, TypeVar
 from typing_extensions import Buffer
 
 from kvpage_server import tracing
-from kvpage_server.client.commands import BlobCommands, Missed
+from kvpage_server.client.commands import BlobCommands, Missed, PageCommands
+from kvpage_server.client.mapped import LEAST_BYTES, Dialogue, Maps, read_mapped
 from kvpage_server.client.page import (
     BlockBody,
     BlockName,
@@ -59,13 +60,13 @@ _WHOLE = [slice(None)]
 class Call(Generic[T]):
     """One call of a client's method.
 
-    `parts` are slices of the batch, one for each connection. `ask` builds the request of a slice, and `read` makes the
-    method's result from the list of the decoded replies.
+    `parts` are slices of the batch, one for each connection. `ask` builds the request or the dialogue of a slice, and
+    `read` makes the method's result from the list of the decoded replies.
     """
 
     what: str  # the name of the method
     parts: Sequence[slice]
-    ask: Callable[[BlobCommands, slice], Request[Any]]
+    ask: Callable[[BlobCommands, slice], Request[Any] | Dialogue[Any]]
     read: Callable[[list[Any]], T]
 
 
@@ -89,10 +90,14 @@ def count_misses(misses: Counter[str], reasons: Collection[str], found_bytes: Ca
 
 
 class Calls:
-    """The methods of a client, as functions that return a `Call`. `misses` counts misses by reason."""
+    """The methods of a client, as functions that return a `Call`. `misses` counts misses by reason.
 
-    def __init__(self, *, connections: int, verify: bool) -> None:
+    With `maps`, blocks are read from the server's memory, which the client maps.
+    """
+
+    def __init__(self, *, connections: int, verify: bool, maps: Maps | None = None) -> None:
         self.misses: Counter[str] = Counter()
+        self._maps = maps
         self._connections = connections
         self._verify = verify
 
@@ -156,10 +161,18 @@ class Calls:
         into = places(buffers, len(names))
         check_block_sizes(into.sizes(), shape)
         parts = self._parts(len(names), into.sizes)
+        maps = self._maps if shape.nbytes * len(names) >= LEAST_BYTES else None
+
+        def ask(to: BlobCommands, part: slice) -> Request[Missed] | Dialogue[Missed]:
+            """Return the request for a part, or the dialogue if the server's memory may be mapped."""
+            if maps and not maps.refused and isinstance(to, PageCommands) and to.code is None:
+                return read_mapped(maps, to, names[part], shape, into[part], self._verify)
+            return to.read_blocks(names[part], shape, into[part], self._verify)
+
         return Call(
             "fetch_blocks_into",
             parts,
-            lambda to, part: to.read_blocks(names[part], shape, into[part], self._verify),
+            ask,
             lambda missed: self._reasons(into.sizes, len(names), parts, missed),
         )
 

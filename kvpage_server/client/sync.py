@@ -16,9 +16,10 @@ from kvpage_server.client.cluster.plan import RAISES, Timed, present
 from kvpage_server.client.cluster.store import PAUSE, several
 from kvpage_server.client.commands import BlobCommands, BlockCode, Coding, ask_dialect, block_code, refuses_code
 from kvpage_server.client.errors import Closed, Disconnected, Refused
+from kvpage_server.client.mapped import Dialogue, Maps
 from kvpage_server.client.page import BlockBody, BlockName, Page, StateName, check_keys
 from kvpage_server.client.raw_commands import Kept, RawCommand, Word, ask, commit, encoded, watch
-from kvpage_server.client.wire.connection import Deadline, PagePool, page_pool, pause_before_retry
+from kvpage_server.client.wire.connection import Deadline, PageConnection, PagePool, page_pool, pause_before_retry
 from kvpage_server.client.wire.exchange import Request
 from kvpage_server.page import BlockShape, PageKey
 from kvpage_server.tracing import span
@@ -73,7 +74,10 @@ class PageClient:
             raise ValueError(f"connections must be at least 1, got {connections}")
         Deadline(deadline)
         self._several = several(url, verify, redis_options)
-        self._calls = self._several.calls if self._several else Calls(connections=connections, verify=verify)
+        self._maps = Maps() if url.startswith("unix://") else None
+        self._calls = (
+            self._several.calls if self._several else Calls(connections=connections, verify=verify, maps=self._maps)
+        )
         self._pool = None if self._several else page_pool(url, redis_options)
         self._code = block_code(code, is_local=self._pool.is_local) if self._pool else None
         self._deadline = deadline
@@ -103,6 +107,8 @@ class PageClient:
         if self._pool:
             self._pool.close()
         self._threads.shutdown()
+        if self._maps:
+            self._maps.close()
 
     # -- pages -----------------------------------------------------------------------------------------------------
 
@@ -376,21 +382,38 @@ class PageClient:
             self._dialect = self._converse(ask_dialect(self._code), end)
         return self._dialect
 
-    def _begun(self, request: Request[T], end: Deadline) -> Future[T]:
+    def _begun(self, request: Request[T] | Dialogue[T], end: Deadline) -> Future[T]:
         try:
             return self._threads.submit(self._converse, request, end)
         except RuntimeError as error:  # a ThreadPoolExecutor refuses work after its shutdown
             raise Closed from error
 
-    def _converse(self, request: Request[T], end: Deadline) -> T:
+    def _converse(self, request: Request[T] | Dialogue[T], end: Deadline) -> T:
         assert self._pool
         with self._pool.lent() as connection:
             failures = 0
             while True:
                 try:
+                    if isinstance(request, Dialogue):
+                        return _carry_out(request, connection, end)
                     answer = connection.ask(request, end)
                     break
                 except Disconnected as error:
                     failures += 1
                     time.sleep(pause_before_retry(connection, failures, end, error))
         return request.finish(answer) if request.finish else answer
+
+
+def _carry_out(dialogue: Dialogue[T], connection: PageConnection, end: Deadline) -> T:
+    """Carry out a dialogue on a connection, and return its result. Raises as `PageConnection.ask`."""
+    steps = dialogue.steps()
+    try:
+        step = next(steps)
+        while True:
+            step = steps.send(connection.ask(step, end) if isinstance(step, Request) else step())
+    except StopIteration as over:
+        result: T = over.value
+        return result
+    except BaseException:
+        connection.close_unless(over=False)  # otherwise the server would keep its tickets
+        raise

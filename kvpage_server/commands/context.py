@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import ssl
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
@@ -19,7 +20,7 @@ from kvpage_server.commands.notifying.events import KeyEvents
 from kvpage_server.commands.notifying.tracking import Tracking
 from kvpage_server.commands.specs import READ, Spec
 from kvpage_server.configuration.config import Config
-from kvpage_server.core import Command
+from kvpage_server.core import Command, Slot
 from kvpage_server.core.protocol import WORD
 from kvpage_server.page import unix_ms
 from kvpage_server.resp import QUEUED, Reply, ReplyError
@@ -66,6 +67,8 @@ NEVER = 1 << 62  # nanoseconds: longer than any call
 MANY_BYTES = 16 << 20  # bytes of values that a long reply looks up before it sends them
 _FEW_BYTES = 64 << 10  # the same when clients hold as much memory as they may
 _SHARES = 32  # parts of the memory that clients may still hold, of which a reply takes one
+EPOCH_BITS = 43  # a ticket is the server's epoch, shifted by so many bits, and a running number
+_TICKET = 200  # bytes of memory of a ticket in addition to its slot
 _NOTED = 4  # the notes of CLIENT TRACKING take at most 1/4 of maxmemory-clients
 
 
@@ -165,6 +168,7 @@ class Server:
         self.handshakes: dict[PendingHandshake, None] = {}  # the oldest first
         self.seldom = LogRateLimit(logging.getLogger("kvpage"))
         self.client_ids = count(1)
+        self.last_ticket = (secrets.randbits(19) | 1) << EPOCH_BITS  # the epoch is random: it differs after a restart
         self.channels = Channels()
         tracking = Tracking(
             self.clients, lambda: self.config.tracking_table_max_keys, lambda: self.config.client_memory // _NOTED
@@ -240,6 +244,11 @@ class Connection(Protocol):
     def renew(self) -> None:
         """Note that bytes which unsent replies refer to may have moved to another address."""
 
+    def pass_descriptors(self, reply: bytes, descriptors: Sequence[int]) -> bool:
+        """Send a reply with file descriptors on a unix socket. Return False if earlier output is unsent, or on failure;
+        nothing was sent then.
+        """
+
     def trust(self, trusted: bool) -> None:
         """Set whether the client has authenticated. Only a trusted client may send large frames."""
 
@@ -283,7 +292,9 @@ class Client:
     descriptor: int = -1  # of its socket
     user: User | None = field(default=None, init=False)  # None until it has authenticated
     fast_path_ok: bool = field(default=False, init=False)  # set by `update_fast_path`
-    kept: int = field(default=0, init=False)  # bytes of names that the server keeps for it; see `keep`
+    kept: int = field(default=0, init=False)  # bytes of names and slots that the server keeps for it; see `keep`
+    tickets: dict[int, Slot] = field(default_factory=dict, init=False)  # slots that stay in use for it, by ticket
+    lent: int = field(default=0, init=False)  # bytes of these slots
     read_ahead: int = field(default=0, init=False)  # bytes borrowed from disk for later steps of its current reply
     waited_to_authenticate: bool = field(default=False, init=False)  # has waited for its turn to try a password
     protocol: int = field(default=2, init=False)
@@ -402,13 +413,38 @@ class Client:
 
     @property
     def held(self) -> int:
-        """Bytes of memory of the client: `passing`, and the names that the server keeps for it (`kept`)."""
+        """Bytes of memory of the client: `passing`, and the names and slots that the server keeps for it (`kept`)."""
         return self.passing + self.kept
 
-    def keep(self, nbytes: int) -> None:
-        """Add `nbytes` to the memory of names that the server keeps for the client; negative to subtract.
+    def lend(self, slot: Slot) -> int:
+        """Keep a slot in use for the client, which reads it from shared memory. Return the ticket of the slot."""
+        self.server.last_ticket = ticket = self.server.last_ticket + 1
+        self.tickets[ticket] = slot
+        self._count_lent(slot.footprint, _TICKET)
+        return ticket
 
-        They are the names of its channels and patterns, and of the keys that it watches or tracks.
+    def take_back(self, ticket: int) -> None:
+        """Release the slot of a ticket that the client has."""
+        self._count_lent(-self.tickets.pop(ticket).footprint, -_TICKET)
+
+    def take_back_all(self) -> list[Slot]:
+        """End all tickets. Return their slots, which the caller frees in steps."""
+        slots = list(self.tickets.values())
+        self.tickets.clear()
+        self._count_lent(-self.lent, -_TICKET * len(slots))
+        return slots
+
+    def _count_lent(self, nbytes: int, overhead: int) -> None:
+        """Count bytes of slots with tickets for the client, and not for maxmemory: they would evict other values."""
+        self.lent += nbytes
+        self.keyspace.memory.unread += nbytes
+        self.keep(nbytes + overhead)
+
+    def keep(self, nbytes: int) -> None:
+        """Add `nbytes` to the memory that the server keeps for the client; negative to subtract.
+
+        It has the names of its channels and patterns, and of the keys that it watches or tracks, and the slots of its
+        tickets.
         """
         if not self.gone:
             self.kept += nbytes

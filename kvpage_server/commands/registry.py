@@ -53,6 +53,7 @@ _OWN = frozenset(
 
 _CATEGORY_OF_GROUP = {name: name for name in ("page", "string", "set", "keyspace", "connection", "pubsub")} | {
     "generic": "keyspace",
+    "map": "page",
     "transactions": "transaction",
 }
 
@@ -102,7 +103,7 @@ def command(
             writes_keys="write" in given and keys[0] > 0,
             writes_several="write" in given and 0 < keys[0] != keys[1],
             categories=_categories(given, group),
-            keys=uses.places if isinstance(uses, Naming) else keys,
+            keys=uses.places(2 if parent else 1) if isinstance(uses, Naming) else keys,
             uses=uses,
             access=access or _access(given),
             all_keys=_concerns_all_keys(given, group, uses),

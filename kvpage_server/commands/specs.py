@@ -48,10 +48,11 @@ class Naming:
     first: int
     step: int = 0
 
-    @property
-    def places(self) -> tuple[int, int, int]:
-        """Positions of the request ids among a command's words, for `Spec.keys`: first, last (-1 for the end), step."""
-        at = self.first + 1
+    def places(self, words: int) -> tuple[int, int, int]:
+        """Return the positions of the request ids among a command's words, for `Spec.keys`: first, last (-1 for the
+        end), step. The command's name has `words` words.
+        """
+        at = self.first + words
         return (at, -1, self.step) if self.step else (at, at, 1)
 
     def starts(self, args: Sequence[Argument]) -> Iterable[int]:

@@ -11,12 +11,20 @@ pages (`MADV_HUGEPAGE`): the system zeroes a small page just before a value is w
 the processor's cache, but most of a zeroed huge page has left the cache before it is written.
 
 A thread returns the memory, because that takes milliseconds for large amounts.
+
+If the server has a unix socket, its regions are *shared*: other processes on the machine can map them to read values in
+place (KVMAP). Before a region's descriptor leaves the server, the region is *sealed*: only mappings that existed before
+can write to it. The system then returns no part of its memory either, so a sealed region is unmapped as a whole when
+none of its bytes is in use.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
+import os
+import secrets
 import sys
 import threading
 from bisect import bisect_left
@@ -98,6 +106,7 @@ SMALLEST_REGION, LARGEST_REGION = 64 << 20, 1 << 30  # bytes; only a region for 
 HUGE = 2 << 20  # bytes of a huge page
 
 _UNUSED = 4 if sys.platform == "linux" else 5  # advice for madvise(2): MADV_DONTNEED on Linux, elsewhere MADV_FREE
+_REMOVE = 9  # advice for madvise(2) for shared memory: MADV_REMOVE, on Linux
 _RETURNED_BYTES_PER_CALL = 16 << 20  # bytes of one madvise(2): other threads that change mappings wait for it
 _TOO_SMALL = 16 << 20  # bytes of spare memory that `take` does not return, although no part was large enough
 _SPANS_PER_STEP = 256  # spans returned in one call, because other clients wait meanwhile
@@ -113,6 +122,11 @@ class Spans:
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return iter(self._spans)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all ranges together."""
+        return sum(stop - start for start, stop in self._spans)
 
     def cut(self, size: int) -> int | None:
         """Remove `size` consecutive bytes from the first range that has them. Return their start.
@@ -149,25 +163,120 @@ class Spans:
         self._spans.insert(i, (start, stop))
 
 
+# -- shared memory: the small part that differs between systems --------------------------------------------------------
+
+_ADD_SEALS = 1033  # fcntl(2) commands and seals of Linux, which `fcntl` has from Python 3.12 on
+_NO_EXEC = 8  # flag of memfd_create(2): MFD_NOEXEC_SEAL
+_NO_MORE_SEALS, _NO_SHRINK, _NO_GROW, _NO_NEW_WRITER = 1, 2, 4, 16
+
+
+def _open_shared(size: int) -> tuple[int, int]:
+    """Create shared memory of `size` bytes without a name. Return a descriptor to write, and one to read or -1.
+
+    Raise OSError. The code for systems other than Linux has not been run.
+    """
+    if sys.platform == "linux":
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        try:
+            descriptor = os.memfd_create("kvpage", flags | _NO_EXEC)
+        except OSError:  # Linux before 6.3
+            descriptor = os.memfd_create("kvpage", flags)
+        try:
+            os.ftruncate(descriptor, size)
+            fcntl.fcntl(descriptor, _ADD_SEALS, _NO_SHRINK | _NO_GROW)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor, -1
+    import _posixshmem  # type: ignore[import-not-found]
+
+    name = f"/kvpage-{secrets.token_hex(8)}"
+    descriptor = _posixshmem.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    try:
+        os.ftruncate(descriptor, size)
+        return descriptor, _posixshmem.shm_open(name, os.O_RDONLY, 0o600)
+    except OSError:
+        os.close(descriptor)
+        raise
+    finally:
+        _posixshmem.shm_unlink(name)
+
+
+def _seal(descriptor: int) -> int:
+    """Forbid new mappings that can write to shared memory on Linux. Return a descriptor that can only read it.
+
+    Raise OSError if the system has no such seal: Linux before 5.1.
+    """
+    fcntl.fcntl(descriptor, _ADD_SEALS, _NO_NEW_WRITER | _NO_MORE_SEALS)
+    return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+
+
 class Region:
     """A mapping of whole huge pages.
 
     Each of its bytes is in exactly one of: a stretch that is in use or is being returned, `fresh`, `spare`. Fresh bytes
     take no memory: they were never written to, or were returned to the system. Spare bytes may take memory. The
-    constructor raises MemoryError if the system has no memory.
+    constructor raises MemoryError if the system has no memory. With `shared`, other processes can map the region,
+    unless the system refuses shared memory; the region is private then.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, shared: bool = False) -> None:
+        self.number = 0  # of a shared region: random, so that no other region has it; 0 for a private one
+        self.is_sealed = False
+        self._descriptor = self._reading = -1
         try:
-            memory = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory = self._map_shared(size + HUGE) if shared else None
+            if memory is None:
+                memory = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise MemoryError(f"the system has no {size} bytes more") from error
-        first = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % HUGE
-        self.memory = memoryview(memory)[first : first + size]
+        self.file_size = size + HUGE
+        self.offset = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % HUGE  # of the first byte in the mapping
+        self.memory = memoryview(memory)[self.offset : self.offset + size]
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self.size = size
         self.fresh = Spans((0, size))
         self.spare = Spans()
+
+    def __del__(self) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        """Close the descriptors of shared memory. The mapping stays."""
+        for descriptor in (self._descriptor, self._reading):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._descriptor = self._reading = -1
+
+    def _map_shared(self, size: int) -> mmap.mmap | None:
+        """Map shared memory of `size` bytes, and give the region its number. Return None if the system refuses it."""
+        try:
+            self._descriptor, self._reading = _open_shared(size)
+            memory = mmap.mmap(self._descriptor, size)
+        except (OSError, ImportError):
+            self._close()
+            return None
+        self.number = secrets.randbits(62) | 1
+        self.is_sealed = self._reading >= 0  # on macOS; there, no part is returned to the system
+        return memory
+
+    def descriptor_to_read(self) -> int:
+        """Seal a shared region, and return its descriptor for other processes, which stays open with the region.
+
+        Raise OSError if the system cannot seal it.
+        """
+        if self._reading < 0:
+            self._reading = _seal(self._descriptor)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+        self.is_sealed = True
+        return self._reading
+
+    @property
+    def advice(self) -> int:
+        """The advice to madvise(2) that returns memory of the region."""
+        return _REMOVE if self.number and sys.platform == "linux" else _UNUSED
 
     @property
     def is_whole(self) -> bool:
@@ -198,17 +307,25 @@ class Regions:
     allocator is deleted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, shared: bool = False) -> None:
         self.spare = 0  # bytes of the spare parts of all regions
+        self._shared = shared  # whether other processes may map the regions
         self._least = 0  # the minimum of `spare` since `_since`: bytes that were not needed for that long
         self._since = monotonic()
         self._regions: list[Region] = []
         self._to_return: SimpleQueue[Stretch | None] = SimpleQueue()  # to the thread: stretches to return; None ends it
-        self._returned: deque[Stretch] = deque()  # from the thread: stretches that were returned
+        self._returned: deque[tuple[Stretch, bool]] = (
+            deque()
+        )  # from the thread: stretches, and whether it returned them
         self._has_thread = False  # whether the thread was started
 
     def __del__(self) -> None:
         self._to_return.put(None)
+
+    @property
+    def shared(self) -> dict[int, Region]:
+        """The regions that other processes can map, by number."""
+        return {region.number: region for region in self._regions if region.number}
 
     def take(self, size: int) -> Stretch:
         """Allocate a stretch of `size` bytes, from spare memory if possible. O(spare parts).
@@ -236,6 +353,8 @@ class Regions:
 
         The owner calls this regularly.
         """
+        if self._shared:
+            self._collect_returned()  # otherwise a sealed region that has such a stretch would stay
         now = monotonic()
         if now - self._since >= SPARE_FOR:
             returned = self._shrink(self._least)
@@ -274,7 +393,7 @@ class Regions:
         large = min(max(mapped, SMALLEST_REGION), LARGEST_REGION)
         while True:
             try:
-                region = Region(max(round_up(large, HUGE), size))
+                region = Region(max(round_up(large, HUGE), size), shared=self._shared)
                 self._regions.append(region)
                 return region
             except MemoryError:
@@ -287,6 +406,9 @@ class Regions:
         wanted = left = max(most, 0) // HUGE * HUGE
         spans = 0
         for region in reversed(self._regions):
+            if region.is_sealed:
+                left -= self._drop_sealed(region, left)
+                continue
             while left > 0 and spans < _SPANS_PER_STEP and (span := region.spare.cut_pages(left)):
                 stretch = Stretch(region, span[0], span[1] - span[0])
                 self.spare -= stretch.size
@@ -294,6 +416,18 @@ class Regions:
                 spans += 1
                 self._pass_to_thread(stretch)
         return wanted - left
+
+    def _drop_sealed(self, region: Region, most: int) -> int:
+        """Unmap a sealed region with at most `most` spare bytes if none of its bytes is in use. Return the spare bytes.
+
+        Other processes may still map it; its memory is free when the last of them unmaps it.
+        """
+        spare = region.spare.nbytes
+        if len(self._regions) == 1 or not 0 < spare <= most or spare + region.fresh.nbytes < region.size:
+            return 0
+        self._regions.remove(region)
+        self.spare -= spare
+        return spare
 
     def _pass_to_thread(self, stretch: Stretch) -> None:
         """Pass a stretch to the thread, which returns its memory to the system. The first call starts the thread."""
@@ -309,27 +443,34 @@ class Regions:
         self._to_return.put(stretch)
 
     def _collect_returned(self) -> None:
-        """Mark stretches as fresh that the thread has returned to the system.
+        """Mark stretches as fresh that the thread has returned to the system. If that failed, they are spare again.
 
         Unmap completely fresh regions but one.
         """
         while self._returned:
-            stretch = self._returned.popleft()
+            stretch, is_fresh = self._returned.popleft()
             region = stretch.region
+            if not is_fresh:  # it was sealed meanwhile
+                self.put(stretch)
+                continue
             region.fresh.add(stretch.start, stretch.start + stretch.size)
             if region.is_whole and len(self._regions) > 1:
                 self._regions.remove(region)
 
 
-def _return_all(to_return: SimpleQueue[Stretch | None], returned: deque[Stretch]) -> None:
+def _return_all(to_return: SimpleQueue[Stretch | None], returned: deque[tuple[Stretch, bool]]) -> None:
     """Run the thread that returns memory: process stretches from the queue `to_return` until it returns None."""
     while (stretch := to_return.get()) is not None:
         _return_to_system(stretch, returned)
         del stretch  # otherwise its region would stay mapped until the next stretch
 
 
-def _return_to_system(stretch: Stretch, returned: deque[Stretch]) -> None:
-    """Return the memory of a stretch to the system with madvise(2), and append the stretch to `returned`."""
-    for at in range(0, stretch.size, _RETURNED_BYTES_PER_CALL):
-        _madvise(stretch.address + at, min(_RETURNED_BYTES_PER_CALL, stretch.size - at), _UNUSED)
-    returned.append(stretch)
+def _return_to_system(stretch: Stretch, returned: deque[tuple[Stretch, bool]]) -> None:
+    """Return the memory of a stretch to the system with madvise(2). Append the stretch, and whether that succeeded, to
+    `returned`.
+    """
+    steps = range(0, stretch.size, _RETURNED_BYTES_PER_CALL)
+    sizes = [min(_RETURNED_BYTES_PER_CALL, stretch.size - at) for at in steps]
+    advice = stretch.region.advice
+    failed = [_madvise(stretch.address + at, size, advice) for at, size in zip(steps, sizes, strict=True)]
+    returned.append((stretch, not any(failed)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from functools import partial
 from time import monotonic, monotonic_ns
@@ -224,6 +224,8 @@ class Session:
         self.client.transaction = None
         self._run_queue.finish(self._replies.drop())
         self._run_queue.finish(freed(self._parser.give_up()))
+        if self.client.tickets:
+            self._run_queue.finish(freed(self.client.take_back_all()))
         self._cancel_pause_end()
         self._runner.drop()
         self._memory.drop()
@@ -270,6 +272,12 @@ class Session:
 
     def renew(self) -> None:
         self._transport.renew()
+
+    def pass_descriptors(self, reply: bytes, descriptors: Sequence[int]) -> bool:
+        replies = self._replies
+        if replies.pieces or replies.is_behind or replies.under_way or self.client.durable_before_reply:
+            return False
+        return self._transport.pass_descriptors(reply, descriptors)
 
     def trust(self, trusted: bool) -> None:
         self._parser.trust(trusted)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from kvpage_server.core import Outbox
@@ -51,6 +52,9 @@ class Transport(Protocol):
 
     def write(self, pieces: list[Piece]) -> None:
         """Queue pieces of output. They are sent in order as fast as the peer reads."""
+
+    def pass_descriptors(self, data: bytes, descriptors: Sequence[int]) -> bool:
+        """Send bytes and file descriptors. Return False if output is unsent, or on failure; nothing was sent then."""
 
     def renew(self) -> None:
         """Read the addresses of the output's memory again, because the memory has moved."""
@@ -152,6 +156,17 @@ class SocketTransport:
             self.largest = max(self.largest, largest_value(pieces))
             self._settle()
             self._crowded = self._crowded or self.queued > HIGH_WATER
+
+    def pass_descriptors(self, data: bytes, descriptors: Sequence[int]) -> bool:
+        if self.queued or self._is_closed or self._encryption is not None:
+            return False
+        try:
+            sent = socket.send_fds(self._sock, [data], descriptors)
+        except OSError:  # also if the client has not received too many descriptors yet
+            return False
+        self.bytes_out += sent
+        self.write([data[sent:]])
+        return True
 
     def renew(self) -> None:
         self._outbox.renew()

@@ -261,8 +261,8 @@ class BlockGrowth:
 class Contents:
     """Every key and value, with the parts that a removal is reported to."""
 
-    def __init__(self, policy: str) -> None:
-        self.arena = Arena()
+    def __init__(self, policy: str, *, shared: bool = False) -> None:
+        self.arena = Arena(shared=shared)
         self.catalogue = Catalogue()
         self.index = self.catalogue.index
         self.eviction_order = EvictionOrder(policy, self.index)

@@ -223,12 +223,20 @@ _SIZE = attrgetter("size")
 
 
 class Keyspace:
-    """Every key and value. `maxmemory` and `maxdisk` are in bytes, 0 for no limit. See the module."""
+    """Every key and value. `maxmemory` and `maxdisk` are in bytes, 0 for no limit. With `shared`, other processes can
+    map the memory of values. See the module.
+    """
 
     def __init__(
-        self, *, maxmemory: int = 0, policy: str = "allkeys-prefix", disk: Disk | None = None, maxdisk: int = 0
+        self,
+        *,
+        maxmemory: int = 0,
+        policy: str = "allkeys-prefix",
+        disk: Disk | None = None,
+        maxdisk: int = 0,
+        shared: bool = False,
     ) -> None:
-        contents = self.contents = Contents(policy)
+        contents = self.contents = Contents(policy, shared=shared)
         self.memory = MemoryAccount(contents, maxmemory)
         self.quotas = QuotaAccounts(contents, self.memory)
         self.listing = Listing(contents)

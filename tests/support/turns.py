@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import kvpage_server.commands.families  # noqa: F401  fills the table
+from benchmarks.ports import free_port
 from benchmarks.turns import MeasuredLoop
 from kvpage_server.app import _limit_garbage_collection
 from kvpage_server.commands.context import Server
@@ -46,16 +47,24 @@ class Turns:
     loop: MeasuredLoop
     server: Server
 
-    def cost(self, before: bytes, command: bytes) -> Cost:
+    def cost(self, before: bytes, command: bytes, *, local: bool = False) -> Cost:
         """Return the cost of a command on a connection of its own, with its background work; `before` was sent first.
 
-        Both are spelt already.
+        Both are spelt already. With `local`, the connection is one to the unix socket.
         """
-        with socket.create_connection(("127.0.0.1", self.server.port), timeout=60) as sock:
+        with self._connect(local=local) as sock:
             self._converse(sock, before)
             self.on_loop(self.loop.forget)
             self._converse(sock, command)
         return self.on_loop(lambda: Cost(self.loop.longest, self.loop.total, self.loop.turns))
+
+    def _connect(self, *, local: bool) -> socket.socket:
+        if not local:
+            return socket.create_connection(("127.0.0.1", self.server.port), timeout=60)
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(60)
+        sock.connect(self.server.config.unixsocket)
+        return sock
 
     def takes_short_turns(self, before: bytes, command: bytes, limit: float, tries: int = 5) -> bool:
         """Return whether each turn of a command takes less than `limit` seconds of the processor in one of some tries.
@@ -97,10 +106,11 @@ class Turns:
 @contextmanager
 def measured(*options: str, directory: Path | None = None) -> Iterator[Turns]:
     """A server in memory, or tiered in a directory, with `options` as on its command line."""
-    config = from_arguments(["--port", "0", *options])
+    config = from_arguments(["--port", str(free_port()), *options])
     loop = MeasuredLoop()
     disk = Disk(directory) if directory is not None else None
-    keyspace = Keyspace(maxmemory=config.maxmemory, policy=config.maxmemory_policy, disk=disk)
+    shared = bool(config.unixsocket)
+    keyspace = Keyspace(maxmemory=config.maxmemory, policy=config.maxmemory_policy, disk=disk, shared=shared)
     if keyspace.tier is not None:
         keyspace.tier.load()
     server = Server(config, keyspace)

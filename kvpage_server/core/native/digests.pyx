@@ -6,6 +6,7 @@ from libc.string cimport memcpy
 from kvpage_server.core.native.hashing cimport Digest, digest_of
 from kvpage_server.core.native.memory cimport Memory
 
+from kvpage_server.core.python.bodies import COPIED as _COPIED
 from kvpage_server.core.python.bodies import MISFIT
 from kvpage_server.page import FIELD_AT, HEADER_SIZE
 
@@ -13,6 +14,7 @@ cdef enum:
     HEADER = 64
 assert HEADER == HEADER_SIZE
 
+cdef Py_ssize_t COPIED = _COPIED
 cdef int BODY_SIZE = FIELD_AT["body_size"], CHECKSUM = FIELD_AT["checksum"]
 
 
@@ -24,6 +26,23 @@ def digest(pieces not None):
     with nogil:
         for i in range(memory.count):
             found.add(memory.buffers[i].buf, memory.buffers[i].len)
+    return found.value()
+
+
+def copy_hashed(source, target):
+    cdef Memory into = Memory([target], writable=True), view = Memory([source])
+    cdef Digest found = Digest.__new__(Digest)
+    cdef Py_ssize_t at = 0, some, left = view.buffers[0].len
+    cdef char *copy = <char *>into.buffers[0].buf
+    if left != into.buffers[0].len:
+        raise ValueError(f"{left} bytes do not fit into {into.buffers[0].len}")
+    found.begin()
+    with nogil:
+        while left:
+            some = min(left, COPIED)
+            memcpy(copy + at, <const char *>view.buffers[0].buf + at, some)
+            found.add(copy + at, some)
+            at, left = at + some, left - some
     return found.value()
 
 

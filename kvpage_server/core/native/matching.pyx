@@ -1,7 +1,7 @@
 """Search for a sequence of byte classes: the part of a glob pattern between two stars.
 
 The search is bit-parallel ("shift-and": R. Baeza-Yates and G. Gonnet, A new approach to text searching, 1992), so its
-cost is O(string), whatever the classes are. The reference implementation is in `core/python/matching.py`.
+cost is O(string), whatever the classes are. The reference implementation is in `core/python/coding.py`.
 """
 
 from libc.stdint cimport uint64_t

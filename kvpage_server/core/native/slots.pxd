@@ -33,7 +33,7 @@ cdef class Arena:
     cdef readonly Py_ssize_t used  # bytes of slots in use
     cdef Py_ssize_t in_chunks  # bytes of all chunks
     cdef Py_ssize_t in_empty_chunks  # bytes of chunks without a slot in use
-    cdef object regions  # the `Regions` that the chunks' memory is taken from
+    cdef readonly object regions  # the `Regions` that the chunks' memory is taken from
     cdef SizeClass *classes  # by `class_of`
     cdef Chunk *empty  # list of the chunks without a slot in use
     cdef Slot take(self, Py_ssize_t size)  # raises MemoryError

@@ -199,6 +199,13 @@ cdef class Slot:
         return Part(self, start, stop)
 
     @property
+    def place(self):
+        """The region that contains the slot, and the offset of the body in its mapping."""
+        region = (<object>self.chunk.stretch).region
+        cdef Py_ssize_t start = region.address - region.offset
+        return region, <Py_ssize_t>self.at - start
+
+    @property
     def footprint(self):
         """Bytes of memory that the slot takes."""
         return self.chunk.size_class.pitch
@@ -257,8 +264,8 @@ cdef object view_of(Slot slot, Py_ssize_t start, Py_ssize_t size):
 cdef class Arena:
     """Allocator of slots. Only its owner's thread may call it, but any thread may drop the last reference to a slot."""
 
-    def __cinit__(self):
-        self.regions = Regions()
+    def __cinit__(self, *, bint shared=False):
+        self.regions = Regions(shared=shared)
         self.classes = <SizeClass *>calloc(CLASSES, sizeof(SizeClass))
         if self.classes == NULL:
             raise MemoryError

@@ -1,11 +1,20 @@
 """The reference implementation of the core, in plain Python. It specifies the behaviour of the compiled core."""
 
-from kvpage_server.core.python.bodies import Bodies, Chunk, Memory, Outbox, PageKeys, SentPages, digest, fill_digests
+from kvpage_server.core.python.bodies import (
+    Bodies,
+    Chunk,
+    Memory,
+    Outbox,
+    PageKeys,
+    SentPages,
+    copy_hashed,
+    digest,
+    fill_digests,
+)
 from kvpage_server.core.python.calls import Callee, Caller
-from kvpage_server.core.python.coding import decode_matrix, encode_matrix
+from kvpage_server.core.python.coding import decode_matrix, encode_matrix, find_classes
 from kvpage_server.core.python.frames import Parser, Scratch, Words
 from kvpage_server.core.python.lru import Columns, enter, touch_many
-from kvpage_server.core.python.matching import find_classes
 from kvpage_server.core.python.outgoing import Outgoing
 from kvpage_server.core.python.pages import NewPages, PageNames, PageSet, filled, look_up
 from kvpage_server.core.python.slots import Arena, Part, Slot
@@ -30,6 +39,7 @@ __all__ = [
     "SentPages",
     "Slot",
     "Words",
+    "copy_hashed",
     "decode_matrix",
     "digest",
     "encode_matrix",

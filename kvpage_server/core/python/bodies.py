@@ -67,6 +67,7 @@ class Memory:
 
 BODY_SIZE = slice(FIELD_AT["body_size"], FIELD_AT["body_size"] + 4)
 CHECKSUM = slice(FIELD_AT["checksum"], FIELD_AT["checksum"] + 8)
+COPIED = 64 * 1024  # bytes that are hashed while they are in the processor's cache
 
 
 def digest(pieces: Sequence[Buffer]) -> int:
@@ -74,6 +75,21 @@ def digest(pieces: Sequence[Buffer]) -> int:
     found = xxhash.xxh3_64()
     for piece in pieces:
         found.update(piece)
+    return found.intdigest()
+
+
+def copy_hashed(source: Buffer, target: Buffer) -> int:
+    """Copy `source` to `target`, which has as many bytes, and return the XXH3-64 of the copied bytes in `target`.
+
+    Raise ValueError if their sizes differ. `source` may change meanwhile: only the copy is hashed.
+    """
+    found, into = xxhash.xxh3_64(), as_bytes(target, writable=True)
+    view = as_bytes(source)
+    if len(view) != len(into):
+        raise ValueError(f"{len(view)} bytes do not fit into {len(into)}")
+    for at in range(0, len(view), COPIED):
+        into[at : at + COPIED] = view[at : at + COPIED]
+        found.update(into[at : at + COPIED])
     return found.intdigest()
 
 

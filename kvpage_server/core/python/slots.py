@@ -22,6 +22,7 @@ import numpy as np
 from kvpage_server.core.regions import (
     LARGEST,
     SUFFIX,
+    Region,
     Regions,
     SlotShape,
     Stretch,
@@ -133,6 +134,12 @@ class Slot:
         return Part(self, start, stop)
 
     @property
+    def place(self) -> tuple[Region, int]:
+        """The region that contains the slot, and the offset of the body in its mapping."""
+        region = self._chunk.stretch.region
+        return region, region.offset + self.at
+
+    @property
     def footprint(self) -> int:
         """Bytes of memory that the slot takes, more than its body has."""
         return self._chunk.size_class.shape.pitch
@@ -159,13 +166,14 @@ class Part:
 class Arena:
     """Allocator of slots. Only its owner's thread may call it, but any thread may drop the last reference to a slot."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shared: bool = False) -> None:
+        """Create an arena without memory. With `shared`, other processes can map its regions."""
         self.returned: deque[tuple[SlotChunk, int]] = deque()  # freed slots that are not in their chunk's `free` yet
         self._used = 0  # bytes of slots in use, including those in `returned`
         self._in_chunks = 0  # bytes of all chunks
         self._empty: dict[SlotChunk, None] = {}  # chunks without a slot in use; they are also in `open` of their size
         self._classes: dict[int, SizeClass] = {}  # by capacity
-        self._regions = Regions()
+        self.regions = Regions(shared=shared)
 
     @property
     def used(self) -> int:
@@ -177,12 +185,12 @@ class Arena:
     def spare(self) -> int:
         """Bytes of empty chunks, and of spare memory of the regions."""
         self._collect_freed()
-        return sum(chunk.stretch.size for chunk in self._empty) + self._regions.spare
+        return sum(chunk.stretch.size for chunk in self._empty) + self.regions.spare
 
     @property
     def held(self) -> int:
         """Bytes of memory from the system: all chunks, and spare memory of the regions."""
-        return self._in_chunks + self._regions.spare
+        return self._in_chunks + self.regions.spare
 
     def allocate(self, size: int) -> Slot:
         """Allocate a slot for a body of `size` bytes. Raise MemoryError if the system has no memory."""
@@ -206,7 +214,7 @@ class Arena:
         The owner calls this regularly.
         """
         self._free_empty_chunks()
-        self._regions.trim()
+        self.regions.trim()
 
     def _collect_freed(self) -> None:
         """Move freed slots from `returned` to their chunks, from which they can be allocated again."""
@@ -233,7 +241,7 @@ class Arena:
         """Allocate a chunk for a size class, from a new stretch. Raise MemoryError."""
         self._free_empty_chunks()
         nbytes, slots = chunk_shape(size_class.shape, size_class.held)
-        chunk = SlotChunk(self, size_class, self._regions.take(nbytes), slots)
+        chunk = SlotChunk(self, size_class, self.regions.take(nbytes), slots)
         size_class.open[chunk] = None
         size_class.held += nbytes
         self._in_chunks += nbytes
@@ -246,4 +254,4 @@ class Arena:
             del self._empty[chunk], chunk.size_class.open[chunk]
             chunk.size_class.held -= chunk.stretch.size
             self._in_chunks -= chunk.stretch.size
-            self._regions.put(chunk.stretch)
+            self.regions.put(chunk.stretch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import os
 import subprocess
 import sys
@@ -208,11 +209,12 @@ def is_below(limit: int) -> bool:
 
 
 @pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
 @on_each_core
-def test_spare_memory_is_returned_to_the_system(core: Any) -> None:
+def test_spare_memory_is_returned_to_the_system(core: Any, shared: bool) -> None:
     """After it was unused for a while; later allocations of any size do not map it again."""
     gc.collect()
-    arena, held = core.Arena(), 0
+    arena, held = core.Arena(shared=shared), 0
     for _ in range(3):
         slots = [arena.allocate(size * MIB) for size in (1, 2, 3, 5, 7, 8, 12, 16, 24, 32, 48, 64)]
         slots += [arena.allocate(16384) for _ in range(2000)]
@@ -227,6 +229,62 @@ def test_spare_memory_is_returned_to_the_system(core: Any) -> None:
         assert (arena.used, arena.spare) == (0, arena.held)
     until(partial(holds_nothing, arena), "the memory being given back")
     until(partial(is_below, full - 200 * MIB), "the system having it")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs sealed shared memory of Linux")
+@pytest.mark.usefixtures("soon")
+@on_each_core
+def test_sealed_memory_is_returned_region_by_region(core: Any) -> None:
+    """The system returns no part of it, but all of a region when nothing is left in it."""
+    arena = core.Arena(shared=True)
+    slots = [arena.allocate(8 * MIB) for _ in range(40)]
+    for slot in slots:
+        np.frombuffer(slot.body, np.uint8)[:] = 1
+    for region in arena.regions.shared.values():
+        assert os.fstat(region.descriptor_to_read()).st_size == region.file_size
+    full, left = resident(os.getpid()), slots[0].place[0]
+    assert len(arena.regions.shared) > 2
+    del slots[1:], slot, region
+
+    def has_one_region() -> bool:
+        arena.trim()
+        return list(arena.regions.shared) == [left.number]
+
+    until(has_one_region, "the other regions being unmapped")
+    assert resident(os.getpid()) < full - 200 * MIB
+    assert bytes(slots[0].body[:3]) == b"\1\1\1"
+    assert arena.held <= left.size
+    again = arena.allocate(8 * MIB)
+    again.body[0] = 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs sealed shared memory of Linux")
+@on_each_core
+def test_a_slot_is_found_in_the_mapping_of_its_region(core: Any) -> None:
+    arena = core.Arena(shared=True)
+    slots = [arena.allocate(size) for size in (1, 100, 5000, 40_000, 3 * MIB, 80 * MIB)]
+    for number, slot in enumerate(slots):
+        slot.body[-1], slot.body[0] = number + 1, number + 1
+        region, offset = slot.place
+        descriptor = region.descriptor_to_read()
+        with mmap.mmap(descriptor, region.file_size, mmap.MAP_SHARED, mmap.PROT_READ) as other:
+            assert other[offset] == other[offset + slot.size - 1] == number + 1
+        with pytest.raises(OSError, match="Permission denied"):
+            mmap.mmap(descriptor, region.file_size)
+    private = core.Arena().allocate(5)
+    assert private.place[0].number == 0
+
+
+@on_each_core
+def test_memory_is_private_if_the_system_refuses_to_share_it(core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("kvpage_server.core.regions._open_shared", fail)
+    arena = core.Arena(shared=True)
+    slot = arena.allocate(5000)
+    slot.body[0] = 1
+    assert arena.regions.shared == {}
 
 
 @on_each_core

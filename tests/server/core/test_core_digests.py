@@ -42,3 +42,20 @@ def test_headers_that_can_t_be_written_or_are_cut_are_refused(core: ModuleType) 
         core.fill_digests(headers()[:-1], [WHOLE])
     with pytest.raises(ValueError, match="read-only"):
         core.fill_digests(bytes(headers()), [WHOLE])
+
+
+@on_each_core
+@pytest.mark.parametrize("size", [0, 1, 65_536, 65_537, 1_000_000])
+def test_a_copy_is_hashed(core: ModuleType, size: int) -> None:
+    source = bytes(range(256)) * (size // 256 + 1)
+    target = bytearray(size)
+    assert core.copy_hashed(memoryview(source)[:size], target) == xxhash.xxh3_64_intdigest(source[:size])
+    assert target == source[:size]
+
+
+@on_each_core
+def test_a_copy_of_another_size_is_refused(core: ModuleType) -> None:
+    with pytest.raises(ValueError, match="5 bytes do not fit into 4"):
+        core.copy_hashed(b"12345", bytearray(4))
+    with pytest.raises(ValueError, match="read-only"):
+        core.copy_hashed(b"1234", b"1234")

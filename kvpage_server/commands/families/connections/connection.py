@@ -96,8 +96,8 @@ def quit_(client: Client, args: list[Argument]) -> Reply:
     summary="Resets the connection to its initial state.",
 )
 def reset(client: Client, args: list[Argument]) -> Reply:
-    """Reset the connection: no transaction, subscription, MONITOR, tracking or name, RESP2, and the default user if
-    that needs no password. Return RESET.
+    """Reset the connection: no transaction, subscription, MONITOR, tracking, ticket or name, RESP2, and the default
+    user if that needs no password. Return RESET.
     """
     client.end_transaction()
     client.server.channels.forget(client)
@@ -106,6 +106,7 @@ def reset(client: Client, args: list[Argument]) -> Reply:
     client.protocol, client.name = 2, b""
     client.silence = max(client.silence, 0)  # SKIP still holds for this reply
     client.spared, client.touches = False, True
+    client.take_back_all()
     default = client.server.users.default
     is_open = default.no_password and default.enabled and not client.needs_password
     client.become(default if is_open else None)

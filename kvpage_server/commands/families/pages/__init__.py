@@ -1,5 +1,5 @@
-"""The page family: pages, blocks, requests, their protection, and reasons of misses."""
+"""The page family: pages, blocks, requests, their protection, reasons of misses, and the map of the memory."""
 
-from kvpage_server.commands.families.pages import block, lease, page, request, why
+from kvpage_server.commands.families.pages import block, lease, mapped, page, request
 
-__all__ = ["block", "lease", "page", "request", "why"]
+__all__ = ["block", "lease", "mapped", "page", "request"]

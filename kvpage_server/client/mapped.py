@@ -1,0 +1,299 @@
+"""Reads of blocks from the server's memory, which the client maps, instead of over the connection.
+
+Both must be on one machine, and the connection a unix socket. `KVMAP BLOCKMGET` says where the blocks are and keeps
+them there; the client copies them, and compares the digest of each copy; `KVMAP RELEASE` confirms that the server has
+kept all of them until then. Every block that cannot be read so is read over the connection.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from kvpage_server.client.commands import Missed, PageCommands
+from kvpage_server.client.errors import Closed, Refused, WrongReply
+from kvpage_server.client.page import BlockName
+from kvpage_server.client.raw_commands import array
+from kvpage_server.client.wire.exchange import Request, command
+from kvpage_server.client.wire.reply import Values, only
+from kvpage_server.core import Memory, copy_hashed
+from kvpage_server.page import BlockShape
+
+T = TypeVar("T")
+
+LEAST_BYTES = 256 * 1024  # of a batch: a smaller one is not faster, because it takes two round trips
+_BYTES_AT_ONCE = 64 << 20  # bytes of blocks that the client keeps in the server's memory at the same time
+_MOST_BLOCKS = 256  # in a command
+_MOST_DESCRIPTORS = 128  # in a reply
+_NOT_POSSIBLE = ("ERR unknown", "ERR KVMAP", "ERR a gateway")  # errors of a server that cannot be mapped at all
+_REFUSED_FOR = 30.0  # seconds without another attempt after a refusal
+_GET_SEALS, _NO_SHRINK = 1034, 2  # fcntl(2) of Linux
+
+Copying = Callable[[], Any]  # copies bytes of the map into the caller's memory, which takes milliseconds
+Steps = Generator[Request[Any] | Copying, Any, T]
+
+
+@dataclass(frozen=True, slots=True)
+class Dialogue(Generic[T]):
+    """Several requests on one connection: a generator that yields each request, and gets its decoded reply. Between
+    requests it yields functions to call, and gets their results.
+
+    It can be begun again. If it fails, its connection has to be closed, because the server keeps its tickets.
+    """
+
+    steps: Callable[[], Steps[T]]
+
+
+class Maps:
+    """The regions of a server's memory that a client has mapped, by number. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._refused_until = 0.0  # by the monotonic clock
+        self._regions: dict[int, memoryview] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def refused(self) -> bool:
+        """Whether the server, or the system, has refused a map in the last half minute."""
+        return monotonic() < self._refused_until
+
+    def refuse(self) -> None:
+        """Read blocks over the connection for half a minute."""
+        self._refused_until = monotonic() + _REFUSED_FOR
+
+    def numbers(self) -> set[int]:
+        """Return the numbers of the mapped regions."""
+        with self._lock:
+            return set(self._regions)
+
+    def missing(self, numbers: Iterable[int]) -> list[int]:
+        """Return those of some regions that are not mapped, each once."""
+        return [number for number in dict.fromkeys(numbers) if number not in self._regions]
+
+    def part(self, number: int, offset: int, size: int) -> memoryview:
+        """Return bytes of a mapped region. Raises WrongReply if the region does not have them, Closed after `close`."""
+        region = self._regions.get(number)
+        if region is None:
+            raise Closed
+        if not 0 <= offset <= offset + size <= len(region):
+            raise WrongReply(f"{size} bytes from {offset} on are not in a region of {len(region)} bytes")
+        return region[offset : offset + size]
+
+    def add(self, sizes: dict[int, int], descriptors: Sequence[int], gone: Iterable[int]) -> None:
+        """Map the regions of some descriptors, given the bytes of each region by number. Forget those of `gone`.
+
+        Raises OSError, or WrongReply for memory that could become shorter while it is read.
+        """
+        for (number, size), descriptor in zip(sizes.items(), descriptors, strict=True):
+            if sys.platform == "linux" and not fcntl.fcntl(descriptor, _GET_SEALS) & _NO_SHRINK:
+                raise WrongReply("the server's memory is not sealed")
+            if os.fstat(descriptor).st_size < size:
+                raise WrongReply(f"the server's memory is shorter than {size} bytes")
+            view = memoryview(mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ))
+            with self._lock:
+                self._regions[number] = view
+        with self._lock:
+            for number in gone:
+                self._regions.pop(number, None)
+
+    def close(self) -> None:
+        """Unmap all regions when their current readers have finished."""
+        with self._lock:
+            self._regions.clear()
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+class _ReplyWithDescriptors:
+    """Receiver of one reply that carries file descriptors. It closes the descriptors that its user does not take."""
+
+    def __init__(self) -> None:
+        self._values = Values(with_errors=True)
+        self._descriptors: list[int] = []
+        self._is_cut = False  # whether this process could not take all descriptors
+
+    def __del__(self) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+
+    @property
+    def done(self) -> bool:
+        return self._values.done
+
+    def receive(self, fd: int) -> int:
+        """Receive available bytes and descriptors, as in `Receiver`."""
+        with socket.fromfd(fd, socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            try:
+                data, descriptors, flags, _ = socket.recv_fds(
+                    sock, 1 << 16, _MOST_DESCRIPTORS, getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+                )
+            except BlockingIOError:
+                return -1
+        self._descriptors += descriptors
+        self._is_cut = self._is_cut or bool(flags & socket.MSG_CTRUNC)
+        self._values.feed(data)
+        return len(data)
+
+    def feed(self, data: bytes) -> None:
+        """Parse bytes, as in `Receiver`."""
+        self._values.feed(data)
+
+    def result(self) -> tuple[Any, list[int]]:
+        """Return the reply, which may be a Refused, and the descriptors; none if not all of them were received."""
+        taken, self._descriptors = self._descriptors, []
+        if self._is_cut:
+            self._descriptors, taken = taken, []
+        return self._values.result()[0], taken
+
+
+def _attach(numbers: Sequence[int]) -> Request[tuple[Any, list[int]]]:
+    return Request(lambda: iter((command(b"KVMAP", b"ATTACH", *numbers),)), _ReplyWithDescriptors, lambda found: found)
+
+
+def _locate(names: Sequence[BlockName]) -> Request[Any]:
+    words = command(b"KVMAP", b"BLOCKMGET", len(names), *(word for name in names for word in name))
+    return Request(lambda: iter((words,)), lambda: Values(with_errors=True), only)
+
+
+def _release(tickets: Sequence[int]) -> Request[Any]:
+    return Request(lambda: iter((command(b"KVMAP", b"RELEASE", *tickets),)), lambda: Values(with_errors=True), only)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Lent:
+    """Where a block is: `size` bytes from `offset` on in a region, with a digest as text or None, until a RELEASE."""
+
+    region: int
+    offset: int
+    size: int
+    digest: bytes | None
+    ticket: int
+
+
+def _lent(item: Any) -> _Lent:
+    """Return an item of KVMAP BLOCKMGET's reply. Raises WrongReply."""
+    try:
+        region, offset, size, digest, ticket = item
+    except (TypeError, ValueError):
+        raise WrongReply(f"instead of the place of a block came {item!r:.60}") from None
+    if not all(type(number) is int for number in (region, offset, size, ticket)):
+        raise WrongReply(f"instead of the place of a block came {item!r:.60}")
+    return _Lent(region, offset, size, digest, ticket)
+
+
+def _map_missing(maps: Maps, numbers: Iterable[int]) -> Steps[None]:
+    """Map some regions, unless they are mapped. After a refusal, `maps.refused` is set."""
+    if not (missing := maps.missing(numbers)):
+        return
+    before = maps.numbers()  # other threads may map more meanwhile, which the reply does not have
+    reply, descriptors = yield _attach(missing[:_MOST_DESCRIPTORS])
+    try:
+        if isinstance(reply, Refused) or not descriptors:
+            maps.refuse()
+            return
+        _, existing, passed = array(3)(reply)
+        maps.add({int(number): int(size) for number, size in passed}, descriptors, before - set(existing))
+    except (TypeError, ValueError) as error:
+        raise WrongReply(f"KVMAP ATTACH answered {reply!r:.60}") from error
+    except OSError:  # no descriptor, or no memory
+        maps.refuse()
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def read_mapped(
+    maps: Maps, to: PageCommands, names: Sequence[BlockName], shape: BlockShape, places: Memory, verify: bool
+) -> Dialogue[Missed]:
+    """Return the dialogue that reads blocks of one shape into the buffers `places`. Its result has the reason for each
+    miss, by index, as that of `PageCommands.read_blocks`. With `verify`, digests are compared.
+    """
+    views = places.views()
+
+    def steps() -> Steps[Missed]:
+        missed: Missed = {}
+        wire: list[int] = []  # indexes of blocks to read over the connection
+        at_once = min(max(_BYTES_AT_ONCE // shape.nbytes, 1), _MOST_BLOCKS)
+        for start in range(0, len(names), at_once):
+            some = range(start, min(start + at_once, len(names)))
+            if maps.refused:
+                wire += some
+            else:
+                yield from _read(maps, names, some, views, missed, wire, verify)
+        if wire:
+            found = yield to.read_blocks(
+                [names[i] for i in wire], shape, Memory([views[i] for i in wire], writable=True), verify
+            )
+            missed.update({wire[i]: why for i, why in found.items()})
+        return missed
+
+    return Dialogue(steps)
+
+
+def _read(
+    maps: Maps,
+    names: Sequence[BlockName],
+    some: range,
+    views: Sequence[memoryview],
+    missed: Missed,
+    wire: list[int],
+    verify: bool,
+) -> Steps[None]:
+    """Copy the blocks with the indexes `some` into their `views`. Add misses to `missed`, and the indexes of blocks to
+    read over the connection to `wire`.
+    """
+    answer = yield _locate(names[some.start : some.stop])
+    if isinstance(answer, Refused):
+        if answer.code == "NOPERM" or str(answer).startswith(_NOT_POSSIBLE):
+            maps.refuse()
+        wire += some
+        return
+    lent: dict[int, _Lent] = {}
+    for i, item in zip(some, array(len(some))(answer), strict=True):
+        if item is None:
+            missed[i] = "absent"
+        elif isinstance(item, Refused):
+            wire.append(i)
+        else:
+            lent[i] = _lent(item)
+    if not lent:
+        return
+    yield from _map_missing(maps, [block.region for block in lent.values()])
+
+    def copy_all() -> Missed:
+        reasons = {i: _copy(maps, block, views[i], verify=verify) for i, block in lent.items()}
+        return {i: reason for i, reason in reasons.items() if reason}
+
+    wrong: Missed | None = None
+    if not maps.missing(block.region for block in lent.values()):
+        wrong = yield copy_all
+    answer = yield _release([block.ticket for block in lent.values()])
+    if wrong is None or answer != len(lent):
+        wire += lent
+    else:
+        missed.update(wrong)
+
+
+def _copy(maps: Maps, block: _Lent, into: memoryview, *, verify: bool) -> str | None:
+    """Copy a block from its region. Return the reason if it is a miss: its size or its digest is wrong."""
+    if block.size != len(into):
+        return "size"
+    source = maps.part(block.region, block.offset, block.size)
+    if verify and block.digest is not None:
+        return None if b"%016x" % copy_hashed(source, into) == block.digest else "checksum"
+    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
+    return None

@@ -1,0 +1,223 @@
+"""The commands for clients on the same machine that map the server's memory instead of receiving bytes: KVMAP ATTACH,
+KVMAP BLOCKMGET, KVMAP MGET, KVMAP RELEASE.
+
+A *ticket* keeps a slot in use for a connection, as a reply does while it is sent: the bytes do not move, and their
+memory is not used for other values, even if the value is overwritten, deleted or evicted meanwhile. It counts for
+`maxmemory-clients`, and ends with RELEASE or with the connection.
+
+The reader compares digests with its own copy of the bytes. The reply to RELEASE confirms that the bytes did not change
+before it: until then, the slot was in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from kvpage_server.commands.arguments import check_batch, integer_in, plain_all
+from kvpage_server.commands.context import EPOCH_BITS, Client
+from kvpage_server.commands.families.pages.request import block_missed, block_names
+from kvpage_server.commands.registry import command, container
+from kvpage_server.commands.specs import Parts, blocks, requests, values
+from kvpage_server.core import Argument, Slot
+from kvpage_server.core.arguments import I64
+from kvpage_server.core.pieces import Piece
+from kvpage_server.page import FIELD_AT
+from kvpage_server.resp import Reply, ReplyError, encode
+from kvpage_server.store.memory.entry import Text, is_page
+from kvpage_server.store.memory.index import ExtentPage, OnDisk
+
+MOST_REGIONS = 128  # descriptors in a reply; Linux passes at most 253 at once
+MOST_TICKETS = 65_536  # of a connection: each takes memory in addition to its slot
+_SHARE = 2  # tickets take at most 1/2 of maxmemory-clients, so that they do not close other clients
+_CHECKSUM = slice(FIELD_AT["checksum"], FIELD_AT["checksum"] + 8)
+
+container("kvmap", group="map", summary="A container for commands of clients that map the server's memory.")
+_map = partial(command, flags="readonly allkeys noscript no_multi", group="map")
+
+
+def _check_socket(client: Client) -> None:
+    """Raise ReplyError if the client is not connected to the unix socket."""
+    path = client.server.config.unixsocket
+    if not path or client.local_address != f"{path}:0":
+        raise ReplyError("ERR KVMAP needs a connection to the server's unix socket (unixsocket)")
+
+
+@_map(
+    "kvmap|attach [region [region ...]]",
+    flags="readonly allkeys dangerous noscript no_multi",
+    complexity="O(N) with N regions",
+    reply="array",
+    summary="Passes descriptors of the server's memory, which can only be read.",
+)
+def kvmap_attach(client: Client, args: list[Argument]) -> Reply:
+    """Return an array: the epoch, which differs after a restart; the numbers of all regions that can be mapped; and of
+    the regions whose descriptors the reply carries (SCM_RIGHTS, in this order) an array of number and size in bytes.
+
+    These are the named regions, without names the last 128. The descriptors can only be mapped for reading. They show
+    everything in the server's memory, also values that are written or deleted later, until the process unmaps them.
+    The command must not be sent in a pipeline behind others.
+    """
+    _check_socket(client)
+    shared = client.keyspace.arena.regions.shared
+    named = [integer_in("region", word, 1, I64[1]) for word in plain_all(args)] or [*shared][-MOST_REGIONS:]
+    if len(named) > MOST_REGIONS:
+        raise ReplyError(f"ERR KVMAP ATTACH passes at most {MOST_REGIONS} regions at once, got {len(named)}")
+    if unknown := [number for number in named if number not in shared]:
+        raise ReplyError(f"ERR there is no region {unknown[0]}")
+    epoch = client.server.last_ticket >> EPOCH_BITS
+    reply = [epoch, [*shared], [[number, shared[number].file_size] for number in named]]
+    if not named:
+        return reply
+    try:
+        descriptors = [shared[number].descriptor_to_read() for number in named]
+    except OSError as error:
+        raise ReplyError(f"ERR the system cannot seal shared memory: {error.strerror}") from None
+    pieces: list[Piece] = []
+    encode(reply, client.protocol, pieces)
+    if client.silence or not client.connection.pass_descriptors(_joined(pieces), descriptors):
+        raise ReplyError("ERR the descriptors cannot be passed: read all earlier replies, then send KVMAP ATTACH alone")
+    return ()
+
+
+def _joined(pieces: Sequence[Piece]) -> bytes:
+    """Return the bytes of pieces, none of which is borrowed."""
+    return b"".join(piece for piece in pieces if isinstance(piece, bytes))
+
+
+def _lent(client: Client, slot: Slot, start: int, size: int, digest: int) -> Reply:
+    """Lend `size` bytes of a slot's body, from index `start` on, to a client. Return region, offset, size, digest and
+    ticket, or an error if the client has to read the value as other clients do.
+    """
+    region, offset = slot.place
+    if not region.number:
+        return ReplyError("NOMAP the value is in memory that cannot be mapped")
+    most, nbytes = client.server.config.client_memory, slot.footprint
+    if len(client.tickets) >= MOST_TICKETS or client.server.in_flight + nbytes > most // _SHARE > 0:
+        return ReplyError("OOM the tickets of this connection, or all clients, hold as much as they may: KVMAP RELEASE")
+    return [region.number, offset + start, size, b"%016x" % digest if digest else None, client.lend(slot)]
+
+
+_NOT_IN_MEMORY = "NOMAP the value is on disk only"
+
+
+def _block(client: Client, req_id: bytes, page: int) -> Reply:
+    """Return KVMAP BLOCKMGET's item for one block. A block that is not lent counts neither as a hit nor as a miss."""
+    block = client.keyspace.reader.block(req_id, page)
+    if block is None:
+        client.keyspace.counters.misses += 1
+        block_missed(client, req_id, page)
+        return None
+    if block.extent is None:
+        return ReplyError("NOMAP the block consists of single pages")
+    slot = block.extent.slot
+    found = slot.temporary_slot if isinstance(slot, OnDisk) else slot
+    if found is None:
+        return ReplyError(_NOT_IN_MEMORY)
+    lent = _lent(client, found, 0, found.size, block.extent.digest)
+    if not isinstance(lent, ReplyError):
+        client.keyspace.reader.use_block(block)
+    return lent
+
+
+@_map(
+    "kvmap|blockmget N req page [req page ...]",
+    uses=requests(1, 2),
+    needs=blocks(1),
+    complexity="O(N) with N blocks",
+    reply="array",
+    summary="Returns where N blocks are in the server's memory, and keeps them there.",
+)
+def kvmap_blockmget(client: Client, args: list[Argument]) -> Reply:
+    """Return for each block null if it does not exist, an array, or an error. The array has the number of the region,
+    the offset in bytes, the number of bytes, their digest (XXH3-64 as 16 hexadecimal digits, or null if it is not
+    known), and the ticket. N is at most 510.
+
+    An error NOMAP means that KVBLOCKMGET has to read the block, for example because it consists of single pages; OOM
+    that the client has to release tickets first.
+    """
+    _check_socket(client)
+    check_batch("KVMAP BLOCKMGET", args, 2, "block")
+    names = block_names(args[1:])
+    found = (client.keyspace.index.block(*name) for name in names)
+    client.keyspace.chain([block for block in found if block])
+    return [_block(client, *name) for name in names]
+
+
+def _value(client: Client, key: bytes) -> Reply:
+    """Return KVMAP MGET's item for one key."""
+    entry = client.keyspace.reader.read(key)
+    if entry is None:
+        return None
+    if isinstance(entry, Text):
+        return entry.data
+    if isinstance(entry, ExtentPage):
+        extent = entry.extent
+        slot = extent.slot.temporary_slot if isinstance(extent.slot, OnDisk) else extent.slot
+        if slot is None:
+            return ReplyError(_NOT_IN_MEMORY)
+        plane = extent.shape.plane(entry.kv_type)
+        known = extent.has_checksums and not extent.is_not_hashed
+        digest = extent.checksum_of(entry.layer, entry.head, plane) if known else 0
+        return _lent(client, slot, entry.start, entry.size, digest)
+    found = entry.temporary_slot if isinstance(entry, OnDisk) else entry
+    if found is None:
+        return ReplyError(_NOT_IN_MEMORY)
+    digest = int.from_bytes(found.header[_CHECKSUM], "little") if is_page(entry) else 0
+    return _lent(client, found, 0, found.size, digest)
+
+
+@_map(
+    "kvmap|mget key [key ...]",
+    keys=(2, -1, 1),
+    needs=values,
+    parts=Parts(joined="array"),
+    complexity="O(N) with N keys",
+    reply="array",
+    summary="Returns where the values of keys are in the server's memory, and keeps them there.",
+)
+def kvmap_mget(client: Client, args: list[Argument]) -> Reply:
+    """Return for each key null, an array or an error as KVMAP BLOCKMGET, or the value itself if it is a string of less
+    than 512 bytes, which is not in shared memory. Of a page, the array says where its body is.
+    """
+    _check_socket(client)
+    return [_value(client, key) for key in plain_all(args)]
+
+
+@_map(
+    "kvmap|release ticket [ticket ...]",
+    parts=Parts(joined="sum"),
+    complexity="O(N) with N tickets",
+    reply="integer",
+    summary="Releases tickets, so that the server can use their memory again.",
+)
+def kvmap_release(client: Client, args: list[Argument]) -> Reply:
+    """Return the number of released tickets: all of them, or none and an error, if the connection does not have one of
+    them. Bytes that were read before this reply are those of the value.
+    """
+    tickets = [integer_in("ticket", word, 1, I64[1]) for word in plain_all(args)]
+    held = {ticket for ticket in tickets if ticket in client.tickets}
+    if len(held) < len(tickets):
+        raise ReplyError(_why_not_held(client, tickets))
+    for ticket in tickets:
+        client.take_back(ticket)
+    return len(tickets)
+
+
+def _why_not_held(client: Client, tickets: Sequence[int]) -> str:
+    """Return the error for the first of some tickets that the client does not have, or that is there twice."""
+    seen: set[int] = set()
+    for ticket in tickets:
+        if ticket in seen:
+            return f"ERR ticket {ticket} is there twice"
+        seen.add(ticket)
+        if ticket in client.tickets:
+            continue
+        if ticket >> EPOCH_BITS != client.server.last_ticket >> EPOCH_BITS:
+            return f"ERR ticket {ticket} is of another epoch: the server was restarted"
+        if any(ticket in other.tickets for other in client.server.clients.values()):
+            return f"ERR ticket {ticket} belongs to another connection"
+        if ticket > client.server.last_ticket:
+            return f"ERR there was no ticket {ticket}"
+        return f"ERR ticket {ticket} was released before"
+    raise AssertionError

@@ -1,0 +1,253 @@
+"""PageClient reads blocks from the server's memory over a unix socket, or falls back to the connection."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis
+from page_batches import Array
+from servers import RunningServer, start_server
+from waiting import until
+
+from kvpage_server.client import AsyncPageClient, PageClient
+from kvpage_server.page import BlockShape, DType, KVType, Plane
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs sealed shared memory of Linux")
+
+SHAPE = BlockShape(8, 4, 64, (Plane(KVType.K, DType.FLOAT16, 64), Plane(KVType.V, DType.FLOAT16, 64)))  # half a MiB
+COUNT = 12
+NAMES = [(b"r%d" % i, i) for i in range(COUNT)]
+
+
+def bodies(seed: int = 0) -> list[Array]:
+    return list(np.random.default_rng(seed).integers(0, 255, (COUNT, SHAPE.nbytes), np.uint8))
+
+
+def empty() -> list[Array]:
+    return [np.zeros(SHAPE.nbytes, np.uint8) for _ in range(COUNT)]
+
+
+@contextmanager
+def started(directory: Path, *options: str) -> Iterator[tuple[RunningServer, str]]:
+    """Start a server with a unix socket. Yield it, and the URL of the socket."""
+    path = directory / "socket"
+    with start_server("--unixsocket", str(path), *options, directory=directory) as server:
+        yield server, f"unix://{path}"
+
+
+def mapped(server: RunningServer) -> int:
+    """Number of calls of KVMAP BLOCKMGET so far."""
+    with server.client() as client:
+        stats = client.info("commandstats")
+        return int(stats.get("cmdstat_kvmap|blockmget", {"calls": 0})["calls"])
+
+
+def over_the_wire(server: RunningServer) -> int:
+    """Number of reads of blocks over a connection so far."""
+    with server.client() as client:
+        stats = client.info("commandstats")
+        names = ("cmdstat_kvblockmget", "cmdstat_kvblockget")
+        return sum(int(stats.get(name, {"calls": 0})["calls"]) for name in names)
+
+
+def check(client: PageClient, written: list[Array]) -> None:
+    """Check that all blocks are read."""
+    into = empty()
+    assert client.mget_blocks_into(NAMES, SHAPE, into) == [True] * COUNT
+    assert all((found == body).all() for found, body in zip(into, written, strict=True))
+
+
+@pytest.mark.parametrize("verify", [True, False], ids=["verify", "no verify"])
+@pytest.mark.parametrize("connections", [1, 3])
+def test_blocks_are_read_from_the_server_s_memory(tmp_path: Path, verify: bool, connections: int) -> None:
+    with (
+        started(tmp_path) as (server, url),
+        PageClient(url, verify=verify, connections=connections, deadline=30) as client,
+    ):
+        written = bodies()
+        client.mset_blocks(NAMES, SHAPE, written)
+        for _ in range(3):
+            check(client, written)
+        assert mapped(server) >= 3
+        assert over_the_wire(server) == 0
+        client.mset_blocks(NAMES, SHAPE, bodies(1))
+        check(client, bodies(1))
+        client.delete_request(NAMES[3][0])
+        reasons = client.fetch_blocks_into(NAMES, SHAPE, empty())
+        assert reasons == [None] * 3 + ["absent"] + [None] * (COUNT - 4)
+        with server.client() as other:
+            assert int(other.info("memory")["mem_clients_normal"]) < SHAPE.nbytes
+
+
+async def read_and_cancel(url: str, written: list[Array]) -> None:
+    """Read all blocks with an AsyncPageClient, several times at once, and cancel other reads meanwhile."""
+    async with AsyncPageClient(url, connections=2, deadline=30) as client:
+        for _ in range(10):
+            into = [empty() for _ in range(3)]
+            reads = [asyncio.create_task(client.mget_blocks_into(NAMES, SHAPE, some)) for some in into]
+            await asyncio.wait([asyncio.ensure_future(asyncio.sleep(0)), *reads], return_when=asyncio.FIRST_COMPLETED)
+            reads[0].cancel()
+            found = await asyncio.gather(*reads, return_exceptions=True)
+            kept = [array.copy() for array in into[0]]
+            assert found[1:] == [[True] * COUNT] * 2
+            for some in into[1:]:
+                assert all((one == body).all() for one, body in zip(some, written, strict=True))
+            assert all((one == before).all() for one, before in zip(into[0], kept, strict=True))
+
+
+def test_an_event_loop_reads_from_the_server_s_memory(tmp_path: Path) -> None:
+    with started(tmp_path) as (server, url):
+        with PageClient(url, deadline=30) as client:
+            client.mset_blocks(NAMES, SHAPE, bodies())
+        asyncio.run(read_and_cancel(url, bodies()))
+        assert mapped(server) >= 20
+        assert over_the_wire(server) == 0
+        with server.client() as other:
+            until(lambda: int(other.info("memory")["mem_clients_normal"]) < SHAPE.nbytes, "the end of the tickets")
+
+
+def test_threads_share_the_maps(tmp_path: Path) -> None:
+    with started(tmp_path) as (_, url), PageClient(url, deadline=30) as client, ThreadPoolExecutor(6) as threads:
+        written = bodies()
+        client.mset_blocks(NAMES, SHAPE, written)
+        for done in [threads.submit(check, client, written) for _ in range(30)]:
+            done.result()
+
+
+def test_new_regions_are_mapped_when_they_are_needed(tmp_path: Path) -> None:
+    with started(tmp_path, "--maxmemory", "0") as (server, url), PageClient(url, deadline=60) as client:
+        written = bodies()
+        for generation in range(30):  # more than the first region has
+            names = [(b"%d-%d" % (generation, i), 0) for i in range(COUNT)]
+            client.mset_blocks(names, SHAPE, written)
+            into = empty()
+            assert client.mget_blocks_into(names, SHAPE, into) == [True] * COUNT
+            assert all((found == body).all() for found, body in zip(into, written, strict=True))
+        assert over_the_wire(server) == 0
+
+
+def test_other_blocks_are_read_over_the_connection(tmp_path: Path) -> None:
+    """A block of single pages, and blocks beyond the limit of tickets, are not mapped."""
+    limits = ("--maxmemory-clients", "6mb", "--maxmemory", "256mb")
+    with started(tmp_path, *limits) as (server, url), PageClient(url, deadline=30) as client:
+        written = bodies()
+        client.mset_blocks(NAMES, SHAPE, written)
+        with server.client() as other:
+            page = written[2][: SHAPE.page_nbytes(SHAPE.planes[0])].tobytes()
+            other.execute_command("KVPAGESET", NAMES[2][0], 0, 0, NAMES[2][1], 0, 1, 64, 64, 0, page)  # splits it
+        check(client, written)
+        check(client, written)
+        assert mapped(server) == over_the_wire(server) == 2
+
+
+def test_a_tenant_reads_over_the_connection(tmp_path: Path) -> None:
+    with started(tmp_path, "--user", "tenant", "on", "nopass", "~kv:r*", "+@all") as (server, url):
+        with PageClient(url.replace("unix://", "unix://tenant:x@"), deadline=30) as client:
+            written = bodies()
+            client.mset_blocks(NAMES, SHAPE, written)
+            check(client, written)
+            check(client, written)
+        assert over_the_wire(server) == 2
+
+
+def test_values_on_disk_are_loaded_and_mapped(tmp_path: Path) -> None:
+    options = ("--store", "tiered", "--maxmemory", "256mb", "--page-code", "disk")
+    written = bodies()
+    with started(tmp_path, *options) as (server, url), PageClient(url, deadline=30) as client:
+        client.mset_blocks(NAMES, SHAPE, written)
+        check(client, written)
+        with server.client() as other:
+            other.execute_command("SAVE")
+    with started(tmp_path, *options) as (server, url), PageClient(url, deadline=30) as client:
+        check(client, written)
+        check(client, written)
+        assert over_the_wire(server) == 0
+
+
+def test_a_restarted_server_is_mapped_again(tmp_path: Path) -> None:
+    written = bodies()
+    with started(tmp_path) as (first, url), PageClient(url, deadline=30) as client:
+        client.mset_blocks(NAMES, SHAPE, written)
+        check(client, written)
+        first.stop()
+        with started(tmp_path) as (second, _):
+            assert client.mget_blocks_into(NAMES, SHAPE, empty()) == [False] * COUNT
+            client.mset_blocks(NAMES, SHAPE, bodies(5))
+            check(client, bodies(5))
+            assert mapped(second) >= 2
+            assert over_the_wire(second) == 0
+
+
+def test_without_free_descriptors_the_connection_is_used(tmp_path: Path) -> None:
+    with started(tmp_path) as (server, url), PageClient(url, deadline=30) as client:
+        written = bodies()
+        client.mset_blocks(NAMES, SHAPE, written)
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = os.open(os.devnull, os.O_RDONLY)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, before[1]))  # one is free: it is the receiver's copy
+        try:
+            check(client, written)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert over_the_wire(server) == 1
+
+
+def overwrite(pid: int, wanted: bytes) -> int:
+    """Overwrite some bytes in the shared memory of a process with zeros. Return how often they were there."""
+    found = 0
+    lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()
+    with Path(f"/proc/{pid}/mem").open("r+b", 0) as memory:
+        for line in lines:
+            start, stop = (int(part, 16) for part in line.split()[0].split("-"))
+            if "memfd:kvpage" not in line:
+                continue
+            memory.seek(start)
+            at = memory.read(min(stop - start, 32 << 20)).find(wanted)
+            if at >= 0:
+                memory.seek(start + at)
+                memory.write(bytes(len(wanted)))
+                found += 1
+    return found
+
+
+def test_damaged_memory_is_a_miss(tmp_path: Path) -> None:
+    """The server's process is changed as a defect of memory would."""
+    with started(tmp_path) as (server, url), PageClient(url, deadline=30) as client:
+        written = bodies()
+        client.mset_blocks(NAMES, SHAPE, written)
+        assert overwrite(server.pid, written[4][1000:1064].tobytes()) == 1
+        into = empty()
+        assert client.fetch_blocks_into(NAMES, SHAPE, into) == [None] * 4 + ["checksum"] + [None] * 7
+
+
+def test_a_killed_server_is_an_error_and_no_wrong_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with (
+        start_server("--unixsocket", str(path), killed=True) as server,
+        PageClient(f"unix://{path}", deadline=5) as client,
+    ):
+        client.mset_blocks(NAMES, SHAPE, bodies())
+        check(client, bodies())
+        server.stop(signal.SIGKILL)
+        with pytest.raises(redis.ConnectionError):
+            client.mget_blocks_into(NAMES, SHAPE, empty())
+
+
+def test_a_closed_client_keeps_no_descriptor(tmp_path: Path) -> None:
+    with started(tmp_path) as (_, url):
+        before = len(os.listdir("/proc/self/fd"))
+        with PageClient(url, deadline=30) as client:
+            client.mset_blocks(NAMES, SHAPE, bodies())
+            check(client, bodies())
+        until(lambda: len(os.listdir("/proc/self/fd")) <= before, "the end of the maps")

@@ -1,0 +1,359 @@
+"""KVMAP: clients of the unix socket read values in the server's memory, which they map."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+from servers import RunningServer, start_server
+from waiting import until
+from wire import Error, Wire, encode_command, parse
+
+from kvpage_server.page import checksum
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs sealed shared memory of Linux")
+
+MIB = 1 << 20
+BODY = os.urandom(MIB)
+SHAPE = (b"16", b"8", b"64", b"0", b"1", b"0", b"1", b"64")  # layers, heads, page_size, ttl, planes: of one MiB
+
+
+class Local(Wire):
+    """A connection to the unix socket, with the regions that it has mapped."""
+
+    def __init__(self, path: Path) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(60)
+        self._socket.connect(str(path))
+        self._incoming = self._socket.makefile("rb")
+        self.maps: dict[int, mmap.mmap] = {}
+        self.descriptors: list[int] = []
+
+    def do(self, *words: bytes | int) -> Any:
+        """Return the parsed reply to a command."""
+        return parse(self.ask(*(word if isinstance(word, bytes) else b"%d" % word for word in words)))
+
+    def attach(self, *numbers: int) -> list[Any]:
+        """Map regions, and return KVMAP ATTACH's reply."""
+        self.send(encode_command([b"KVMAP", b"ATTACH", *(b"%d" % number for number in numbers)]))
+        data, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, 253)
+        reply = parse(data)
+        for (number, size), descriptor in zip(reply[2], descriptors, strict=True):
+            self.maps[number] = mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ)
+        self.descriptors += descriptors
+        return list(reply)
+
+    def read(self, item: list[Any]) -> bytes:
+        """Return the bytes that an item of a reply names."""
+        number, offset, size, digest, _ = item
+        found = self.maps[number][offset : offset + size]
+        assert digest is None or digest == b"%016x" % checksum(found)
+        return found
+
+    def close(self) -> None:
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+        super().close()
+
+
+def set_block(wire: Wire, name: bytes, body: bytes = BODY) -> None:
+    assert wire.ask(b"KVBLOCKSET", name, b"0", *SHAPE, body) == b"+OK\r\n"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("mapped") / "socket"
+
+
+@pytest.fixture(scope="module")
+def server(path: Path) -> Iterator[RunningServer]:
+    options = ("--maxmemory", "128mb", "--maxmemory-clients", "16mb")
+    with start_server("--unixsocket", str(path), *options) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[redis.Redis]:
+    with server.client() as client:
+        client.flushall()
+        yield client
+
+
+@pytest.fixture
+def local(client: redis.Redis, path: Path) -> Iterator[Local]:
+    with Local(path) as local:
+        yield local
+
+
+def lent(client: redis.Redis) -> int:
+    """Bytes that all clients hold."""
+    return int(client.info("memory")["mem_clients_normal"])
+
+
+def test_a_block_is_read_from_mapped_memory(local: Local) -> None:
+    set_block(local, b"r")
+    epoch, existing, passed = local.attach()
+    assert existing == [number for number, _ in passed]
+    item, absent = local.do(b"KVMAP", b"BLOCKMGET", 2, b"r", 0, b"s", 0)
+    assert absent is None
+    assert item[2:4] == [MIB, b"%016x" % checksum(BODY)]
+    assert item[4] >> 43 == epoch
+    assert local.read(item) == BODY
+    assert local.do(b"KVMAP", b"RELEASE", item[4]) == 1
+
+
+def test_strings_and_pages_are_read_from_mapped_memory(local: Local) -> None:
+    local.do(b"MSET", b"short", b"a", b"long", b"b" * 5000)
+    local.do(b"KVPAGESET", b"p", 0, 0, 0, 0, 1, 64, 64, 0, BODY[:8192])
+    set_block(local, b"r")
+    local.attach()
+    page, extent = b"kv:p:0:0:0:0", b"kv:r:1:0:0:0"
+    values = local.do(b"KVMAP", b"MGET", b"short", b"long", page, extent, b"absent")
+    assert [values[0], values[4]] == [b"a", None]
+    assert local.read(values[1]) == b"b" * 5000
+    assert local.read(values[2]) == BODY[:8192]
+    assert values[2][3] == b"%016x" % checksum(BODY[:8192])
+    assert local.read(values[3]) == BODY[MIB // 16 : MIB // 16 + 8192]
+    assert local.do(b"KVMAP", b"RELEASE", *(item[4] for item in values[1:4])) == 3
+
+
+def test_a_block_of_single_pages_is_not_mapped(local: Local) -> None:
+    local.do(b"KVPAGESET", b"p", 0, 0, 0, 0, 1, 64, 64, 0, BODY[:8192])
+    [item] = local.do(b"KVMAP", b"BLOCKMGET", 1, b"p", 0)
+    assert item == "NOMAP the block consists of single pages"
+
+
+@pytest.mark.parametrize("how", ["overwritten", "deleted", "evicted", "flushed"])
+def test_bytes_stay_until_the_release(local: Local, client: redis.Redis, how: str) -> None:
+    set_block(local, b"r")
+    local.attach()
+    [item] = local.do(b"KVMAP", b"BLOCKMGET", 1, b"r", 0)
+    if how == "overwritten":
+        set_block(local, b"r", bytes(MIB))
+    elif how == "deleted":
+        assert client.execute_command("KVPAGEDEL", "r") == 128
+    elif how == "flushed":
+        client.flushall()
+    for number in range(200 if how == "evicted" else 20):
+        set_block(local, b"s%d" % number, os.urandom(MIB))
+    assert local.do(b"KVBLOCKEXISTS", b"r", 0) == (how == "overwritten")
+    assert local.read(item) == BODY
+    assert local.do(b"KVMAP", b"RELEASE", item[4]) == 1
+
+
+def test_tickets_end_with_their_connection(client: redis.Redis, path: Path) -> None:
+    before = lent(client)
+    with Local(path) as local:
+        for name in b"abcd":
+            set_block(local, b"%d" % name)
+            [item] = local.do(b"KVMAP", b"BLOCKMGET", 1, b"%d" % name, 0)
+            assert item[2] == MIB
+        assert lent(client) > before + 4 * MIB
+    until(lambda: lent(client) <= before, "the end of the tickets")
+
+
+def test_reset_ends_tickets(local: Local, client: redis.Redis) -> None:
+    set_block(local, b"r")
+    [item] = local.do(b"KVMAP", b"BLOCKMGET", 1, b"r", 0)
+    assert local.do(b"RESET") == "RESET"
+    assert local.do(b"KVMAP", b"RELEASE", item[4]) == f"ERR ticket {item[4]} was released before"
+    assert lent(client) < MIB
+
+
+def test_tickets_take_half_of_the_memory_for_clients(local: Local, client: redis.Redis) -> None:
+    for number in range(20):
+        set_block(local, b"%d" % number)
+    names = [word for number in range(20) for word in (b"%d" % number, b"0")]
+    items = local.do(b"KVMAP", b"BLOCKMGET", 20, *names)
+    granted = [item for item in items if isinstance(item, list)]
+    assert 4 <= len(granted) <= 8
+    assert all(item.startswith("OOM") for item in items[len(granted) :])
+    assert lent(client) <= 8 * MIB
+    local.do(b"KVMAP", b"RELEASE", *(item[4] for item in granted))
+    assert isinstance(local.do(b"KVMAP", b"BLOCKMGET", 1, b"19", b"0")[0], list)
+
+
+def test_held_tickets_do_not_evict_other_values(local: Local, client: redis.Redis) -> None:
+    """They count for clients: as many other values fit as without them."""
+    for number in range(6):
+        set_block(local, b"a%d" % number)
+        local.do(b"KVMAP", b"BLOCKMGET", 1, b"a%d" % number, 0)
+    client.flushall()
+    for number in range(80):
+        set_block(local, b"b%d" % number)
+    assert client.info("stats")["evicted_keys"] == 0 or client.dbsize() >= 80 * 128
+
+
+ATTACH_OVER_TCP = "ERR KVMAP needs a connection to the server's unix socket (unixsocket)"
+
+
+def test_wrong_tickets_have_errors_of_their_own(local: Local, server: RunningServer, path: Path) -> None:
+    set_block(local, b"r")
+    [item] = local.do(b"KVMAP", b"BLOCKMGET", 1, b"r", 0)
+    ticket = item[4]
+    with Local(path) as other:
+        assert other.do(b"KVMAP", b"RELEASE", ticket) == f"ERR ticket {ticket} belongs to another connection"
+    twice = local.do(b"KVMAP", b"RELEASE", ticket, ticket)
+    assert twice == f"ERR ticket {ticket} is there twice"
+    future = ticket + 1000
+    assert local.do(b"KVMAP", b"RELEASE", ticket, future) == f"ERR there was no ticket {future}"
+    old = ticket ^ (1 << 50)
+    assert local.do(b"KVMAP", b"RELEASE", old) == f"ERR ticket {old} is of another epoch: the server was restarted"
+    assert local.do(b"KVMAP", b"RELEASE", ticket) == 1
+    assert local.do(b"KVMAP", b"RELEASE", ticket) == f"ERR ticket {ticket} was released before"
+    assert isinstance(local.do(b"KVMAP", b"RELEASE", b"x"), Error)
+    assert local.do(b"PING") == "PONG"
+
+
+def test_other_mistakes_have_errors_of_their_own(local: Local, server: RunningServer) -> None:
+    assert local.do(b"KVMAP", b"ATTACH", 12345) == "ERR there is no region 12345"
+    many = local.do(b"KVMAP", b"ATTACH", *range(1, 200))
+    assert many == "ERR KVMAP ATTACH passes at most 128 regions at once, got 199"
+    assert isinstance(local.do(b"KVMAP", b"BLOCKMGET", 2, b"r", 0), Error)
+    assert isinstance(local.do(b"KVMAP", b"BLOCKMGET", 1, b"r", b"x"), Error)
+    with Wire(server.port) as wire:
+        for words in ((b"ATTACH",), (b"BLOCKMGET", b"1", b"r", b"0"), (b"MGET", b"r")):
+            assert parse(wire.ask(b"KVMAP", *words)) == ATTACH_OVER_TCP
+        assert wire.ask(b"PING") == b"+PONG\r\n"
+    local.do(b"MULTI")
+    assert "inside a transaction" in local.do(b"KVMAP", b"ATTACH")
+    assert "EXECABORT" in local.do(b"EXEC")
+
+
+def test_descriptors_are_passed_only_after_all_replies(local: Local) -> None:
+    local.send(encode_command([b"PING"]) + encode_command([b"KVMAP", b"ATTACH"]))
+    assert local.reply() == b"+PONG\r\n"
+    assert b"read all earlier replies" in local.reply()
+    assert local.attach()[2]
+
+
+def test_a_user_with_limited_rights_is_refused(local: Local, client: redis.Redis, path: Path) -> None:
+    set_block(local, b"r")
+    client.execute_command("ACL", "SETUSER", "tenant", "on", "nopass", "~kv:r:*", "+@all")
+    client.execute_command("ACL", "SETUSER", "careful", "on", "nopass", "~*", "+@all", "-@dangerous")
+    try:
+        with Local(path) as tenant:
+            tenant.do(b"AUTH", b"tenant", b"")
+            for words in ((b"ATTACH",), (b"BLOCKMGET", b"1", b"r", b"0"), (b"MGET", b"kv:r:0:0:0:0")):
+                assert tenant.do(b"KVMAP", *words).startswith("NOPERM")
+            assert tenant.do(b"KVBLOCKGET", b"r", b"0") == BODY
+            tenant.do(b"AUTH", b"careful", b"")
+            assert tenant.do(b"KVMAP", b"ATTACH").startswith("NOPERM")
+    finally:
+        client.execute_command("ACL", "DELUSER", "tenant", "careful")
+
+
+def refused(call: Any) -> int:
+    """Return the error number with which the system refuses a call."""
+    with pytest.raises(OSError, match=r".") as caught:
+        call()
+    return caught.value.errno or 0
+
+
+def test_other_processes_cannot_write_to_the_memory(local: Local) -> None:
+    set_block(local, b"r")
+    local.attach()
+    [item] = local.do(b"KVMAP", b"BLOCKMGET", 1, b"r", 0)
+    [descriptor, *_] = local.descriptors
+    denied = (errno.EPERM, errno.EACCES, errno.EBADF, errno.EINVAL)
+    again = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)  # as its owner, or as root
+    try:
+        for mine in (descriptor, again):
+            assert refused(partial(mmap.mmap, mine, 4096, mmap.MAP_SHARED, mmap.PROT_WRITE)) in denied
+            assert refused(partial(os.ftruncate, mine, 0)) in denied
+            assert refused(partial(os.ftruncate, mine, 1 << 40)) in denied
+            assert refused(partial(os.pwrite, mine, b"x", 0)) in denied
+            assert refused(partial(fcntl.fcntl, mine, 1033, 1)) in denied
+    finally:
+        os.close(again)
+    region = local.maps[item[0]]
+    address = ctypes.c_void_p(address_of(region))
+    assert ctypes.CDLL(None).mprotect(address, ctypes.c_size_t(4096), mmap.PROT_READ | mmap.PROT_WRITE) != 0
+    assert local.read(item) == BODY
+    assert local.do(b"KVBLOCKGET", b"r", 0) == BODY
+
+
+def address_of(region: mmap.mmap) -> int:
+    """Return the address of a read-only mapping."""
+    return int(np.frombuffer(region, np.uint8).ctypes.data)
+
+
+def open_memory(pid: int) -> int:
+    """Number of descriptors of shared memory that a process has."""
+    found = 0
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            found += "memfd:kvpage" in os.readlink(entry)
+    return found
+
+
+def kill_a_reader(path: Path) -> None:
+    """Begin a process that maps the memory and holds tickets, and kill it while it reads."""
+    heard, said = os.pipe()
+    pid = os.fork()
+    if not pid:
+        with suppress(BaseException):
+            local = Local(path)
+            local.attach()
+            [item] = local.do(b"KVMAP", b"BLOCKMGET", 1, b"r", 0)
+            os.write(said, b"x")
+            while True:
+                local.read(item)
+        os._exit(1)
+    os.close(said)
+    try:
+        assert os.read(heard, 1) == b"x"
+    finally:
+        os.close(heard)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("rounds", [10, pytest.param(200, marks=pytest.mark.soak)])
+def test_a_killed_reader_leaves_nothing(
+    local: Local, client: redis.Redis, path: Path, server: RunningServer, rounds: int
+) -> None:
+    set_block(local, b"r")
+    kill_a_reader(path)
+    descriptors, regions = open_memory(server.pid), len(local.attach()[1])
+    until(lambda: lent(client) < MIB, "the end of the tickets")
+    for _ in range(rounds):
+        kill_a_reader(path)
+        until(lambda: lent(client) < MIB, "the end of the tickets")
+    assert (open_memory(server.pid), len(local.attach()[1])) == (descriptors, regions)
+    assert local.do(b"KVBLOCKGET", b"r", 0) == BODY
+
+
+def test_a_reader_keeps_its_bytes_when_the_server_dies(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    options = ("--unixsocket", str(path))
+    with start_server(*options, killed=True) as server, Local(path) as local:
+        set_block(local, b"r")
+        epoch = local.attach()[0]
+        [item] = local.do(b"KVMAP", b"BLOCKMGET", 1, b"r", 0)
+        server.stop(signal.SIGKILL)
+        assert local.read(item) == BODY
+    with start_server(*options), Local(path) as local:
+        assert local.attach()[0] != epoch
+        assert "of another epoch" in local.do(b"KVMAP", b"RELEASE", item[4])
+
+
+def test_a_server_without_a_unix_socket_shares_nothing() -> None:
+    with start_server() as server, Wire(server.port) as wire:
+        set_block(wire, b"r")
+        assert parse(wire.ask(b"KVMAP", b"ATTACH")) == ATTACH_OVER_TCP
+        assert open_memory(server.pid) == 0
