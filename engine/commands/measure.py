@@ -12,13 +12,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import redis
 from rich.console import Console
 
 from kvpage_server.address import shown
 from kvpage_server.client import names_several
+from kvpage_server.client.commands import BlockCode
+from kvpage_server.client.page import readable
 from kvpage_server.client.wire.connection import plain_client
 from kvpage_server.system.terminal import table_of
 from kvpage_server.system.text import as_size
@@ -29,6 +31,7 @@ from .talk import ask
 
 if TYPE_CHECKING:
     from ..agent_engine import Answer
+    from ..memory.blocks import AgentBlocks
     from ..startup import Engine
     from ..tiers.pages import PageTier
 
@@ -115,6 +118,7 @@ def doctor(args: argparse.Namespace) -> int:
         fetching = _fetching(engine, short, long)
         rate = as_size(round(spec.token_nbytes / fetching.each))
         _say("link", f"{1000 * _ping(engine.pages):.2f} ms round trip, {rate} a second")
+        _say("code", _about_code(engine, long))
         _say("verdict", _verdict(fetching, prefill))
     finally:
         engine.close()
@@ -129,30 +133,60 @@ def _verdict(fetching: Fetching, prefill: float) -> str:
     return f"fetching is faster than computing here from {tokens:,} tokens on, and up to {times:,.0f} times as fast"
 
 
+def _about_code(engine: Engine, prompt: list[int]) -> str:
+    """Return a text about the lossless code of the blocks of a context with the tokens `prompt`: the ratio, the rates,
+    and the rate of a link below which blocks arrive sooner in the code. Raises Failure if the context is not found.
+    """
+    from ..tiers.server.manifest import block_shape
+
+    code, raw, coded = BlockCode(always=True), 0, 0
+    with _stored(engine, prompt) as agent:
+        context = _load(engine, agent, prompt)
+        for block in context.blocks:
+            shapes = engine.spec.token_shapes(block.tokens)
+            if not block.nbytes or not any(shapes):
+                continue
+            shape = block_shape(shapes)
+            body = b"".join(readable(cast(Any, array)) for layer in block.layers for array in layer)
+            raw, coded = raw + len(body), coded + code.measure(body, shape)
+        engine.pool.free(context.block_ids, agent)
+    if raw == coded:
+        return "the lossless code would not shorten the blocks of this model by a tenth"
+    ratio, rates = raw / coded, [as_size(round(rate.value or 0)) for rate in (code.encoder, code.decoder)]
+    least = [as_size(round(code.break_even(ratio, receives=receives))) for receives in (True, False)]
+    return (
+        f"blocks are {ratio:.2f} times shorter in the lossless code; it encodes {rates[0]} a second, and decodes "
+        f"{rates[1]}: faster if a link receives less than {least[0]} a second, or sends less than {least[1]}"
+    )
+
+
 def _fetching(engine: Engine, short: list[int], long: list[int]) -> Fetching:
     """Estimate the time to fetch contexts, from the medians of three loads of `short` and of `long` (token ids). Raises
     Failure if a context is not found.
     """
     found = []
     for prompt in (short, long):
-        with _scratch(engine) as agent:
-            ask(engine, agent, prompt, max_tokens=1)
-            engine.store.flush_dirty()
-            found.append((len(prompt), median(_load(engine, agent, prompt) for _ in range(3))))
+        with _stored(engine, prompt) as agent:
+            found.append((len(prompt), median(_load_seconds(engine, agent, prompt) for _ in range(3))))
     (few, quick), (many, slow) = found
     each = max(slow - quick, 1e-9) / (many - few)
     return Fetching(max(0.0, quick - few * each), each)
 
 
-def _load(engine: Engine, agent: str, prompt: list[int]) -> float:
-    assert engine.pages
+def _load_seconds(engine: Engine, agent: str, prompt: list[int]) -> float:
     started = time.perf_counter()
-    loaded = engine.pages.load(agent, prompt)
+    loaded = _load(engine, agent, prompt)
     seconds = time.perf_counter() - started
-    if not loaded or len(loaded) < len(prompt) - 1:
-        raise Failure(f"what was stored can't be fetched: {dict(engine.pages.misses)}, {dict(engine.pages.unsaved)}")
     engine.pool.free(loaded.block_ids, agent)
     return seconds
+
+
+def _load(engine: Engine, agent: str, prompt: list[int]) -> AgentBlocks:
+    assert engine.pages
+    loaded = engine.pages.load(agent, prompt)
+    if not loaded or len(loaded) < len(prompt) - 1:
+        raise Failure(f"what was stored can't be fetched: {dict(engine.pages.misses)}, {dict(engine.pages.unsaved)}")
+    return loaded
 
 
 def _warm_up(engine: Engine) -> None:
@@ -180,6 +214,15 @@ def _scratch(engine: Engine) -> Iterator[str]:
         yield agent
     finally:
         engine.store.delete(agent)
+
+
+@contextmanager
+def _stored(engine: Engine, prompt: list[int]) -> Iterator[str]:
+    """Yield the name of a new agent whose context with the tokens `prompt` is stored, and delete it at the end."""
+    with _scratch(engine) as agent:
+        ask(engine, agent, prompt, max_tokens=1)
+        engine.store.flush_dirty()
+        yield agent
 
 
 def _prompt(engine: Engine, tokens: int) -> list[int]:
