@@ -289,7 +289,8 @@ class _Code:
 
 
 def _coded(client: Client, block: Block | None, body: tuple[Piece, ...]) -> Steps[tuple[Piece, ...]]:
-    """Return the digest and the code of a block's body, in pieces; the body itself if it has no code.
+    """Return the digest and the code of a block's body, in pieces; the body itself if it has no code, or if the code
+    would exceed maxmemory-clients.
 
     `body` is the bulk string of the body. A thread encodes long bodies. The digest is the stored one, if there is one:
     so a client notices a body that was damaged in memory.
@@ -300,6 +301,9 @@ def _coded(client: Client, block: Block | None, body: tuple[Piece, ...]) -> Step
     if shape is None or not any(plane.dtype in CODED_DTYPES for plane in shape.planes):
         return body
     nbytes, known = shape.nbytes, extent.digest if extent is not None else 0
+    server = client.server
+    if 0 < server.config.client_memory < server.in_flight + nbytes:  # no room for the code
+        return body
     client.keep(nbytes)
     try:
         text = body[0].view if len(body) == 1 and isinstance(body[0], Slot) else (yield from _joined(body))

@@ -177,3 +177,15 @@ def test_a_user_needs_the_right_to_the_keys(server: RunningServer, client: redis
                 set_coded(reader, "r", 0, BFLOAT16, body_of(BFLOAT16))
     finally:
         client.execute_command("ACL", "DELUSER", "reader")
+
+
+def test_a_code_that_exceeds_maxmemory_clients_is_not_made(client: redis.Redis) -> None:
+    body = body_of(LARGE)
+    set_raw(client, "r", 0, LARGE, body)
+    before = client.config_get("maxmemory-clients")["maxmemory-clients"]
+    client.config_set("maxmemory-clients", "1mb")
+    try:
+        assert get_coded(client, "r", 0) == [body]
+    finally:
+        client.config_set("maxmemory-clients", before)
+    assert decoded(get_coded(client, "r", 0)[0], len(body)) == body
