@@ -42,12 +42,19 @@ def pytest_configure() -> None:
         raise pytest.UsageError(f"the page core would not run: {core.REASON}. To compile it: make core")
 
 
+SHARED = {  # a process, by tests in several files, because they share an engine
+    "families": re.compile("test_engine_families"),
+    "frameworks": re.compile("tests/frameworks"),
+    "smollm2": re.compile(r"test_api_framework_requests|test_api_text|test_api_\w+\.py::test_\w*real_model"),
+}
+
+
 class ByFile(LoadFileScheduling):
-    """A file's tests run in one process, and so do all tests of the families, and those of frameworks: one engine."""
+    """A file's tests run in one process, and so do those of an entry of SHARED."""
 
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
-        return next((group for group in ("test_engine_families", "tests/frameworks") if group in file), file)
+        return next((group for group, tests in SHARED.items() if tests.search(nodeid)), file)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:

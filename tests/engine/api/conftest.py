@@ -6,13 +6,20 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from api_engines import RunningEngine, start_engine, write_tiny
+from api_engines import RunningEngine, link_smollm2, start_engine, write_tiny
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     model = write_tiny(tmp_path_factory.mktemp("models") / "tiny")
     with start_engine(model) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
+    """SmolLM2 with a chat template that has tools. It keeps contexts of other tests: SHARED in tests/conftest.py."""
+    with start_engine(link_smollm2(tmp_path_factory.mktemp("models") / "smollm2")) as engine:
         yield engine
 
 

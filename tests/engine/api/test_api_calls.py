@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from api_engines import RunningEngine, link_smollm2, start_engine, write_caller, write_offered
+from api_engines import RunningEngine, start_engine, write_caller, write_offered
 
 ASK: list[Any] = [{"role": "user", "content": "How is it in Oslo?"}]
 WEATHER = {
@@ -271,15 +271,15 @@ def test_forced_calls_reuse_the_prompt(api: openai.OpenAI) -> None:
     assert again.prompt_tokens_details.cached_tokens > 300
 
 
-def test_the_real_model_calls_tools_in_a_loop(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_real_model_calls_tools_in_a_loop(smollm2: RunningEngine) -> None:
     """The second turn has the result of the tool, and reuses the context of the first."""
-    with start_engine(link_smollm2(tmp_path_factory.mktemp("models") / "tiny")) as engine, engine.client() as api:
-        first = chat(api, temperature=0, tool_choice="required", parallel_tool_calls=False)
+    with smollm2.client() as api:
+        first = chat(api, model="smollm2", temperature=0, tool_choice="required", parallel_tool_calls=False)
         message = first.choices[0].message
         (call,) = message.tool_calls
         assert is_call(call)
         result = {"role": "tool", "tool_call_id": call.id, "content": "Rain, 9 degrees."}
         turns = [*ASK, message.model_dump(exclude_none=True), result]
-        second = chat(api, temperature=0, messages=turns, max_tokens=20)
+        second = chat(api, model="smollm2", temperature=0, messages=turns, max_tokens=20)
         assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens
         assert second.choices[0].message.content

@@ -7,13 +7,12 @@ tests/frameworks/frameworks.txt: structured answers, a tool, and the turn after 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from api_engines import RunningEngine, link_smollm2, start_engine
+from api_engines import RunningEngine
 from openai.types.chat import ChatCompletion
 
 RECORDED = Path(__file__).parents[2] / "support" / "framework_requests.jsonl"
@@ -21,16 +20,10 @@ REQUESTS = [json.loads(line) for line in RECORDED.read_text(encoding="ascii").sp
 VALUES = {"city": ("Oslo", "Paris"), "sky": ("sunny", "rainy")}
 
 
-@pytest.fixture(scope="module")
-def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
-    with start_engine(link_smollm2(tmp_path_factory.mktemp("models") / "hermes")) as engine:
-        yield engine
-
-
-def answer(hermes: RunningEngine, body: dict[str, Any]) -> ChatCompletion:
+def answer(smollm2: RunningEngine, body: dict[str, Any]) -> ChatCompletion:
     constrained = "response_format" in body or "tool_choice" in body
-    sent = {**body, "model": "hermes", "temperature": 0, "max_tokens": 60 if constrained else 24}
-    reply = httpx.post(f"{hermes.url}/v1/chat/completions", json=sent, timeout=120)
+    sent = {**body, "model": "smollm2", "temperature": 0, "max_tokens": 60 if constrained else 24}
+    reply = httpx.post(f"{smollm2.url}/v1/chat/completions", json=sent, timeout=120)
     assert reply.status_code == 200, reply.text
     return ChatCompletion.model_validate(reply.json(), strict=True)
 
@@ -42,8 +35,8 @@ def is_filled(arguments: str, properties: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize(("name", "body"), REQUESTS, ids=[f"{name} {i}" for i, (name, _) in enumerate(REQUESTS)])
-def test_the_request_of_a_framework_is_answered(hermes: RunningEngine, name: str, body: dict[str, Any]) -> None:
-    (choice,) = answer(hermes, body).choices
+def test_the_request_of_a_framework_is_answered(smollm2: RunningEngine, name: str, body: dict[str, Any]) -> None:
+    (choice,) = answer(smollm2, body).choices
     tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in body.get("tools", [])}
     for call in choice.message.tool_calls or []:
         assert call.type == "function"
@@ -56,9 +49,9 @@ def test_the_request_of_a_framework_is_answered(hermes: RunningEngine, name: str
     assert choice.message.tool_calls or choice.message.content
 
 
-def test_the_turn_after_a_tool_reuses_the_turn_before(hermes: RunningEngine) -> None:
+def test_the_turn_after_a_tool_reuses_the_turn_before(smollm2: RunningEngine) -> None:
     turns = [body for name, body in REQUESTS if name == "langchain tools"]
-    first, second = (answer(hermes, body).usage for body in turns)
+    first, second = (answer(smollm2, body).usage for body in turns)
     assert first
     assert second
     assert second.prompt_tokens_details

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import httpx
 import openai
 import pytest
-from api_engines import SMOLLM2, RunningEngine, start_engine, write_caller
+from api_engines import RunningEngine, start_engine, write_caller
 from engine_models import letter_tokenizer
 
 # isort: split
@@ -362,8 +362,8 @@ def test_a_recursion_that_can_end_is_compiled(ending: dict[str, Any]) -> None:
 Weather = create_model("Weather", city=(Literal["Oslo", "Rome"], ...), celsius=(int, ...), sunny=(bool, ...))
 
 
-def test_openais_client_parses_an_answer_of_the_real_model() -> None:
-    with start_engine(SMOLLM2) as engine, engine.client() as client:
+def test_openais_client_parses_an_answer_of_the_real_model(smollm2: RunningEngine) -> None:
+    with smollm2.client() as client:
         messages: Any = [{"role": "user", "content": "What is the weather in Rome? Answer in JSON."}]
         options: Any = {"model": "smollm2", "messages": messages, "temperature": 0, "max_tokens": 60}
         parsed = client.chat.completions.parse(response_format=Weather, **options).choices[0].message.parsed

@@ -25,8 +25,8 @@ PADDED = 20  # rows of a model past its tokenizer's vocabulary
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> Iterator[openai.OpenAI]:
-    with start_engine(SMOLLM2) as engine, engine.client() as client:
+def real(smollm2: RunningEngine) -> Iterator[openai.OpenAI]:
+    with smollm2.client() as client:
         yield client
 
 
@@ -41,10 +41,10 @@ def complete(client: openai.OpenAI, prompt: Any, **more: Any) -> Any:
 
 @pytest.mark.model
 @pytest.mark.parametrize("prompt", ["def f(n):\n   ", "The capital of France is"])
-def test_completion_continues_its_prompt(smollm2: openai.OpenAI, tokenizer: TokenizerWrapper, prompt: str) -> None:
-    (choice,) = complete(smollm2, prompt, max_tokens=6, logprobs=1).choices
+def test_completion_continues_its_prompt(real: openai.OpenAI, tokenizer: TokenizerWrapper, prompt: str) -> None:
+    (choice,) = complete(real, prompt, max_tokens=6, logprobs=1).choices
     assert choice.text.startswith(" ")
-    streamed = [chunk.choices[0] for chunk in complete(smollm2, prompt, max_tokens=6, logprobs=1, stream=True)]
+    streamed = [chunk.choices[0] for chunk in complete(real, prompt, max_tokens=6, logprobs=1, stream=True)]
     assert "".join(part.text for part in streamed) == choice.text
     answer = tokenizer.encode(prompt + choice.text)[len(tokenizer.encode(prompt)) :]
     assert tokenizer.decode(tokenizer.encode(prompt) + answer)[len(prompt) :] == choice.text
@@ -55,34 +55,32 @@ def test_completion_continues_its_prompt(smollm2: openai.OpenAI, tokenizer: Toke
 
 
 @pytest.mark.model
-def test_next_turn_of_a_text_reuses_the_whole_answer(smollm2: openai.OpenAI) -> None:
+def test_next_turn_of_a_text_reuses_the_whole_answer(real: openai.OpenAI) -> None:
     prompt, agent = "def f(n):\n   ", {"agent_id": "coder"}
-    first = complete(smollm2, prompt, max_tokens=6, extra_body=agent)
-    second = complete(smollm2, prompt + first.choices[0].text, max_tokens=6, extra_body=agent)
+    first = complete(real, prompt, max_tokens=6, extra_body=agent)
+    second = complete(real, prompt + first.choices[0].text, max_tokens=6, extra_body=agent)
     assert second.kvpage["tokens_reused"] == first.usage.total_tokens - 1 == second.usage.prompt_tokens - 1
 
 
 @pytest.mark.model
-def test_a_stop_string_may_begin_with_the_first_space(smollm2: openai.OpenAI) -> None:
+def test_a_stop_string_may_begin_with_the_first_space(real: openai.OpenAI) -> None:
     options: dict[str, Any] = {"max_tokens": 6, "stop": [" Paris"]}
-    whole = complete(smollm2, "The capital of France is", **options)
-    streamed = list(complete(smollm2, "The capital of France is", stream=True, **options))
+    whole = complete(real, "The capital of France is", **options)
+    streamed = list(complete(real, "The capital of France is", stream=True, **options))
     assert (whole.choices[0].text, whole.choices[0].finish_reason) == ("", "stop")
     assert "".join(chunk.choices[0].text for chunk in streamed) == ""
 
 
 @pytest.mark.model
-def test_answer_completes_the_character_that_a_prompt_begins(
-    smollm2: openai.OpenAI, tokenizer: TokenizerWrapper
-) -> None:
+def test_answer_completes_the_character_that_a_prompt_begins(real: openai.OpenAI, tokenizer: TokenizerWrapper) -> None:
     tokens = tokenizer.encode("🦭🦭🦭🦭")
     assert tokenizer.decode(tokens[:-1]).endswith("\ufffd")
-    (choice,) = complete(smollm2, tokens[:-1], max_tokens=1, logprobs=5).choices
+    (choice,) = complete(real, tokens[:-1], max_tokens=1, logprobs=5).choices
     assert choice.logprobs.text_offset == [0]
     assert all(len(top) == 5 for top in choice.logprobs.top_logprobs)
     parts = [text for text in choice.logprobs.top_logprobs[0] if "\\x" in text]
     assert parts, "the likeliest tokens are parts of characters"
-    chat = smollm2.chat.completions.create(
+    chat = real.chat.completions.create(
         model="smollm2",
         messages=[{"role": "user", "content": "Repeat: 🦭🦭🦭🦭🦭"}],
         temperature=0,
