@@ -129,6 +129,7 @@ class Session:
         self._ending = False  # whether no more commands are run
         self._pause_end: asyncio.TimerHandle | None = None
         self._awaited = 0  # number of events for which the session is WAITING
+        self._is_held = False  # whether one of them is the end of the messages to tracking clients
         tiered = server.tiered
         # The write-behind queue, if replies have to wait until changes are on disk (`appendfsync always`).
         self._write_behind = tiered.behind if tiered is not None and tiered.behind.mode == "always" else None
@@ -313,6 +314,9 @@ class Session:
     def _run(self) -> None:
         """Run received commands for one turn at most, and send their replies. Join the run queue if commands remain."""
         client, transport, replies, memory = self.client, self._transport, self._replies, self._memory
+        if self._events.tracking.is_under_way:
+            self._hold()
+            return
         left, deadline = MOST_COMMANDS, monotonic_ns() + TURN
         stopped = False  # whether the loop ended because too much output was unsent; after the flush, it may be less
         self._events.acting = client
@@ -474,8 +478,8 @@ class Session:
         return transport.queued > 0 and max(transport.queued, transport.largest) > self._server.lookup_bytes
 
     def _flush(self) -> None:
-        if self._events.tracking.is_due:
-            self._events.tracking.send_pending()
+        if self._events.tracking.is_due and self._waits_for_messages():
+            return
         if self._write_behind is not None and self._events.acting is self.client:
             self._note_durability(self._write_behind.position)
         if self.client.durable_before_reply and self._is_held_back():
@@ -484,6 +488,32 @@ class Session:
         if pieces := replies.pieces:
             replies.pieces, replies.broken = [], replies.under_way
             self._transport.write(pieces)
+
+    def _waits_for_messages(self) -> bool:
+        """Send the pending messages to tracking clients. Return whether replies have to wait for the rest of them. If
+        so, begin to wait.
+        """
+        tracking = self._events.tracking
+        if tracking.is_sending:  # a message to this client, after the replies that wait
+            return self._is_held
+        if tracking.send_pending():
+            return False
+        self._hold()
+        return True
+
+    def _hold(self) -> None:
+        """Wait until all pending messages to tracking clients are sent."""
+
+        def start(then: Callable[[], None]) -> None:
+            def sent() -> None:
+                self._is_held = False
+                then()
+
+            self._events.tracking.when_sent(sent)
+
+        if not self._is_held:
+            self._is_held = True
+            self._wait(Wait(start))
 
     def _note_durability(self, position: int) -> None:
         """Note that the client's reply has to wait until all changes up to `position` are on disk, if it made some."""

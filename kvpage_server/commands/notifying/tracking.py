@@ -5,9 +5,11 @@ the note is deleted until they read the key again. In broadcasting mode nothing 
 every changed key that begins with one of its prefixes.
 
 The messages are sent before any other reply. So when a client receives the reply of its SET, all other clients that
-cache the old value have been sent the message; its own message follows its reply. A message names one key, as Redis's
+cache the old value have been sent the message; its own message follows its reply. If they take longer than a
+millisecond, they are sent in several turns of the event loop. Until the last one, no session runs commands or sends
+replies, so a client gets its message before the reply to any later command. A message names one key, as Redis's
 do (redis-py understands no others). In broadcasting mode it names all changed keys. If the messages about the changes
-of one step take more than 8 MiB, or are more than 8,192, further clients get one that invalidates all of their keys.
+sent together take more than 8 MiB, or are more than 8,192, further clients get one that invalidates all of their keys.
 
 A command that names a request but no page, such as KVBLOCKGET, reads every key of the request. The note has the name
 `kv:{req}:`, which COMMAND GETKEYS also returns. A request's index is noted under its own key. Both change with every
@@ -24,10 +26,12 @@ key that it may not read.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
+from time import monotonic_ns
 from typing import Any, Generic, TypeVar
 
 from kvpage_server.commands.notifying.channels import Mode, Recipient
@@ -36,6 +40,8 @@ from kvpage_server.core import Argument
 from kvpage_server.resp import Push, Raw
 from kvpage_server.store.memory.entry import page_named
 from kvpage_server.store.memory.index import BlockKeys
+
+log = logging.getLogger("kvpage")
 
 # -- prefixes ----------------------------------------------------------------------------------------------------------
 #
@@ -171,8 +177,9 @@ _OPENING = {
 }
 _INDEX = b":index"
 _MANY = 1000  # changed keys with a message each; above, one message invalidates all keys
-_MOST_SENT = 8 << 20  # bytes of messages that are sent in one step; above, one message invalidates all keys of a client
-_MOST_MESSAGES = 8192  # messages of one step; above, clients with many changed keys get one for all of their keys
+_MOST_SENT = 8 << 20  # bytes of messages that are sent together; above, one invalidates all keys of a client
+_MOST_MESSAGES = 8192  # messages that are sent together; above, clients with many changed keys get one for all of them
+_TURN = 1_000_000  # nanoseconds
 _MANY_KEYS = 16  # changed keys of a client that are many then
 _KEY = 64  # bytes of a message about a key, at most, without the key
 _MOST_NOTED = 20_000  # pairs of a changed key and a prefix for one block; above, one message invalidates all keys
@@ -229,11 +236,14 @@ class Tracking:
         self.clients: dict[Recipient, _Reader] = {}  # with their notes
         self.items = 0  # number of notes: pairs of a key and a reader
         self.nbytes = 0  # of the notes of all clients
-        self.is_due = False  # whether messages are pending
+        self.is_due = False  # whether messages are pending, also while they are sent in several turns
+        self.is_under_way = False  # whether some are sent in the next turn
+        self.is_sending = False  # whether one is being sent
         self._everybody = everybody
         self._most_keys = most_keys
         self._most_bytes = most_bytes
-        self._notes: dict[bytes, set[_Reader]] = {}  # the readers of each key
+        # The readers of each key, with the key as they have it: a long one would be compared with itself for each.
+        self._notes: dict[bytes, tuple[bytes, set[_Reader]]] = {}
         self._of_requests: dict[bytes, set[bytes]] = {}  # notes about whole requests, by `kv:{req}:`
         self._of_blocks: dict[tuple[bytes, int], dict[bytes, None]] = {}  # noted pages, by request and page id
         self._ended: deque[_Reader] = deque()  # readers that do not track any more, whose notes are to be freed
@@ -242,7 +252,9 @@ class Tracking:
         self._changed_prefixes: dict[_Prefix, None] = {}
         self._due: dict[Recipient, _Pending] = {}
         self._messages = 0  # number of keys that were added to `_due` since the last `send_pending`
-        self._left = 0  # bytes of messages that `send_pending` may still send
+        self._left = 0  # bytes of messages that may still be sent
+        self._steps: Iterator[None] = iter(())  # the rest of the messages that are sent together
+        self._waiting: list[Callable[[], None]] = []  # called when all pending messages are sent
 
     def __bool__(self) -> bool:
         return bool(self.clients)
@@ -330,13 +342,14 @@ class Tracking:
                     self._note(reader, client, key)
 
     def _note(self, reader: _Reader, client: Recipient, key: bytes) -> None:
-        readers = self._notes.get(key)
-        if readers is None:
-            readers = self._notes[key] = set()
+        noted = self._notes.get(key)
+        if noted is None:
+            noted = self._notes[key] = key, set()
             if request := _request_read(key):
                 self._of_requests.setdefault(request, set()).add(key)
             elif block := _block_of(key):
                 self._of_blocks.setdefault(block, {})[key] = None
+        key, readers = noted
         readers.add(reader)
         reader.keys[key] = None
         self.items += 1
@@ -382,17 +395,17 @@ class Tracking:
         del reader.keys[key]
         if reader.client is not None:
             self._count(reader, reader.client, -len(key) - _NOTE)
-        readers = self._notes.get(key)
-        if readers is None or reader not in readers:  # `flushed` has deleted all notes meanwhile
+        _, readers = self._notes.get(key, (key, set[_Reader]()))
+        if reader not in readers:  # `flushed` has deleted all notes meanwhile
             return
         readers.remove(reader)
         self.items -= 1
         if not readers:
             self._remove(key)
 
-    def _remove(self, key: bytes) -> set[_Reader]:
-        """Remove a noted key, and return its readers."""
-        readers = self._notes.pop(key)
+    def _remove(self, key: bytes) -> tuple[bytes, set[_Reader]]:
+        """Remove a noted key, and return it as its readers have it, with them."""
+        noted = self._notes.pop(key)
         if request := _request_read(key):
             names = self._of_requests[request]
             names.discard(key)
@@ -403,7 +416,7 @@ class Tracking:
             del pages[key]
             if not pages:
                 del self._of_blocks[block]
-        return readers
+        return noted
 
     # -- changed keys --------------------------------------------------------------------------------------------------
 
@@ -433,8 +446,8 @@ class Tracking:
                     for key in keys:
                         self._note_in(self._prefixes.of(key, longer_than=len(request)), (key,), by)
         if len(noted) > _MANY:  # the notes stay, because deleting them takes too long, as does a look at their readers
-            readers = (reader for reader in self.clients.values() if reader.keys)
-            self._flush(self._recipients_of(readers, by), request, by)
+            noting = (client for client, reader in self.clients.items() if reader.keys)
+            self._flush((client for client in noting if _gets_messages(client, by)), request, by)
         else:
             for key in [key for key in noted if key in keys]:
                 self._changed(key, by)
@@ -480,14 +493,19 @@ class Tracking:
 
     def _changed(self, name: bytes, by: Recipient | None) -> None:
         """Prepare messages to the readers of a noted key, and delete the notes."""
-        readers, nbytes = self._remove(name), len(name) + _NOTE
+        name, readers = self._remove(name)
+        nbytes = len(name) + _NOTE
         self.items -= len(readers)
-        recipients = list(self._recipients_of(readers, by))
         for reader in readers:
-            if reader.client is not None:  # otherwise `_free_notes` deletes the note
-                del reader.keys[name]
-                self._count(reader, reader.client, -nbytes)
-        for client in recipients:
+            client = reader.client
+            if client is None:  # `_free_notes` deletes the note
+                continue
+            del reader.keys[name]
+            reader.nbytes -= nbytes
+            self.nbytes -= nbytes
+            client.keep(-nbytes)
+            if not _gets_messages(client, by):
+                continue
             due = self._due.get(client) or self._pending_for(client)
             due.keys[name] = None
             self._messages += 1
@@ -503,13 +521,6 @@ class Tracking:
         self._ended.append(reader)
         if len(self._ended) == 1:
             asyncio.get_running_loop().call_soon(self._free_notes)
-
-    def _recipients_of(self, readers: Iterable[_Reader], by: Recipient | None) -> Iterator[Recipient]:
-        for reader in readers:
-            client = reader.client
-            mode = client.tracking if client is not None else None
-            if client is not None and mode is not None and not mode.broadcast and not (mode.no_loop and client is by):
-                yield client
 
     def flushed(self) -> None:
         """Prepare the message that all keys are invalid for all tracking clients, and delete all notes."""
@@ -538,11 +549,47 @@ class Tracking:
             self.is_due = True
             asyncio.get_running_loop().call_soon(self.send_pending)  # the next reply may cause an earlier call
 
-    def send_pending(self) -> None:
-        """Send the pending messages: first up to `_MOST_SENT` bytes of keys. Each further client gets one message that
-        invalidates all of its keys, because copies of the keys for hundreds of clients take long.
+    def send_pending(self) -> bool:
+        """Send the pending messages for a turn. Return whether all were sent. Otherwise the rest is sent in later
+        turns, see `when_sent`.
         """
-        self.is_due, self._left, self._messages = False, _MOST_SENT, 0
+        return not self.is_due or (not self.is_under_way and self._take_turn())
+
+    def when_sent(self, then: Callable[[], None]) -> None:
+        """Call `then` when all pending messages are sent, in a later turn. Some must be under way."""
+        self._waiting.append(then)
+
+    def _take_turn(self) -> bool:
+        """Send messages for up to `_TURN` nanoseconds, and plan the next turn if some are left."""
+        end = monotonic_ns() + _TURN
+        self.is_sending = True
+        while self.is_due:
+            try:
+                for _ in self._steps:
+                    if monotonic_ns() > end:
+                        self.is_sending, self.is_under_way = False, True
+                        asyncio.get_running_loop().call_soon(self._go_on)
+                        return False
+            except Exception:  # all sessions wait for the messages to others
+                log.exception("CLIENT TRACKING: a message was not sent")
+            self.is_due = bool(self._due or self._changed_prefixes)
+            self._steps = self._send_together()
+        self.is_sending = False
+        return True
+
+    def _go_on(self) -> None:
+        if self._take_turn():
+            self.is_under_way = False
+            waiting, self._waiting = self._waiting, []
+            for then in waiting:
+                then()
+
+    def _send_together(self) -> Iterator[None]:
+        """Send the messages that are pending now, and yield after each client: first up to `_MOST_SENT` bytes of keys.
+        Each further client gets one message that invalidates all of its keys, because copies of the keys for hundreds
+        of clients take long.
+        """
+        self._left, self._messages = _MOST_SENT, 0
         everything_due, self._due = self._due, {}
         encoded: dict[int, dict[bytes, bytes]] = {2: {}, 3: {}}  # messages about keys, by protocol and key
         for client, due in everything_due.items():
@@ -558,23 +605,25 @@ class Tracking:
                     if key not in known:
                         known[key] = b"".join(_invalidation([key], to.protocol))
                 self._push(to, Raw(b"".join([known[key] for key in keys])))
+            yield
         changed_prefixes, self._changed_prefixes = self._changed_prefixes, {}
         for prefix in changed_prefixes:
             changed, prefix.changed = prefix.changed, {}
             if changed:
-                self._broadcast(prefix.clients, changed)
+                yield from self._broadcast(list(prefix.clients), changed)
 
     def _fit(self, keys: Sequence[bytes]) -> bool:
         """Return whether messages about these keys may still be sent."""
         return sum(map(len, keys)) + _KEY * len(keys) <= self._left
 
-    def _broadcast(self, clients: Iterable[Recipient], changed: Mapping[bytes, Recipient | None]) -> None:
-        """Send clients one message about all changed keys of a prefix. Equal messages are created once for each user
-        and protocol.
+    def _broadcast(self, clients: Iterable[Recipient], changed: Mapping[bytes, Recipient | None]) -> Iterator[None]:
+        """Send clients one message about all changed keys of a prefix, and yield after each client. Equal messages are
+        created once for each user and protocol.
         """
         encoded: dict[tuple[object, object, int], Raw | None] = {}  # None if the users may read none of the keys
         actors = set(changed.values())
         for client in clients:
+            yield
             mode = client.tracking
             if mode is not None and mode.no_loop and client in actors:
                 if others := [key for key, by in changed.items() if by is not client]:
@@ -622,6 +671,12 @@ class Tracking:
             to = found
         listens = mode.redirect and (to.channels or to.patterns)
         return to if to.protocol == 3 or listens else None
+
+
+def _gets_messages(client: Recipient, by: Recipient | None) -> bool:
+    """Return whether a client gets messages about noted keys that `by` has changed."""
+    mode = client.tracking
+    return mode is not None and not mode.broadcast and not (mode.no_loop and client is by)
 
 
 def _readable_by_both(keys: Iterable[bytes], client: Recipient, to: Recipient) -> list[bytes]:
