@@ -478,9 +478,9 @@ MISTAKES = [
     Mistake(
         "own-changes-come-back",
         _COMMANDS + "notifying.tracking",
-        "Tracking._recipients_of",
-        " and not (mode.no_loop and client is by):",
-        ":",
+        "_gets_messages",
+        " and not (mode.no_loop and client is by)",
+        "",
         "NOLOOP is forgotten where it is about what was read",
     ),
     Mistake(
