@@ -9,6 +9,7 @@ from itertools import takewhile
 
 ALL = (
     "pages",
+    "mapped",
     "tiered",
     "cluster",
     "stalls",

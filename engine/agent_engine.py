@@ -59,6 +59,7 @@ class Reuse:
     prefill_seconds: float = 0.0  # of these, for the computation of the other prompt tokens
     why: str | None = None  # the reason if the store did not have the whole prompt
     coded: float | None = None  # the ratio of blocks of the page server to their codes, if some arrived in the code
+    mapped: bool = False  # whether blocks were read in the page server's memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +191,7 @@ class Job:
             prefill_seconds=done.prefill_seconds,
             why=loaded.why if loaded else None,
             coded=loaded.coded if loaded else None,
+            mapped=loaded is not None and loaded.mapped,
         )
         return Answer(
             uid=self.uid,

@@ -85,8 +85,8 @@ def account(answer: Answer) -> str:
         "page": "from the page server",
         "cold": "from a file",
     }
-    coded = f" (coded {reuse.coded:.2f})" if reuse.coded else ""
-    found = f" {where[reuse.tier]}{coded} in {1000 * reuse.restore_seconds:.0f} ms" if reuse.tier in where else ""
+    how = f" (coded {reuse.coded:.2f})" if reuse.coded else " (mapped)" if reuse.mapped else ""
+    found = f" {where[reuse.tier]}{how} in {1000 * reuse.restore_seconds:.0f} ms" if reuse.tier in where else ""
     why = f" ({reuse.why})" if reuse.why else ""
     return (
         f"{reuse.tokens:,} of {answer.prompt_tokens:,} tokens reused{found}{why}; "

@@ -33,6 +33,7 @@ from .metrics import Tally, Tier
 from .pages import PageTier
 from .server.connection import FAILING
 from .server.fetch import Fetch
+from .server.lookup import FetchReport
 
 HEDGE_AFTER_SECONDS = 0.5
 
@@ -48,6 +49,7 @@ class Loaded:
     seconds: float  # duration of the load
     own: bool  # whether it is a part of the agent's own context
     coded: float | None = None  # the ratio of blocks to their codes, if some arrived in the lossless code
+    mapped: bool = False  # whether blocks were read in the page server's memory
 
     @property
     def nbytes(self) -> int:
@@ -189,8 +191,10 @@ class Loading:
             found, why = self._take()
             seconds += time.perf_counter() - start
             why = why if found.blocks else why or "absent"
-            coded = self._fetch.report.coded if self._fetch and found.tier == "page" else None
-            self._loaded = Loaded(found.blocks, found.tier, found.reach, why, seconds, found.own, coded)
+            report = self._fetch.report if self._fetch and found.tier == "page" else FetchReport()
+            self._loaded = Loaded(
+                found.blocks, found.tier, found.reach, why, seconds, found.own, report.coded, report.mapped
+            )
             if is_seen(self._span):
                 self._span.set(tier=found.tier, tokens=found.reach, bytes=self._loaded.nbytes, reason=why)
             self._span.end()

@@ -17,14 +17,14 @@ from typing import Any, Self, TypeVar
 
 from typing_extensions import Buffer
 
-from kvpage_server.client.calls import Call, Calls
+from kvpage_server.client.calls import Call, Calls, count_misses
 from kvpage_server.client.cluster.nodes import Peers
 from kvpage_server.client.cluster.plan import RAISES, Failed, NodeRequest, Plan, Timed, present
 from kvpage_server.client.cluster.store import PAUSE, ClusterCalls, several
 from kvpage_server.client.commands import BlobCommands, BlockCode, Coding, ask_dialect, block_code, refuses_code
 from kvpage_server.client.errors import Closed, Disconnected, PageClientError, Refused, Unsupported
-from kvpage_server.client.mapped import Dialogue, Maps
-from kvpage_server.client.page import BlockBody, BlockName, Page, StateName, check_keys
+from kvpage_server.client.mapped import NOT_IN_PLACE, Dialogue, Maps, borrow, give_back
+from kvpage_server.client.page import BlockBody, BlockName, Page, StateName, check_keys, check_names
 from kvpage_server.client.raw_commands import BlockCommands, Kept, RawCommand, Word, ask, commit, encoded, watch
 from kvpage_server.client.wire.connection import Deadline, PageConnection, PagePool, page_pool, pause_before_retry
 from kvpage_server.client.wire.exchange import READ, WRITE, Conversation, Request
@@ -170,6 +170,7 @@ class AsyncPageClient:
     ) -> None:
         """Create a client with the arguments of `PageClient`."""
         Deadline(deadline)
+        self._verify = verify
         self._several = several(url, verify, redis_options)
         self._maps = Maps() if url.startswith("unix://") else None
         self._calls = (
@@ -193,6 +194,10 @@ class AsyncPageClient:
     @property
     def misses(self) -> Counter[str]:
         return self._calls.misses
+
+    @property
+    def mapped_bytes(self) -> int:
+        return self._maps.read_bytes if self._maps else 0
 
     @property
     def code(self) -> BlockCode | None:
@@ -306,6 +311,27 @@ class AsyncPageClient:
         deadline: float | None = None,
     ) -> list[str | None]:
         return await self._do(self._calls.fetch_blocks_into(names, shape, buffers), deadline)
+
+    @asynccontextmanager
+    async def blocks_in_place(
+        self, names: Sequence[BlockName], *, deadline: float | None = None
+    ) -> AsyncIterator[list[memoryview | None]]:
+        if self._maps is None or self._pool is None:
+            raise Unsupported(NOT_IN_PLACE)
+        check_names(names)
+        async with self._lent() as connection:
+            end = Deadline(self._deadline if deadline is None else deadline)
+            await self._open(connection, end)
+            found = await self._go_through(borrow(self._maps, names, self._verify), connection, end)
+            count_misses(self.misses, found.missed.values(), lambda: (len(view) for view in found.views if view))
+            try:
+                yield found.views
+            except BaseException:
+                connection.close_unless(over=False)  # this ends the tickets
+                raise
+            end = Deadline(self._deadline if deadline is None else deadline)
+            await self._open(connection, end)
+            await self._go_through(give_back(found.tickets), connection, end)
 
     async def prefix(
         self, names: Sequence[BlockName], *, pages_per_block: int, lease_ms: int = 0, deadline: float | None = None

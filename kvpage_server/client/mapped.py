@@ -15,23 +15,25 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from kvpage_server.client.commands import Missed, PageCommands
-from kvpage_server.client.errors import Closed, Refused, WrongReply
+from kvpage_server.client.errors import Closed, Disconnected, Refused, WrongReply
 from kvpage_server.client.page import BlockName
 from kvpage_server.client.raw_commands import array
 from kvpage_server.client.wire.exchange import Request, command
 from kvpage_server.client.wire.reply import Values, only
-from kvpage_server.core import Memory, copy_hashed
+from kvpage_server.core import Memory, copy_hashed, digest
 from kvpage_server.page import BlockShape
 
 T = TypeVar("T")
 
 LEAST_BYTES = 256 * 1024  # of a batch: a smaller one is not faster, because it takes two round trips
+NOT_IN_PLACE = "blocks are read in place only over a unix socket of one server"
 _BYTES_AT_ONCE = 64 << 20  # bytes of blocks that the client keeps in the server's memory at the same time
 _MOST_BLOCKS = 256  # in a command
 _MOST_DESCRIPTORS = 128  # in a reply
@@ -58,6 +60,7 @@ class Maps:
     """The regions of a server's memory that a client has mapped, by number. Threads may share it."""
 
     def __init__(self) -> None:
+        self.read_bytes = 0  # bytes of blocks that were copied out of the regions
         self._refused_until = 0.0  # by the monotonic clock
         self._regions: dict[int, memoryview] = {}
         self._lock = threading.Lock()
@@ -256,23 +259,9 @@ def _read(
     """Copy the blocks with the indexes `some` into their `views`. Add misses to `missed`, and the indexes of blocks to
     read over the connection to `wire`.
     """
-    answer = yield _locate(names[some.start : some.stop])
-    if isinstance(answer, Refused):
-        if answer.code == "NOPERM" or str(answer).startswith(_NOT_POSSIBLE):
-            maps.refuse()
-        wire += some
-        return
-    lent: dict[int, _Lent] = {}
-    for i, item in zip(some, array(len(some))(answer), strict=True):
-        if item is None:
-            missed[i] = "absent"
-        elif isinstance(item, Refused):
-            wire.append(i)
-        else:
-            lent[i] = _lent(item)
+    lent = yield from _borrow(maps, names, some, missed, wire)
     if not lent:
         return
-    yield from _map_missing(maps, [block.region for block in lent.values()])
 
     def copy_all() -> Missed:
         reasons = {i: _copy(maps, block, views[i], verify=verify) for i, block in lent.items()}
@@ -286,6 +275,84 @@ def _read(
         wire += lent
     else:
         missed.update(wrong)
+        maps.read_bytes += sum(block.size for block in lent.values())
+
+
+def _borrow(
+    maps: Maps, names: Sequence[BlockName], some: range, missed: Missed, wire: list[int]
+) -> Steps[dict[int, _Lent]]:
+    """Borrow the blocks with the indexes `some`, and map their regions if possible. Return where each one is, by index.
+    Add absent blocks to `missed`, and the indexes of blocks that cannot be mapped to `wire`.
+    """
+    answer = yield _locate(names[some.start : some.stop])
+    if isinstance(answer, Refused):
+        if answer.code == "NOPERM" or str(answer).startswith(_NOT_POSSIBLE):
+            maps.refuse()
+        wire += some
+        return {}
+    lent: dict[int, _Lent] = {}
+    for i, item in zip(some, array(len(some))(answer), strict=True):
+        if item is None:
+            missed[i] = "absent"
+        elif isinstance(item, Refused):
+            wire.append(i)
+        else:
+            lent[i] = _lent(item)
+    yield from _map_missing(maps, [block.region for block in lent.values()])
+    return lent
+
+
+# -- blocks in place ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksInPlace:
+    """Blocks in the server's memory. `views` has None for each block that is not there, `missed` the reasons for
+    absent and damaged blocks by index. `tickets` keep the blocks there.
+    """
+
+    views: list[memoryview | None]
+    missed: Missed
+    tickets: list[int]
+
+
+def borrow(maps: Maps, names: Sequence[BlockName], verify: bool) -> Dialogue[BlocksInPlace]:
+    """Return the dialogue that borrows blocks. With `verify`, the digest of each block is compared in the map."""
+
+    def steps() -> Steps[BlocksInPlace]:
+        found = BlocksInPlace([None] * len(names), {}, [])
+        for start in range(0, len(names), _MOST_BLOCKS):
+            some = range(start, min(start + _MOST_BLOCKS, len(names)))
+            lent = yield from _borrow(maps, names, some, found.missed, [])
+            found.tickets.extend(block.ticket for block in lent.values())
+            if maps.missing(block.region for block in lent.values()):
+                continue
+            yield partial(_compare, maps, lent, found, verify)
+        return found
+
+    return Dialogue(steps)
+
+
+def _compare(maps: Maps, lent: dict[int, _Lent], found: BlocksInPlace, verify: bool) -> None:
+    """Add views of borrowed blocks to `found`. With `verify`, compare their digests."""
+    for i, block in lent.items():
+        view = maps.part(block.region, block.offset, block.size)
+        if verify and block.digest is not None and b"%016x" % digest([view]) != block.digest:
+            found.missed[i] = "checksum"
+        else:
+            found.views[i] = view
+
+
+def give_back(tickets: Sequence[int]) -> Dialogue[None]:
+    """Return the dialogue that ends tickets. Raises Disconnected if the server has not kept the blocks until then."""
+
+    def steps() -> Steps[None]:
+        for start in range(0, len(tickets), _MOST_BLOCKS):
+            some = tickets[start : start + _MOST_BLOCKS]
+            if (yield _release(some)) != len(some):
+                raise Disconnected("the server has not kept the blocks while they were read")
+
+    return Dialogue(steps)
 
 
 def _copy(maps: Maps, block: _Lent, into: memoryview, *, verify: bool) -> str | None:

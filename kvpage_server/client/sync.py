@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Any, Self, TypeVar
 
 from typing_extensions import Buffer
 
-from kvpage_server.client.calls import Call, Calls
+from kvpage_server.client.calls import Call, Calls, count_misses
 from kvpage_server.client.cluster.nodes import Nodes
 from kvpage_server.client.cluster.plan import RAISES, Timed, present
 from kvpage_server.client.cluster.store import PAUSE, several
 from kvpage_server.client.commands import BlobCommands, BlockCode, Coding, ask_dialect, block_code, refuses_code
-from kvpage_server.client.errors import Closed, Disconnected, Refused
-from kvpage_server.client.mapped import Dialogue, Maps
-from kvpage_server.client.page import BlockBody, BlockName, Page, StateName, check_keys
+from kvpage_server.client.errors import Closed, Disconnected, Refused, Unsupported
+from kvpage_server.client.mapped import NOT_IN_PLACE, Dialogue, Maps, borrow, give_back
+from kvpage_server.client.page import BlockBody, BlockName, Page, StateName, check_keys, check_names
 from kvpage_server.client.raw_commands import Kept, RawCommand, Word, ask, commit, encoded, watch
 from kvpage_server.client.wire.connection import Deadline, PageConnection, PagePool, page_pool, pause_before_retry
 from kvpage_server.client.wire.exchange import Request
@@ -73,6 +74,7 @@ class PageClient:
         if connections < 1:
             raise ValueError(f"connections must be at least 1, got {connections}")
         Deadline(deadline)
+        self._verify = verify
         self._several = several(url, verify, redis_options)
         self._maps = Maps() if url.startswith("unix://") else None
         self._calls = (
@@ -99,6 +101,11 @@ class PageClient:
     def code(self) -> BlockCode | None:
         """Rates and bytes of blocks in the lossless code; None if all blocks travel raw."""
         return self._code
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of blocks that were copied out of the server's memory so far, and not read over a connection."""
+        return self._maps.read_bytes if self._maps else 0
 
     def close(self) -> None:
         """Close the connections. Calls in progress in other threads and all later calls raise Closed."""
@@ -223,6 +230,32 @@ class PageClient:
         Raises BadBuffer as `mget_blocks_into`.
         """
         return self._do(self._calls.fetch_blocks_into(names, shape, buffers), deadline)
+
+    @contextmanager
+    def blocks_in_place(
+        self, names: Sequence[BlockName], *, deadline: float | None = None
+    ) -> Iterator[list[memoryview | None]]:
+        """Return a context manager with blocks in the server's memory, as read-only memoryviews, without a copy. It
+        needs a unix socket, and uses one connection. A block is None if it is absent or damaged, and if the client
+        cannot map it; then `fetch_blocks_into` may read it.
+
+        The ``with`` block must not use the bytes for anything that outlives an error: at its end, the server confirms
+        that it has kept the bytes. Raises Disconnected if it does not, Unsupported without a unix socket.
+        """
+        if self._maps is None or self._pool is None:
+            raise Unsupported(NOT_IN_PLACE)
+        check_names(names)
+        with self._pool.lent() as connection:
+            end = Deadline(self._deadline if deadline is None else deadline)
+            found = _carry_out(borrow(self._maps, names, self._verify), connection, end)
+            count_misses(self.misses, found.missed.values(), lambda: (len(view) for view in found.views if view))
+            try:
+                yield found.views
+            except BaseException:
+                connection.close_unless(over=False)  # this ends the tickets
+                raise
+            end = Deadline(self._deadline if deadline is None else deadline)
+            _carry_out(give_back(found.tickets), connection, end)
 
     def prefix(
         self, names: Sequence[BlockName], *, pages_per_block: int, lease_ms: int = 0, deadline: float | None = None

@@ -298,6 +298,7 @@ def kvpage_of(answer: Answer, agent_id: str | None) -> Reply:
         "waited_ms": round(1000 * reuse.waited_seconds, 3),
         "first_token_ms": round(1000 * reuse.time_to_first_token, 3),
         "coded": None if reuse.coded is None else round(reuse.coded, 3),
+        "mapped": reuse.mapped,
         "why": reuse.why,
         "block_hash": answer.block,
         "kv_hints": hint_results(answer.hints),

@@ -81,7 +81,7 @@ class Receiver:
         wanted = self._layout.nbytes(*self._lookup.wanted(self.plan))
         missing = [place for place in self.plan.blocks if place not in self._lookup.held]
         self._begun = time.perf_counter()
-        before = self._coded_bytes()
+        before, mapped = self._coded_bytes(), self._connection.server.mapped_bytes
         try:
             chunks = self._with_memory(missing)
             await asyncio.gather(*(self._receive_chunks(chunks) for _ in range(self._connection.connections)))
@@ -95,6 +95,7 @@ class Receiver:
             self._connection.rates.received(self._report.nbytes, time.perf_counter() - self._begun, wanted)
             raw, coded = (now - then for now, then in zip(self._coded_bytes(), before, strict=True))
             self._report.coded = raw / coded if coded > 0 else None
+            self._report.mapped = self._connection.server.mapped_bytes > mapped
 
     def _coded_bytes(self) -> tuple[int, int]:
         """Return the bytes of all blocks that have arrived in the lossless code, and of their codes."""

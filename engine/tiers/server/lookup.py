@@ -53,6 +53,7 @@ class FetchReport:
     decision: Decision | None = None  # None if there was nothing to decide
     nbytes: int = 0  # received
     coded: float | None = None  # the ratio of blocks to their codes, if some arrived in the lossless code
+    mapped: bool = False  # whether blocks were read in the page server's memory
     seconds: float = 0.0  # of the whole fetch
     reach: int = 0  # tokens of the prompt that need not be computed, once it is done
     own: bool = False  # whether the last block is of the agent's own context

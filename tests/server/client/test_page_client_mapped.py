@@ -19,7 +19,7 @@ from page_batches import Array
 from servers import RunningServer, start_server
 from waiting import until
 
-from kvpage_server.client import AsyncPageClient, PageClient
+from kvpage_server.client import AsyncPageClient, PageClient, Unsupported
 from kvpage_server.page import BlockShape, DType, KVType, Plane
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs sealed shared memory of Linux")
@@ -87,6 +87,71 @@ def test_blocks_are_read_from_the_server_s_memory(tmp_path: Path, verify: bool, 
         assert reasons == [None] * 3 + ["absent"] + [None] * (COUNT - 4)
         with server.client() as other:
             assert int(other.info("memory")["mem_clients_normal"]) < SHAPE.nbytes
+
+
+def test_blocks_are_read_in_place(tmp_path: Path) -> None:
+    with started(tmp_path) as (server, url), PageClient(url, deadline=30) as client:
+        written = bodies()
+        client.mset_blocks(NAMES, SHAPE, written)
+        with client.blocks_in_place([*NAMES, (b"absent", 0)]) as blocks:
+            client.mset_blocks(NAMES, SHAPE, bodies(1))
+            assert blocks.pop() is None
+            assert all(
+                view and view.readonly and bytes(view) == body.tobytes()
+                for view, body in zip(blocks, written, strict=True)
+            )
+        assert client.misses == {"absent": 1}
+        with server.client() as other:
+            assert int(other.info("memory")["mem_clients_normal"]) < SHAPE.nbytes
+        overwrite(server.pid, bodies(1)[2][:64].tobytes())
+        with client.blocks_in_place(NAMES) as blocks:
+            assert [i for i, view in enumerate(blocks) if view is None] == [2]
+        with pytest.raises(ZeroDivisionError), client.blocks_in_place(NAMES):
+            raise ZeroDivisionError
+        with server.client() as other:
+            until(lambda: int(other.info("memory")["mem_clients_normal"]) < SHAPE.nbytes, "the end of the tickets")
+
+
+async def read_in_place(url: str) -> None:
+    async with AsyncPageClient(url, deadline=30) as client:
+        async with client.blocks_in_place([*NAMES, (b"absent", 0)]) as blocks:
+            assert blocks.pop() is None
+            assert all(view and bytes(view) == body.tobytes() for view, body in zip(blocks, bodies(), strict=True))
+        with pytest.raises(ZeroDivisionError):
+            async with client.blocks_in_place(NAMES):
+                raise ZeroDivisionError
+        assert (client.misses, client.mapped_bytes) == ({"absent": 1}, 0)
+
+
+def test_an_event_loop_reads_blocks_in_place(tmp_path: Path) -> None:
+    with started(tmp_path) as (_, url):
+        with PageClient(url, deadline=30) as client:
+            client.mset_blocks(NAMES, SHAPE, bodies())
+            check(client, bodies())
+            assert client.mapped_bytes == COUNT * SHAPE.nbytes
+        asyncio.run(read_in_place(url))
+
+
+def test_a_server_that_ends_while_blocks_are_used_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with (
+        start_server("--unixsocket", str(path), killed=True) as server,
+        PageClient(f"unix://{path}", deadline=5) as client,
+    ):
+        client.mset_blocks(NAMES, SHAPE, bodies())
+
+        def read() -> None:
+            with client.blocks_in_place(NAMES) as blocks:
+                server.stop(signal.SIGKILL)
+                assert all(view and bytes(view) == body.tobytes() for view, body in zip(blocks, bodies(), strict=True))
+
+        with pytest.raises(redis.ConnectionError):
+            read()
+
+
+def test_blocks_are_not_read_in_place_over_tcp(server: RunningServer) -> None:
+    with PageClient(server.url) as client, pytest.raises(Unsupported), client.blocks_in_place(NAMES):
+        pass
 
 
 async def read_and_cancel(url: str, written: list[Array]) -> None:
