@@ -479,8 +479,8 @@ MISTAKES = [
         "own-changes-come-back",
         _COMMANDS + "notifying.tracking",
         "_gets_messages",
-        " and not (mode.no_loop and client is by)",
-        "",
+        "(mode.no_loop and client is by)",
+        "False",
         "NOLOOP is forgotten where it is about what was read",
     ),
     Mistake(
