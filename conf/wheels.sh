@@ -6,6 +6,7 @@
 set -eu
 
 python=$1 into=$2
+export CFLAGS="${CFLAGS:-} -g0"  # the linker's build id is of the debug information, which names the folder
 "$python" -m pip install --quiet --require-hashes --requirement conf/locks/wheels.txt
 
 work=$(mktemp -d)
