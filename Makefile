@@ -138,7 +138,7 @@ help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*  ## /make \1	/p' $(MAKEFILE_LIST) | expand -t 15
 
 $(VENV)/bin/python:
-	$(SETUP) 'PYTHON="$(PYTHON)" conf/venv.sh "$(VENV)"'
+	$(SETUP) 'conf/venv.sh "$(VENV)"'
 
 $(VENV)/server.stamp: pyproject.toml conf/locks/build.txt conf/locks/web.txt $(CORE) $(VENV)/bin/python
 	$(SETUP) 'conf/install.sh "$(VENV)" web; touch $@'
