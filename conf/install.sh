@@ -45,7 +45,9 @@ compile() {
     install --no-build-isolation --no-deps --editable .
 }
 
-install --require-hashes --requirement conf/locks/build.txt --requirement "conf/locks/$extra.txt"
+options=--require-hashes
+[ "$extra" != dev ] || options="$options --no-compile"  # for 14,000 modules, of which tests import a part: 20 seconds
+install $options --requirement conf/locks/build.txt --requirement "conf/locks/$extra.txt"
 compile
 [ "$(core)" = native ] && exit 0
 
