@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -12,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpage_server.core import NewPages
-from kvpage_server.page import unix_ms
+from kvpage_server.page import BlockShape, DType, Plane, checksum, unix_ms
 from kvpage_server.store import contents, expire
 from kvpage_server.store.expire import ExpiryOrder
 from kvpage_server.store.keyspace import Keyspace
+from kvpage_server.store.memory.index import Extent
 
 Times = dict[bytes, int]  # when keys expire, in milliseconds
 NEVER = 10**9
@@ -233,6 +235,33 @@ def test_pages_of_a_block_expire_together(left: int, monkeypatch: pytest.MonkeyP
     assert [*map(state, stores)] == [state(stores[1])] * 2
     assert stores[0].contents.counters.expired == len(expiring)
     assert sorted(stores[0].listing.keys()) == sorted(PAGES[:left])
+
+
+@pytest.mark.parametrize("as_block", [False, True], ids=["page", "block"])
+@pytest.mark.parametrize("listener", [False, True], ids=["no listener", "listener"])
+def test_a_write_over_expired_pages_reports_their_expiry(
+    as_block: bool, listener: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As SET, which removes an expired value before it stores another."""
+    events = list[tuple[str, bytes]]()
+    store, written = store_with_pages(PAGES[1:], events), PAGES[:2]
+    if not listener:
+        store.contents.on_event = store.contents.on_block = None
+    monkeypatch.setattr(contents, "unix_ms", lambda: LATER)
+    if as_block:
+        shape = BlockShape(1, 2, 8, (Plane(0, DType.FLOAT32, 1),))
+        body = bytes(shape.nbytes)
+        store.set_block(b"r", 0, Extent(shape, store.contents.slot_of(body), checksum(body), 1, 0))
+    else:
+        words = [[b"r", b"0", b"%d" % head, b"0", b"0", b"8", b"1", b"32", b"0", bytes(32)] for head in range(2)]
+        store.contents.set_pages(NewPages([*chain(*words)], 0, 2, store.arena, 1, False, True))
+    assert store.contents.counters.expired == len(PAGES) - 1
+    assert sorted(store.listing.keys()) == written
+    assert store.contents.expiry_order.keys == 0
+    if listener:
+        assert events[: len(PAGES) - 1] == [("expired", key) for key in PAGES[1:]]
+        assert ("new", PAGES[0]) not in events
+        assert ("new", PAGES[1]) in events
 
 
 def state(store: Keyspace) -> tuple[object, ...]:
