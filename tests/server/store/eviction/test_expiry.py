@@ -242,7 +242,7 @@ def test_pages_of_a_block_expire_together(left: int, monkeypatch: pytest.MonkeyP
 def test_a_write_over_expired_pages_reports_their_expiry(
     as_block: bool, listener: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As SET, which removes an expired value before it stores another."""
+    """SET of a string also removes an expired value before it stores another."""
     events = list[tuple[str, bytes]]()
     store, written = store_with_pages(PAGES[1:], events), PAGES[:2]
     if not listener:
