@@ -64,7 +64,7 @@ def main() -> None:
 def slow_link(port: int, rate: float) -> Iterator[str]:
     """Yield the URL of a proxy in front of the server at `port`, in a process of its own. `rate` is in bytes/s."""
     words = [sys.executable, "-m", "benchmarks.slow_link", str(port), str(rate)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as proxy:
+    with subprocess.Popen(words, stdout=subprocess.PIPE, encoding="utf-8") as proxy:
         try:
             assert proxy.stdout
             yield f"redis://127.0.0.1:{int(proxy.stdout.readline())}"

@@ -31,7 +31,9 @@ Coding = Literal["auto", "always", "never"]
 DECAY = 0.5  # weight of earlier measurements at each new one
 _MEASURED = 1 << 20  # bytes; smaller transfers are not measured, because latency dominates them
 _CODED = 1 << 16  # bytes; smaller transfers are not coded
-_PROBE = 32  # one of so many coded transfers is raw instead, which measures the link
+_TRIED = 4  # coded transfers until their rate is compared with that of raw ones
+_PROBE = 32  # one of so many transfers takes the other way, which measures it
+_MOST_SHAPES = 256  # whose ratios are known
 _SAMPLE = 1 << 20  # bytes by which encoder and decoder are measured first
 _ROUNDS = 3  # of a measurement of the codec, of which the fastest counts
 _USUAL_RATIOS = {DType.BFLOAT16: 1.4, DType.FLOAT16: 1.12, DType.FLOAT32: 1.17}
@@ -75,20 +77,26 @@ def refuses_code(what: str, error: Refused) -> bool:
 
 
 class Link:
-    """One direction of a connection: the rate of its bytes, and the choice for the next transfer."""
+    """One direction of a connection. The rates are raw bytes per second from the first byte to the last one, or, of
+    coded transfers, from the start of the encoder or to the end of the decoder.
+    """
 
     def __init__(self) -> None:
-        self.rate = Rate()
+        self.raw = Rate()
+        self.coded = Rate()
+        self.coded_transfers = 0  # measured ones
+        self.choices = 0  # of transfers for which the code is the faster way by the rates of link and codec
         self.raw_bytes = 0  # of coded blocks, before they were coded
         self.coded_bytes = 0  # of their codes
-        self.transfers = 0  # for which the code was chosen
 
 
 class BlockCode:
     """The choice between raw and coded blocks for a client of one server. Threads may share it.
 
-    The rates are bytes per second: on the wire of each link, and raw bytes of the encoder and decoder. The server's
-    encoder and decoder are taken to be as fast as this machine's.
+    Raw transfers measure the link. If it is slow enough, blocks are coded. Then the rates of coded and raw transfers
+    decide, because the server may be busy, and some transfers still take the other way.
+
+    The server's encoder and decoder are taken to be as fast as this machine's, in raw bytes per second.
     """
 
     def __init__(self, *, always: bool) -> None:
@@ -103,11 +111,15 @@ class BlockCode:
         ratio, nbytes = self.ratio(shape), count * shape.nbytes
         if ratio < _LEAST_RATIO or (nbytes < _CODED and not self._always):
             return False
-        rate = link.rate.value
-        chosen = self._always or (rate is not None and rate < self.break_even(ratio, receives=link is self.received))
-        if chosen and not self._always and nbytes >= _MEASURED:
-            link.transfers += 1
-            chosen = link.transfers % _PROBE != 0
+        if self._always:
+            return True
+        rate = link.raw.value
+        if rate is None or rate >= self.break_even(ratio, receives=link is self.received):
+            return False
+        chosen = link.coded_transfers < _TRIED or (link.coded.value or 0.0) > rate
+        if nbytes >= _MEASURED:
+            link.choices += 1
+            chosen = chosen is (link.choices % _PROBE != 0)
         return chosen
 
     def break_even(self, ratio: float, *, receives: bool) -> float:
@@ -127,17 +139,21 @@ class BlockCode:
         found = self._ratios.get(shape)
         return (found.value if found else None) or _usual_ratio(shape)
 
-    def moved(self, link: Link, nbytes: int, seconds: float) -> None:
-        """Note that `nbytes` bytes took `seconds` on a link."""
-        if nbytes >= _MEASURED:
-            link.rate.observe(nbytes, seconds)
+    def moved(self, link: Link, nbytes: int, seconds: float, *, coded: bool = False) -> None:
+        """Note that blocks of `nbytes` raw bytes took `seconds` on a link."""
+        if nbytes < _MEASURED:
+            return
+        (link.coded if coded else link.raw).observe(nbytes, seconds)
+        link.coded_transfers += coded
 
-    def coded(self, link: Link, shape: BlockShape, raw: int, coded: int) -> None:
-        """Note that `raw` bytes of blocks of a shape were `coded` bytes on a link."""
-        if coded:
+    def coded(self, link: Link, shape: BlockShape, raw: int, coded: int | None) -> None:
+        """Note that `raw` bytes of blocks of a shape were `coded` bytes on a link, or that they have no code."""
+        if coded is not None:
             link.raw_bytes += raw
             link.coded_bytes += coded
-            self._ratios.setdefault(shape, Rate()).observe(raw, coded)
+        if shape not in self._ratios and len(self._ratios) == _MOST_SHAPES:
+            self._ratios.clear()
+        self._ratios.setdefault(shape, Rate()).observe(raw, raw if coded is None else coded)
 
     def _measure_codec(self) -> None:
         self.measure(*_sample())
@@ -422,13 +438,13 @@ class PageCommands(BlobCommands):
             return Request(pieces, lambda: Values(len(names)), _all_ok)
         transfer = _Transfer(code, code.sent, shape)
         if not code.chooses(code.sent, shape, len(names)):
-            read = transfer.timed(_all_ok, lambda _: len(names) * shape.nbytes)
+            read = transfer.timed(_all_ok, lambda _: len(names))
             return Request(lambda: transfer.begin(pieces()), lambda: Values(len(names)), read)
         opening_coded = b"*%d\r\n%b" % (5 + len(numbers), word(b"KVBLOCKSETCODED"))
         encoded: list[tuple[bytes, memoryview | None]] = []  # digest and code of each body, if they are prepared
-        on_wire = [shape.nbytes] * len(names)
 
         def prepare() -> None:
+            transfer.prepare()
             encoded[:] = map(transfer.encode, bodies)
 
         def coded_pieces() -> Iterator[Piece]:
@@ -442,10 +458,9 @@ class PageCommands(BlobCommands):
                     yield b"%b%b%b%b" % (opening_coded, word(req_id), word(page), numbers_and_digest)
                     yield b"$%d\r\n" % len(block)
                     yield block
-                    on_wire[i] = len(block)
                 yield b"\r\n"
 
-        read = transfer.timed(_all_ok, lambda _: sum(on_wire))
+        read = transfer.timed(_all_ok, lambda _: len(names), coded=True)
         return Request(lambda: transfer.begin(coded_pieces()), lambda: Values(len(names)), read, prepare)
 
     def read_blocks(
@@ -464,7 +479,7 @@ class PageCommands(BlobCommands):
             return Request(_one_piece(text), lambda: Bodies(places, array=len(names) > 1), dict)
         transfer = _Transfer(code, code.received, shape)
         if not code.chooses(code.received, shape, len(names)):
-            read = transfer.timed(dict, lambda missed: (len(names) - len(missed)) * shape.nbytes)
+            read = transfer.timed(dict, lambda missed: len(names) - len(missed))
             pieces = _one_piece(text)
             return Request(lambda: transfer.begin(pieces()), lambda: Bodies(places, array=len(names) > 1), read)
         text = command(b"KVBLOCKMGETCODED", len(names), *_flat(names))
@@ -474,14 +489,14 @@ class PageCommands(BlobCommands):
             found[:] = map(_raw_or_coded, array(len(names))(values[0]))
             return {}
 
-        def finish(_: Missed) -> Missed:
+        def decode(_: Missed) -> Missed:
             reasons = map(transfer.decode, found, places.views())
             missed = {i: why for i, why in enumerate(reasons) if why is not None}
             found.clear()
             return missed
 
-        read = transfer.timed(read_coded, lambda _: sum(map(_size_on_wire, found)))
-        return Request(lambda: transfer.begin(iter((text,))), Values, read, finish=finish)
+        finish = transfer.timed(decode, lambda missed: len(names) - len(missed), coded=True)
+        return Request(lambda: transfer.begin(iter((text,))), Values, read_coded, finish=finish)
 
     def delete_request(self, req_id: bytes, pages: Sequence[int]) -> Request[int]:
         """Delete all pages of a request, or those with these page ids. The result is the number of deleted pages."""
@@ -548,26 +563,35 @@ class _Transfer:
         self._code = code
         self._link = link
         self._shape = shape
-        self._begun = 0.0
+        self._begun: float | None = None
+        self._is_prepared = False
+
+    def prepare(self) -> None:
+        """Begin the time before the encoder."""
+        self._begun, self._is_prepared = time.perf_counter(), True
 
     def begin(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
-        """Yield the pieces of the request. The time counts from the first one."""
-        self._begun = time.perf_counter()
+        """Yield the pieces of the request. The time begins with the first one, unless `prepare` was called."""
+        if not self._is_prepared:
+            self._begun = time.perf_counter()
         yield from pieces
 
-    def timed(self, read: Callable[[Any], Any], on_wire: Callable[[Any], int]) -> Callable[[Any], Any]:
-        """Return `read`, which is called when the reply is complete, and which notes the rate of the link.
+    def timed(
+        self, last: Callable[[Any], Any], blocks: Callable[[Any], int], *, coded: bool = False
+    ) -> Callable[[Any], Any]:
+        """Return `last`, which is the last work of the transfer, with a note of the rate after it.
 
-        `on_wire` gets the result of `read`, and returns the bytes of the blocks that were sent or received.
+        `blocks` gets the result of `last`, and returns the number of blocks that were sent or received.
         """
 
-        def read_and_note(answer: Any) -> Any:
-            seconds = time.perf_counter() - self._begun
-            result = read(answer)
-            self._code.moved(self._link, on_wire(result), seconds)
+        def do_and_note(answer: Any) -> Any:
+            result = last(answer)
+            if self._begun is not None:
+                seconds = time.perf_counter() - self._begun
+                self._code.moved(self._link, blocks(result) * self._shape.nbytes, seconds, coded=coded)
             return result
 
-        return read_and_note
+        return do_and_note
 
     def encode(self, body: Sequence[memoryview]) -> tuple[bytes, memoryview | None]:
         """Return the digest of a block and its code, or None if that would save less than a tenth."""
@@ -576,7 +600,7 @@ class _Transfer:
         digest, code = b"%016x" % checksum(whole), encode_block_body(whole, self._shape)
         if code is not None:
             self._code.encoder.observe(len(whole), time.perf_counter() - begun)
-            self._code.coded(self._link, self._shape, len(whole), len(code))
+        self._code.coded(self._link, self._shape, len(whole), None if code is None else len(code))
         return digest, code
 
     def decode(self, found: Any, place: memoryview) -> str | None:
@@ -587,6 +611,7 @@ class _Transfer:
             if len(found) != len(place):
                 return "size"
             np.copyto(np.frombuffer(place, np.uint8), np.frombuffer(found, np.uint8))
+            self._code.coded(self._link, self._shape, len(place), None)
             return None
         digest, code = found
         begun = time.perf_counter()
@@ -617,10 +642,6 @@ def _raw_or_coded(value: Any) -> Any:
         return [int(bytes(digest), 16), code]
     except (TypeError, ValueError):
         raise WrongReply(f"instead of a digest came {digest!r:.80}") from None
-
-
-def _size_on_wire(found: Any) -> int:
-    return 0 if found is None else len(found[1] if isinstance(found, list) else found)
 
 
 # -- The commands that a server supports -------------------------------------------------------------------------------

@@ -234,8 +234,31 @@ def test_small_transfers_and_other_dtypes_stay_raw() -> None:
     assert not code.chooses(code.received, NOISE, 100)
 
 
-def test_some_transfers_measure_the_link_again() -> None:
+def test_some_transfers_measure_the_other_way() -> None:
     code = code_with(2.2, 3.7)
     code.moved(code.received, 2_000_000, 100)
     chosen = [code.chooses(code.received, SHAPE, 100) for _ in range(100)]
     assert 95 <= sum(chosen) < 100
+
+
+def test_the_code_ends_if_it_is_slower_than_raw_blocks() -> None:
+    """A busy server encodes more slowly than this machine."""
+    code = code_with(2.2, 3.7)
+    code.moved(code.received, 500_000_000, 1)
+    for _ in range(4):
+        assert code.chooses(code.received, SHAPE, 100)
+        code.moved(code.received, 250_000_000, 1, coded=True)
+    chosen = [code.chooses(code.received, SHAPE, 100) for _ in range(100)]
+    assert 0 < sum(chosen) <= 5
+    for _ in range(10):
+        code.moved(code.received, 600_000_000, 1, coded=True)
+    assert sum(code.chooses(code.received, SHAPE, 100) for _ in range(100)) > 95
+
+
+def test_blocks_without_a_code_end_the_code() -> None:
+    code = code_with(2.2, 3.7)
+    code.moved(code.received, 2_000_000, 100)
+    assert code.chooses(code.received, SHAPE, 1)
+    for _ in range(10):
+        code.coded(code.received, SHAPE, SHAPE.nbytes, None)
+    assert not code.chooses(code.received, SHAPE, 1)
