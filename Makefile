@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 MODEL := models/smollm2/model.safetensors
 STORE := redis://127.0.0.1:9221
 # One make at a time changes the environment. One that waited looks whether the target has been made by then.
-SETUP = PYTHON="$(PYTHON)" conf/exclusive.sh "$(filter $(VENV)/% $(MODEL),$@)" "$^"
+SETUP = @PYTHON="$(PYTHON)" conf/exclusive.sh "$(filter $(VENV)/% $(MODEL),$@)" "$^"
 CORE := setup.py kvpage_server/core/sources.py $(wildcard kvpage_server/core/native/*.p[xy][xd] kvpage_server/core/native/*.h)
 
 .DEFAULT_GOAL := setup

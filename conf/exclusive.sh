@@ -22,4 +22,5 @@ if ! lock -n 2>/dev/null; then
     lock || true  # a file system without locks
 fi
 [ -e "$target" ] && [ -z "$(find -L $sources "$target" -newer "$target")" ] && exit 0
+echo "$command" >&2  # make would print the sources, too
 sh -euc "$command" 9>&-  # a daemon that an installation starts does not keep the lock
