@@ -512,7 +512,8 @@ class AgentEngine:
         for job in reversed([*self._at(Stage.READY), *self._at(Stage.WAITING)]):
             if job.loaded and job.loaded.blocks:
                 self._let_go(job)
-                job.stage = Stage.WAITING if job.stage is Stage.WAITING else Stage.SUBMITTED
+                if job.stage is Stage.READY:  # a waiting job is loaded again after its claim
+                    job.stage = Stage.SUBMITTED
                 return
 
     def _renamed(self, job: Job) -> TokenReceiver:

@@ -48,7 +48,7 @@ NOT_WANTED = "the request keeps nothing"
 
 
 class BlockPoolBatchEngine:
-    """Scheduler that runs prompts of many agents in one batch. One thread owns it, the model and all arrays.
+    """Scheduler that runs prompts of many agents in one batch. Only one thread calls it and the model.
 
     `submit` reserves in `pool` every block that the answer may need; unused blocks are freed when the answer ends. So
     an admitted prompt always completes, and its context can always be kept.

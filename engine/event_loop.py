@@ -26,7 +26,8 @@ class EventLoop:
     """Event loop on a thread of its own, and the threads for its blocking work. Thread-safe, except for coroutines,
     which run on the loop.
 
-    A disk that hangs delays no request to the page server, because files have threads of their own.
+    A disk that hangs delays no request to the page server, because files have threads of their own. The client's
+    calls of `asyncio.to_thread` use the loop's default executor: they encode, decode and copy bodies.
     """
 
     def __init__(self) -> None:

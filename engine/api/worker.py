@@ -1,7 +1,8 @@
 """The thread that runs the engine.
 
-Only this thread uses MLX: it loads the model, and does all work with arrays. The event loop passes calls to it through
-a queue, and it passes tokens to the event loop with `call_soon_threadsafe`. Neither waits for the other.
+Only this thread loads and runs the model. Threads of the tiers create arrays, which they evaluate before this thread
+gets them. The server's event loop passes calls to this thread through a queue, and this thread passes tokens to the
+event loop with `call_soon_threadsafe`. Neither waits for the other.
 """
 
 from __future__ import annotations

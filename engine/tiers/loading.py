@@ -58,7 +58,7 @@ class Loaded:
 
     @property
     def unanswered(self) -> bool:
-        """Whether the page server failed to answer, or got no request because it had failed before."""
+        """Whether the miss was caused by the page server: it did not answer, or it got no request after failures."""
         return self.why == "open" or self.why in FAILING
 
 
@@ -177,7 +177,7 @@ class Loading:
         self._ended.add_done_callback(lambda _: callback())
 
     def result(self, timeout: float | None = None) -> Loaded:
-        """Wait for the result, and return it. This creates arrays, so only the thread that owns MLX may call it.
+        """Wait for the result, and return it. Only the engine's thread calls it: it changes the tree of contexts.
 
         Raises TimeoutError after `timeout` seconds, and CancelledError after `cancel`.
         """

@@ -1,8 +1,8 @@
 """Claims: one of several prompts computes a prefix that all of them need at the same time, while the others wait.
 
-A claim is on the first missing block of a prompt, by its chain hash. The agents of one engine queue for it. The first
-in the queue of each engine requests a lease from the page server, which grants it to one engine only. The holder renews
-the lease. If the holder dies, the lease expires, and another engine gets it. A prompt waits until the block is
+A claim is on the first missing block of a prompt, by its chain hash. The agents of one engine queue for it. For the
+first in the queue of each engine, `Claims` requests a lease from the page server, which grants it to one engine only.
+The holder renews the lease. If the holder dies, the lease expires, and another engine gets it. A prompt waits until the block is
 published, and for at most PATIENCE_SECONDS. If the server does not answer, each engine computes the block.
 """
 
@@ -31,8 +31,8 @@ ANSWER_SECONDS = 0.5  # longest wait for the server's first reply; then the firs
 
 class Claim:
     """A prompt's place in the queue for a block, with a state: ``wait`` while another prompt computes the block, or the
-    page server has not replied; ``mine`` if the caller has to compute and publish it; ``proceed`` if the caller should
-    load again, and compute the rest. The caller must release a claim, whatever its state is.
+    page server has not replied; ``mine`` if the caller has to compute and publish it; ``proceed`` if nothing keeps
+    the prompt waiting: a caller that waited should load again. The caller must release a claim, whatever its state is.
     """
 
     def __init__(self, claims: Claims, name: str, state: State) -> None:

@@ -182,7 +182,7 @@ class AgentCacheStore:
         lifetimes: Lifetimes | None = None,
     ) -> Loading:
         """Begin a load, as `load` does, and return without waiting. It takes at most `within` seconds (default:
-        `restore_within`).
+        `restore_within`). If that is 0 or less, only memory is searched.
 
         If the agent is not `named`, its id stands for one prompt: it has no context of its own. The lifetimes of the
         found blocks begin anew; they count for the tenant of `lifetimes`.

@@ -61,7 +61,9 @@ _Made = TypeVar("_Made")
 
 
 class Prompts:
-    """Encoder of prompts for one model. Its methods run on the event loop."""
+    """Encoder of prompts for one model. Its public methods run on the event loop. Templates and long texts are
+    encoded on its thread.
+    """
 
     def __init__(
         self, tokenizer: TokenizerWrapper, spec: ModelCacheSpec, renderer: Renderer, *, sanitize: bool = False

@@ -259,7 +259,7 @@ class Fetch:
         self._request = request
         self._pool = remote.pool
         self._lookup = Lookup(remote, request, self.report)
-        self._received = Receiver(self._lookup, self._lookup.in_memory, {})  # with the blocks in memory only
+        self._received = Receiver(self._lookup, self._lookup.in_memory, {})  # until there is a plan
         self._ids: list[int] = []  # ids in the pool of the blocks to be received
         self._pool.share((block.block_id for block in request.held), request.agent_id)
         self._lock = threading.Lock()  # of the state

@@ -129,7 +129,9 @@ class Lookup:
         return stored
 
     async def lease(self, digests: dict[str, str]) -> Plan:
-        """Return a plan whose blocks exist and are leased; if computing is faster, only the blocks in memory."""
+        """Decide between the fetch of blocks and their computation. Return a plan whose blocks exist and are leased;
+        if computing is faster, only the blocks in memory.
+        """
         found = set[BlockPlace]()
         while True:
             plan = self._offer.plan(digests, self.limit)
