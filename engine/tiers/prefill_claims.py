@@ -2,8 +2,8 @@
 
 A claim is on the first missing block of a prompt, by its chain hash. The agents of one engine queue for it. For the
 first in the queue of each engine, `Claims` requests a lease from the page server, which grants it to one engine only.
-The holder renews the lease. If the holder dies, the lease expires, and another engine gets it. A prompt waits until the block is
-published, and for at most PATIENCE_SECONDS. If the server does not answer, each engine computes the block.
+The holder renews the lease. If the holder dies, the lease expires, and another engine gets it. A prompt waits until the
+block is published, and for at most PATIENCE_SECONDS. If the server does not answer, each engine computes the block.
 """
 
 from __future__ import annotations
