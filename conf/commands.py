@@ -95,6 +95,8 @@ OK
 32) ""
 33) "tier"
 34) "memory"
+35) "coded_size"
+36) (integer) 0
 """,
     "kvpagedel": f"""\
 {_TWO_PAGES}> KVPAGESET req 0 0 1 0 3 1 4 0 more

@@ -236,7 +236,7 @@ def _open_store(config: Config) -> Keyspace:
         return Keyspace(maxmemory=config.maxmemory, policy=config.maxmemory_policy, shared=shared)
     began = time.monotonic()
     maxdisk = _within_file_size(config.maxdisk if isinstance(config.maxdisk, int) else default_maxdisk(Path()))
-    disk = Disk(Path(), maxdisk=maxdisk, flushes=config.appendfsync != "no", codes=config.page_code == "disk")
+    disk = Disk(Path(), maxdisk=maxdisk, flushes=config.appendfsync != "no", codes=config.page_code != "off")
     keyspace = Keyspace(
         maxmemory=config.maxmemory,
         policy=config.maxmemory_policy,
@@ -308,6 +308,7 @@ async def serve(server: Server, upstream: Upstream | None) -> None:
             limit=config.write_behind_limit,
             scrub_rate=config.scrub_rate,
             moved=partial(_renew_outputs, server),
+            page_code=config.page_code,
         )
     if upstream is None:
         keep_large_blocks_apart()

@@ -261,9 +261,10 @@ class Config:
         "bytes of the store on disk, at least 16mb; 0 is no limit; auto is half of free space and store together",
     )
     page_code: str = option(
-        choice("off", "disk"),
+        choice("off", "disk", "idle", "always"),
         "off",
-        "whether pages are stored on disk with the lossless code, in 0.7 of their bytes; needs a disk",
+        "what has the lossless code, which takes 0.7 of the bytes: nothing, pages on disk, in memory also blocks that "
+        "are idle, or all blocks as soon as they are on disk",
     )
     write_behind_limit: int = option(
         memory(1024**2),

@@ -72,8 +72,12 @@ def capacity_for(size: int) -> int:
 
     Capacities are 64, and four steps for each doubling: 80, 96, 112, 128, 160, and so on.
     """
-    step = 1 << max((size - 1).bit_length() - 3, 4)
-    return max(round_up(size, step), 64)
+    return max(round_up(size, capacity_step(size)), 64)
+
+
+def capacity_step(size: int) -> int:
+    """Return the bytes between two capacities near `size`: capacities from 64 on are multiples of it."""
+    return 1 << max((size - 1).bit_length() - 3, 4)
 
 
 def slot_shape(capacity: int) -> SlotShape:

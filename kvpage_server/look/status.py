@@ -110,6 +110,8 @@ def _memory_lines(memory: MemoryFigures) -> Iterator[tuple[str, Any]]:
     yield "memory", f"{as_size(memory.used)}{of_limit(memory.used, memory.limit)}, {memory.policy}"
     free = f"{as_size(memory.spare)} allocated and free, {as_size(memory.fragmentation)} fragmentation"
     yield "", f"RSS {as_size(memory.resident)}: {as_size(memory.live)} values, {free}"
+    if memory.coded:
+        yield "", _saving(memory.coded_raw, memory.coded)
 
 
 def _store_lines(now: Overview) -> Iterator[tuple[str, Any]]:
@@ -152,8 +154,7 @@ def _disk_lines(disk: DiskFigures) -> Iterator[tuple[str, Any]]:
     if disk.is_full:
         yield "", Text(f"maxdisk is reached: {plural(disk.evicted, 'value')} evicted from disk", "red")
     if disk.coded_bytes:
-        raw, coded = disk.coded_raw_bytes, disk.coded_bytes
-        yield "", f"{as_size(raw)} coded in {as_size(coded)}: {raw / coded:.2f} to 1, {as_size(raw - coded)} saved"
+        yield "", _saving(disk.coded_raw_bytes, disk.coded_bytes)
     waiting = f"{as_size(disk.waiting_bytes)} in the write queue" if disk.waiting_bytes else "write queue empty"
     commits = f", commit p99 {_milliseconds(disk.commits.percentile(0.99))}" if disk.commits.count else ""
     yield (
@@ -168,6 +169,11 @@ def _disk_lines(disk: DiskFigures) -> Iterator[tuple[str, Any]]:
     # the counts begin at the server's start, and the quarantine may have records of earlier runs
     if damaged := max(disk.corrupt + disk.repaired, disk.quarantined):
         yield "", Text(f"{plural(damaged, 'value')} corrupt: the disk may be failing", "red")
+
+
+def _saving(raw: int, coded: int) -> str:
+    """Return the text about the lossless codes of values: the bytes without and with the code."""
+    return f"{as_size(raw)} coded in {as_size(coded)}: {raw / coded:.2f} to 1, {as_size(raw - coded)} saved"
 
 
 def of_limit(used: int, limit: int) -> str:

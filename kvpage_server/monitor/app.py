@@ -38,7 +38,7 @@ from kvpage_server.monitor.logins import (
 )
 from kvpage_server.observe.engines import EnginesSeen
 from kvpage_server.observe.observer import Observer
-from kvpage_server.observe.overview import BOUNDS, CallFigures, DiskFigures, Overview
+from kvpage_server.observe.overview import BOUNDS, CallFigures, DiskFigures, MemoryFigures, Overview
 
 # -- exposition --------------------------------------------------------------------------------------------------------
 #
@@ -82,7 +82,7 @@ class _Figures(Collector):
         yield from _commands(overview)
         yield from _quotas(overview)
         if overview.disk is not None:
-            yield from _disk(overview.disk)
+            yield from _disk(overview.disk, overview.memory)
 
 
 def _info(overview: Overview) -> Metric:
@@ -167,10 +167,12 @@ def _quotas(overview: Overview) -> Iterator[Metric]:
     yield _counter("quota_evicted_keys", "Keys evicted because of the limit of a quota", "quota", _few(evicted))
 
 
-def _disk(disk: DiskFigures) -> Iterator[Metric]:
+def _disk(disk: DiskFigures, memory: MemoryFigures) -> Iterator[Metric]:
     yield _gauge("disk_values", "Values on disk", disk.values)
     yield _gauge("disk_used_bytes", "Bytes of values on disk", disk.bytes)
     yield _gauge("disk_file_bytes", "Size of the database file", disk.file_bytes)
+    yield _gauge("memory_coded_bytes", "Bytes of the lossless codes of values in memory", memory.coded)
+    yield _gauge("memory_coded_raw_bytes", "Bytes of the values coded in memory without the code", memory.coded_raw)
     yield _gauge("disk_coded_bytes", "Bytes of the lossless codes of values on disk", disk.coded_bytes)
     yield _gauge("disk_coded_raw_bytes", "Bytes of the coded values without the code", disk.coded_raw_bytes)
     yield _gauge("disk_limit_bytes", "maxdisk; 0: no limit", disk.limit)

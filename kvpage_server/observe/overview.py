@@ -110,6 +110,8 @@ class MemoryFigures:
     fragmentation: int = 0
     in_flight: int = _of("mem_clients_normal")  # memory of connections: incomplete commands, unread replies
     resident: int = _of("used_memory_rss")  # resident memory of the process
+    coded: int = _of("memory_coded_bytes", 0)  # bytes of the lossless codes of values in memory
+    coded_raw: int = _of("memory_coded_raw_bytes", 0)  # bytes of the same values without the code
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,7 +165,9 @@ class Reader:
         entry = self._catalogue.get(key)
         assert entry is not None
         units, on_disk = self._contents.eviction_order.units, body_on_disk(entry)
-        return units.idle(unit_of(key, entry)) if on_disk is None else max(units.now - on_disk.used, 0)
+        if on_disk is None or on_disk.code is not None:
+            return units.idle(unit_of(key, entry))
+        return max(units.now - on_disk.used, 0)
 
     def block(self, req_id: bytes, page: int) -> Block | None:
         """Remove the expired pages of a block, and return it; None if it does not exist then."""

@@ -108,7 +108,7 @@ def measured(*options: str, directory: Path | None = None) -> Iterator[Turns]:
     """A server in memory, or tiered in a directory, with `options` as on its command line."""
     config = from_arguments(["--port", str(free_port()), *options])
     loop = MeasuredLoop()
-    disk = Disk(directory) if directory is not None else None
+    disk = Disk(directory, codes=config.page_code != "off") if directory is not None else None
     shared = bool(config.unixsocket)
     keyspace = Keyspace(maxmemory=config.maxmemory, policy=config.maxmemory_policy, disk=disk, shared=shared)
     if keyspace.tier is not None:
@@ -127,6 +127,7 @@ def measured(*options: str, directory: Path | None = None) -> Iterator[Turns]:
                 limit=config.write_behind_limit,
                 scrub_rate=config.scrub_rate,
                 moved=lambda: None,
+                page_code=config.page_code,
             )
         listener.start()
         ready.set()

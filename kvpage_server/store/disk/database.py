@@ -32,7 +32,7 @@ from kvpage_server.store.disk.encoding import (
     SetExpiry,
     Sheets,
     Write,
-    code_of,
+    code_for_disk,
 )
 from kvpage_server.store.disk.lmdb_file import (
     CODED_FORMAT,
@@ -175,13 +175,8 @@ class StoredBodies:
 
     def _decode(self, body: Body, into: memoryview) -> int:
         """Decode a coded body into memory, and return its XXH3-64. Raises Damaged."""
-        code = np.empty(body.coded, np.uint8)
-        start = 0
-        for piece in self._pieces_of(body):
-            _copy(piece, code.data[start : start + len(piece)])
-            start += len(piece)
         try:
-            decode_body(code.data, into)
+            decode_body(joined([*self._pieces_of(body)]), into)
         except PageError as error:
             raise Damaged(f"its code is damaged: {error}") from None
         return checksum(into)
@@ -203,6 +198,16 @@ class StoredBodies:
         if piece is None or len(piece) != size:
             raise Damaged("a piece of its body is missing or has another length than its record says")
         return piece
+
+
+def joined(parts: Sequence[memoryview]) -> memoryview:
+    """Return a copy of parts as one. Releases the GIL while the parts, which may be of the map, are read."""
+    whole = np.empty(sum(map(len, parts)), np.uint8).data
+    start = 0
+    for part in parts:
+        _copy(part, whole[start : start + len(part)])
+        start += len(part)
+    return whole
 
 
 def _copy(piece: memoryview, into: memoryview) -> None:
@@ -638,7 +643,7 @@ class Disk:
         if len(body) <= INLINE and not has_row:
             inline = bytes(body)
         elif len(body):
-            code = code_of(write) if self._codes else None
+            code = code_for_disk(write) if self._codes else None
             content = body if code is None else memoryview(code)
             first = first_of(self._next, piece)
             for start in range(0, len(content), piece):

@@ -156,20 +156,22 @@ def _shape_of(meta: bytes) -> BlockShape:
 def code_of(write: Write) -> memoryview | bytes | None:
     """Return the code of a page's or an extent's body (docs/page-code.md), or None.
 
-    None means that the body stays as it is: it is a string, or the code would save less than a tenth of it, or no page
-    of the file.
+    None means that the body stays as it is: it is a string, or the code would save less than a tenth of it.
     """
-    code: memoryview | bytes | None
     try:
         if write.name[:1] == b"b":
-            code = encode_block_body(write.body, _shape_of(write.meta))
-        elif len(write.meta) == HEADER_SIZE:
+            return encode_block_body(write.body, _shape_of(write.meta))
+        if len(write.meta) == HEADER_SIZE:
             dtype, page_size, head_dim = _MATRIX.unpack(write.meta)
-            code = encode_page_body(write.body, DType(dtype), page_size, head_dim)
-        else:
-            return None
+            return encode_page_body(write.body, DType(dtype), page_size, head_dim)
     except (struct.error, ValueError):  # no page of ours
-        return None
+        pass
+    return None
+
+
+def code_for_disk(write: Write) -> memoryview | bytes | None:
+    """Return the code of a body, see `code_of`; None also if it would save no page of the file."""
+    code = code_of(write)
     if code is None:
         return None
     saves = len(code) <= records.SHARED or records.room_for(0, len(code)) < records.room_for(0, len(write.body))

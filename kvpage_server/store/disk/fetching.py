@@ -1,4 +1,5 @@
-"""Loading from disk to memory: threads read values, and clients continue when their values are available.
+"""Loading from disk to memory: threads read values, and clients continue when their values are available. And values
+that are coded in memory, which a load decodes.
 
 If memory is full, the values of a long reply are not loaded into it: the reply *borrows* their bytes, which are freed
 after it. A value that was borrowed is loaded when it is read again before as many bytes as `maxmemory` were borrowed.
@@ -12,14 +13,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain, compress, filterfalse
+from itertools import chain, compress, filterfalse, islice
 from operator import attrgetter
-from typing import TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
+from weakref import WeakSet
+
+import numpy as np
 
 from kvpage_server.core import Arena, Slot
+from kvpage_server.core.regions import capacity_step
+from kvpage_server.page import checksum
 from kvpage_server.store.contents import Contents
 from kvpage_server.store.disk.borrowed_reads import (
     VALUES_PER_COPY,
@@ -30,16 +37,17 @@ from kvpage_server.store.disk.borrowed_reads import (
     MappedReads,
 )
 from kvpage_server.store.disk.database import Found, Outcome
-from kvpage_server.store.disk.encoding import Corrupt
+from kvpage_server.store.disk.encoding import Corrupt, Write, change_of, code_of
 from kvpage_server.store.disk.lmdb_file import DiskError
 from kvpage_server.store.disk.naming import described, name_of_unit, unit_on_disk
 from kvpage_server.store.disk.prefetch import HeldUnits, Hold, Needed, TooMuch
-from kvpage_server.store.disk.readers import DiskReader
+from kvpage_server.store.disk.readers import Coded, DiskReader
 from kvpage_server.store.disk.usage import Stored
 from kvpage_server.store.evict import MemoryAccount, OverLimit
 from kvpage_server.store.eviction.queues import Unit
-from kvpage_server.store.memory.index import Block, Extent, OnDisk
-from kvpage_server.system.text import Durations
+from kvpage_server.store.memory.index import Block, Code, CodeCounts, Extent, OnDisk
+from kvpage_server.store.records import name_of_key
+from kvpage_server.system.text import Durations, monotonic_ms
 
 _COPIED = 64 * 1024  # bytes of the largest value that is borrowed as a copy, which costs less than more pieces
 _SIZE, _UNIT = attrgetter("size"), attrgetter("unit")
@@ -70,6 +78,7 @@ class Fetching:
         self._bytes_borrowed = 0  # bytes borrowed since the start
         self._waiting: list[Callable[[], None]] = []  # clients that wait because other loads have reached the limit
         self._temporary: set[OnDisk] = set()  # values with a `temporary_slot`
+        self.loaded: Callable[[Unit], object] = lambda _: None  # called with each unit that was loaded to stay
 
     def connect(self, reader: DiskReader, moved: Callable[[], None]) -> None:
         """Read with `reader` from now on.
@@ -213,7 +222,9 @@ class Fetching:
                 self._keep_temporarily(fetched)
             self._end(job, outcomes)
 
-        self._reader.fetch([(value.name, slot.body) for value, slot in zip(values, slots, strict=True)], keep)
+        self._reader.fetch(
+            [(value.name, slot.body, coded_in(value)) for value, slot in zip(values, slots, strict=True)], keep
+        )
         return job
 
     def _load_to_borrow(self, values: list[OnDisk], *, touches: bool) -> list[_Job]:
@@ -239,7 +250,9 @@ class Fetching:
             self._note_lent(reads, job)
             self._end(job, outcomes)
 
-        self._reader.fetch([(value.name, body) for value, body in zip(values, bodies, strict=True)], lend_out)
+        self._reader.fetch(
+            [(value.name, body, coded_in(value)) for value, body in zip(values, bodies, strict=True)], lend_out
+        )
         return job
 
     def _begin_to_map(self, values: list[OnDisk], *, touches: bool) -> _Job:
@@ -256,7 +269,7 @@ class Fetching:
             self._note_lent(reads, job)
             self._end(job, found)
 
-        self._reader.find([(value.name, value.size) for value in values], lend_out)
+        self._reader.find([(value.name, value.size, coded_in(value)) for value in values], lend_out)
         return job
 
     def _note_lent(self, reads: BorrowedReads, job: _Job) -> None:
@@ -271,7 +284,8 @@ class Fetching:
             for unit in dict.fromkeys(map(_UNIT, reads)):
                 if self._contents.index.still_has(cast(Block, unit)):  # False if it was removed during the read
                     self._note_borrowed(cast(Block, unit))
-        self._stored.counts.fetched += len(reads)
+        for value in reads:
+            self._count(value)
 
     def _note_borrowed(self, unit: Block) -> None:
         """Note a use of a borrowed block in the order of units on disk only, and in its policy if that has it."""
@@ -298,12 +312,20 @@ class Fetching:
                 slot.unit = value.unit
             contents.move_body(place, slot)
             unit = unit_on_disk(value)
-            grown[unit] = grown.get(unit, 0) + slot.footprint
-            self._stored.counts.fetched += 1
+            grown[unit] = grown.get(unit, 0) + slot.footprint - value.footprint
+            self._count(value)
+            value.code = None
         for unit, size in grown.items():
             contents.grow(unit, size)
             contents.eviction_order.units.used(unit)
             self._stored.usage.remove_unit(name_of_unit(unit))
+            self.loaded(unit)
+
+    def _count(self, value: OnDisk) -> None:
+        if value.code is None:
+            self._stored.counts.fetched += 1
+        else:
+            self._stored.counts.decoded += 1
 
     def _keep_temporarily(self, fetched: Iterable[tuple[OnDisk, Slot]]) -> None:
         """Set the loaded bytes as `temporary_slot` of the values, for clients that hold the values."""
@@ -313,7 +335,7 @@ class Fetching:
             slot.unit = value.unit
             value.temporary_slot = slot
             self._temporary.add(value)
-            self._stored.counts.fetched += 1
+            self._count(value)
 
     def _free_temporary(self) -> None:
         """Free the temporary slots of values that no client holds."""
@@ -351,6 +373,12 @@ def _nothing() -> None:
     """Do nothing, because another callback continues the client."""
 
 
+def coded_in(value: OnDisk) -> Coded | None:
+    """Return the code of a value that is coded in memory."""
+    code = value.code
+    return None if code is None else ([slot.body for slot in code.slots], code.digest)
+
+
 class _Job:
     """Values that a thread reads together, and the groups that wait for it."""
 
@@ -378,3 +406,223 @@ class _Group:
         self.left = left
         self.then = then
         self.lent = lent
+
+
+# -- Codes in memory ---------------------------------------------------------------------------------------------------
+#
+# A value that is coded in memory is an `OnDisk` with a `code`: every reader handles it as a value on disk only, and the
+# load decodes the code in a reader thread. So a value is coded only if it is on disk, and dropping its code demotes it.
+#
+# Blocks that were written to disk or loaded are *candidates*. Each sweep takes the candidates that were idle for long
+# enough, up to _MOST_CODED bytes of them. The writer's thread encodes them between two commits, the loop allocates
+# slots for the codes, and the thread copies the codes into them. Then the loop replaces bodies that have not changed.
+
+IDLE = 10  # seconds without a use, after which `page-code idle` encodes a block
+_LEAST_CODED = 4096  # bytes of the smallest single page that is coded in memory: its index entry grows by 400 bytes
+_MOST_CODED = 4 << 20  # bytes of bodies, after which a sweep takes no more, and candidates wait for the next
+_SLACK = 256  # bytes that a slot may have too much in any case, because each slot has about 80 more
+_PAGES_PER_STEP = 64  # bodies, and single pages of a block, after which a sweep takes no more
+_LONGEST_STEP = 1_000_000  # nanoseconds in which a sweep examines candidates
+
+_Place = bytes | Extent  # the key of a page, or the extent, whose body is coded
+
+
+class _Body(NamedTuple):
+    """A body in memory that is to be coded."""
+
+    block: Block
+    place: _Place
+    slot: Slot
+    write: Write
+
+
+class _CodedExtents(WeakSet[OnDisk]):
+    """The placeholders of extents that are coded in memory. Each refers to its block, which refers to the placeholder.
+    So when the block is removed, only this set or the garbage collector frees the code.
+    """
+
+    def popitem(self) -> None:
+        """Remove a placeholder, and free its code. The part of a `Flushed` is freed so."""
+        with suppress(KeyError):
+            self.pop().code = None
+
+
+class Coder:
+    """Encoder of bodies in memory of blocks that were not used for `idle` seconds; of none if that is negative."""
+
+    def __init__(self, contents: Contents, stored: Stored) -> None:
+        self.idle = -1
+        self.counts = CodeCounts()
+        self._contents = contents
+        self._stored = stored
+        # Blocks in memory and on disk, in the order in which they are examined, and the number of the first single page
+        # to examine.
+        self._candidates: OrderedDict[Block, int] = OrderedDict()
+        self._task: asyncio.Task[None] | None = None
+        self._extents = _CodedExtents()
+
+    def add(self, unit: object) -> None:
+        """Note that a unit was written to disk, or loaded into memory."""
+        if self.idle >= 0 and type(unit) is Block:
+            self._candidates.setdefault(unit, 0)
+
+    def discard(self, block: Block) -> None:
+        """Note that a block was removed."""
+        self._candidates.pop(block, None)
+        if block.extent is not None and isinstance(placeholder := block.extent.slot, OnDisk):
+            placeholder.code = None
+
+    def clear(self) -> Any:
+        """Note that everything was removed. Return a table of codes, which the caller frees in steps."""
+        self._candidates.clear()
+        old, self._extents = self._extents, _CodedExtents()
+        return old
+
+    def sweep(self) -> None:
+        """Begin to encode the bodies that are due, unless others are being encoded. Call it repeatedly."""
+        if self._candidates and (self._task is None or self._task.done()) and (bodies := self._due()):
+            self._task = asyncio.create_task(self._encode(bodies))
+
+    async def close(self) -> None:
+        """Wait until no body is being encoded."""
+        self._candidates.clear()
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    def _due(self) -> list[_Body]:
+        """Return bodies to encode. A block that is not due becomes the last candidate."""
+        found, size, candidates = list[_Body](), 0, self._candidates
+        end, now = time.monotonic_ns() + _LONGEST_STEP, monotonic_ms()
+        for _ in range(len(candidates)):
+            block, at = candidates.popitem(last=False)
+            if block not in self._contents.eviction_order.units:
+                continue  # it is on disk only
+            if not self._rests(block, now):
+                candidates[block] = at
+            else:
+                bodies, following = self._bodies_of(block, at)
+                found += bodies
+                size += sum(body.slot.size for body in bodies)
+                if following is not None:
+                    candidates[block] = following
+            if size >= _MOST_CODED or len(found) >= _PAGES_PER_STEP or time.monotonic_ns() > end:
+                break
+        return found
+
+    def _rests(self, block: Block, now: int) -> bool:
+        """Return whether a block is idle, and neither leased, pinned nor held."""
+        contents = self._contents
+        return contents.eviction_order.units.idle(block) >= self.idle and not contents.spares(block, now)
+
+    def _bodies_of(self, block: Block, at: int) -> tuple[list[_Body], int | None]:
+        """Return the bodies of a block to encode, from its single page number `at` on, and the number of the page to go
+        on with; None if there is none. A page that waits to be written is examined again.
+        """
+        extent, entries = block.extent, self._contents.catalogue.entries
+        if extent is not None:
+            name, slot = name_of_unit(block), extent.slot
+            if isinstance(slot, OnDisk):
+                return [], None
+            if not self._is_stored(name):
+                return [], at
+            return [_Body(block, extent, slot, cast(Write, change_of(name, extent)))], None
+        found, waits = list[_Body](), False
+        keys = [*islice(block.page_keys(), at, at + _PAGES_PER_STEP)]
+        for key in keys:
+            page, name = entries.get(key), name_of_key(key)
+            if isinstance(page, Slot) and page.size >= _LEAST_CODED:
+                if self._is_stored(name):
+                    found.append(_Body(block, key, page, cast(Write, change_of(name, page))))
+                else:
+                    waits = True
+        if waits:
+            return found, at
+        return found, at + len(keys) if len(keys) == _PAGES_PER_STEP else None
+
+    def _is_stored(self, name: bytes) -> bool:
+        return name in self._stored.usage and not self._stored.behind.waits(name)
+
+    async def _encode(self, bodies: list[_Body]) -> None:
+        """Encode bodies, and then others, until none is due."""
+        while bodies:
+            await self._encode_some(bodies)
+            bodies = self._due()
+
+    async def _encode_some(self, bodies: list[_Body]) -> None:
+        run = self._stored.behind.run
+        codes = await run(partial(_codes_of, [(body.place, body.write) for body in bodies]))
+        if not isinstance(codes, list):
+            return
+        coded, copies = list[tuple[_Body, Code]](), list[tuple[memoryview, memoryview]]()
+        for body, found in zip(bodies, codes, strict=True):
+            if found is None or not self._is_same(body):
+                continue
+            try:
+                code = Code(self._slots_for(len(found[0])), found[1], body.slot.size, self.counts)
+            except MemoryError:
+                break
+            if code.footprint < body.slot.footprint:
+                coded.append((body, code))
+                start = 0
+                for slot in code.slots:
+                    copies.append((memoryview(found[0])[start : start + slot.size], slot.body))
+                    start += slot.size
+        if coded:
+            await run(partial(_copy_all, copies))
+        now = monotonic_ms()
+        for body, code in coded:
+            if self._is_same(body):
+                if self._rests(body.block, now):
+                    self._replace(body, code)
+                else:
+                    self._candidates.setdefault(body.block, 0)
+
+    def _slots_for(self, size: int) -> list[Slot]:
+        """Allocate one slot for a code, or two if one would have more than a sixteenth too much. Raises MemoryError."""
+        allocate, step = self._contents.arena.allocate, capacity_step(size)
+        whole = size - size % step
+        return [allocate(size)] if -size % step <= max(size >> 4, _SLACK) else [allocate(whole), allocate(size - whole)]
+
+    def _is_same(self, body: _Body) -> bool:
+        """Return whether a body is still that of its value, and on disk."""
+        place, block = body.place, body.block
+        if isinstance(place, Extent):
+            is_there = self._contents.index.still_has(block) and block.extent is place and place.slot is body.slot
+        else:
+            is_there = self._contents.catalogue.entries.get(place) is body.slot
+        return is_there and self._is_stored(body.write.name)
+
+    def _replace(self, body: _Body, code: Code) -> None:
+        contents, place, units = self._contents, body.place, self._contents.eviction_order.units
+        header = b"" if isinstance(place, Extent) else body.write.meta
+        expires = 0 if isinstance(place, Extent) else body.slot.expires
+        used = units.now - units.idle(body.block)
+        value = OnDisk(body.write.name, body.slot.size, expires=expires, header=header, unit=body.block, used=used)
+        value.code = code
+        if isinstance(place, Extent):
+            self._extents.add(value)
+        contents.move_body(place, value)
+        contents.grow(body.block, code.footprint - body.slot.footprint)
+        contents.any_on_disk = True
+
+
+def _codes_of(bodies: Sequence[tuple[_Place, Write]]) -> list[tuple[bytes | memoryview, int] | None]:
+    """Return the code of each body and the XXH3-64 of the body, or None. Runs in a thread.
+
+    The checksums of an extent's pages are computed as well, because they cannot be computed from its code.
+    """
+    found = list[tuple[bytes | memoryview, int] | None]()
+    for place, write in bodies:
+        code = code_of(write)
+        if code is None:
+            found.append(None)
+            continue
+        if isinstance(place, Extent) and place.digest:
+            place.hash_pages(memoryview(write.body))
+        found.append((code, write.digest or checksum(write.body)))
+    return found
+
+
+def _copy_all(copies: Sequence[tuple[memoryview, memoryview]]) -> None:
+    for code, into in copies:
+        np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(code, np.uint8))

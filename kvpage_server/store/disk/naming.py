@@ -96,6 +96,7 @@ def is_removed(contents: Contents, name: bytes) -> bool:
 
 
 def is_on_disk_named(contents: Contents, name: bytes) -> bool:
-    """Return whether the bytes of the value with this name, which must exist, are on disk only."""
+    """Return whether the value with this name, which must exist, is on disk only, and not coded in memory either."""
     value = value_named(contents, name)
-    return isinstance(value.slot if isinstance(value, Extent) else value, OnDisk)
+    body = value.slot if isinstance(value, Extent) else value
+    return isinstance(body, OnDisk) and body.code is None

@@ -15,7 +15,11 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from kvpage_server.store.disk.database import Disk, Found, Outcome
+import numpy as np
+
+from kvpage_server.lossless import decode_body
+from kvpage_server.page import PageError, checksum
+from kvpage_server.store.disk.database import Disk, Found, Outcome, joined
 from kvpage_server.store.disk.lmdb_file import DiskError
 from kvpage_server.store.records import Damaged
 
@@ -23,7 +27,8 @@ T = TypeVar("T")
 
 THREADS = 2
 
-Wanted = Sequence[tuple[bytes, memoryview]]  # names, and the memory for their bodies
+Coded = tuple[Sequence[memoryview], int]  # the parts of a code in memory, and the XXH3-64 of its body
+Wanted = Sequence[tuple[bytes, memoryview, Coded | None]]  # names, the memory for their bodies, and their codes
 
 
 class DiskReader:
@@ -44,14 +49,19 @@ class DiskReader:
             thread.start()
 
     def fetch(self, wanted: Wanted, done: Callable[[list[Outcome]], None]) -> None:
-        """Copy bodies into memory, then call `done` on the loop with the outcomes.
+        """Copy bodies into memory, or decode them if they are coded in memory, then call `done` on the loop with the
+        outcomes.
 
         The caller keeps the memory alive.
         """
         self._begin(partial(self._outcomes, wanted), done)
 
-    def find(self, wanted: Sequence[tuple[bytes, int]], done: Callable[[tuple[object, list[Found]]], None]) -> None:
-        """Find values in the map and check them, then call `done` on the loop with the result of `Disk.find`."""
+    def find(
+        self, wanted: Sequence[tuple[bytes, int, Coded | None]], done: Callable[[tuple[object, list[Found]]], None]
+    ) -> None:
+        """Find values in the map and check them, then call `done` on the loop with the result of `Disk.find`. Values
+        that are coded in memory are decoded instead.
+        """
         self._begin(partial(self._found, wanted), done)
 
     def _begin(self, work: Callable[[], T], done: Callable[[T], None]) -> None:
@@ -68,16 +78,30 @@ class DiskReader:
             del deliver
 
     def _outcomes(self, wanted: Wanted) -> list[Outcome]:
-        try:
-            return self._disk.read(wanted)
-        except DiskError as error:
-            return [error.with_traceback(None)] * len(wanted)
+        outcomes: list[Outcome] = [code is not None and _decodes(code, body) for _, body, code in wanted]
+        rest = [at for at, outcome in enumerate(outcomes) if outcome is False]
+        read: list[Outcome] = []
+        if rest:
+            try:
+                read = self._disk.read([wanted[at][:2] for at in rest])
+            except DiskError as error:
+                read = [DiskError(str(error))] * len(rest)  # without the traceback, which refers to memory
+        for at, outcome in zip(rest, read, strict=True):
+            outcomes[at] = outcome
+        return outcomes
 
-    def _found(self, wanted: Sequence[tuple[bytes, int]]) -> tuple[object, list[Found]]:
-        try:
-            return self._disk.find(wanted)
-        except DiskError as error:
-            return None, [error.with_traceback(None)] * len(wanted)
+    def _found(self, wanted: Sequence[tuple[bytes, int, Coded | None]]) -> tuple[object, list[Found]]:
+        found: list[Found] = [False if code is None else _decoded(code, size) for _, size, code in wanted]
+        rest = [at for at, pieces in enumerate(found) if pieces is False]
+        txn, read = None, list[Found]()
+        if rest:
+            try:
+                txn, read = self._disk.find([wanted[at][:2] for at in rest])
+            except DiskError as error:
+                read = [DiskError(str(error))] * len(rest)  # without the traceback, which refers to memory
+        for at, pieces in zip(rest, read, strict=True):
+            found[at] = pieces
+        return txn, found
 
     def _deliver(self, ticket: int, result: Any) -> None:
         self._callers.pop(ticket)(result)
@@ -89,6 +113,22 @@ class DiskReader:
         for thread in self._threads:
             await asyncio.to_thread(thread.join)
         await asyncio.sleep(0)  # let the loop deliver the last outcomes
+
+
+def _decoded(code: Coded, size: int) -> Found:
+    """Return a decoded body; False if its code is damaged."""
+    body = np.empty(size, np.uint8).data
+    return [body] if _decodes(code, body) else False
+
+
+def _decodes(code: Coded, into: memoryview) -> bool:
+    """Decode a body into memory. Return False if it does not match its checksum: then it is read from disk."""
+    parts, digest = code
+    try:
+        decode_body(parts[0] if len(parts) == 1 else joined(parts), into)
+    except PageError:
+        return False
+    return checksum(into) == digest
 
 
 # -- Scrubbing: reads of all values at a limited rate, to find damage before a client reads the value ------------------

@@ -27,6 +27,7 @@ from kvpage_server.core import NewPages, Slot
 from kvpage_server.page import unix_ms
 from kvpage_server.store import records
 from kvpage_server.store.contents import Contents, Source, Tier
+from kvpage_server.store.disk import fetching
 from kvpage_server.store.disk.database import Decoded, Disk
 from kvpage_server.store.disk.disk_full import DiskAccount
 from kvpage_server.store.disk.encoding import (
@@ -40,7 +41,7 @@ from kvpage_server.store.disk.encoding import (
     change_of,
     extent_of,
 )
-from kvpage_server.store.disk.fetching import Fetching
+from kvpage_server.store.disk.fetching import Coder, Fetching
 from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull
 from kvpage_server.store.disk.naming import (
     block_name_of,
@@ -219,10 +220,11 @@ _VALUES_PER_STEP = 256  # values that are noted in one step
 class Changes:
     """The store as the `Owner` of queued values."""
 
-    def __init__(self, contents: Contents, stored: Stored, account: DiskAccount) -> None:
+    def __init__(self, contents: Contents, stored: Stored, account: DiskAccount, coder: Coder) -> None:
         self._contents = contents
         self._stored = stored
         self._account = account
+        self._coder = coder
 
     def change_of(self, name: bytes, value: Value) -> Change:
         """Return the change that stores a value. Called in the thread that commits."""
@@ -253,11 +255,14 @@ class Changes:
             elif isinstance(value, Slot | ExtentPage) and isinstance(value.unit, Block):
                 if value.unit is not last:
                     last, unit = value.unit, name_of_unit(value.unit)
+                    self._coder.add(last)
                 size = size_on_disk(name, value, batch.coded.get(name, 0))
                 usage.add(name, unit, size, again=self._is_queued_again(name))
             else:
                 if block := block_name_of(name):
                     usage.note_stray(name, block)
+                if self._coder.idle >= 0 and isinstance(value, Extent):
+                    self._coder.add(self._contents.index.block(*parse_block(name)))
                 size = size_on_disk(name, value, batch.coded.get(name, 0))
                 usage.add(name, name, size, again=self._is_queued_again(name))
 
@@ -295,6 +300,8 @@ class DiskTier(Tier):
         self.disk = disk
         self.stored = Stored(maxdisk)
         self.fetching = Fetching(contents, memory, self.stored)
+        self.coder = Coder(contents, self.stored)
+        self.fetching.loaded = self.coder.add
         self.account = DiskAccount(contents, self.stored)
         self._memory = memory
         self._loader = Loader(disk, contents, self.stored)
@@ -327,7 +334,9 @@ class DiskTier(Tier):
             self.stored.maxdisk = least
             self.disk.resize(least)
 
-    def connect(self, *, mode: str, limit: int, scrub_rate: int, moved: Callable[[], None]) -> None:
+    def connect(
+        self, *, mode: str, limit: int, scrub_rate: int, moved: Callable[[], None], page_code: str = "off"
+    ) -> None:
         """Start to read and write on the event loop.
 
         Writers wait above `limit` queued bytes, or above 1/4 of maxmemory or 1/8 of maxdisk. `moved` is called when
@@ -337,7 +346,9 @@ class DiskTier(Tier):
             limit = min(limit, self._memory.limit // 4)
         if self.stored.maxdisk:
             limit = min(limit, self.stored.maxdisk // 8)
-        self.stored.behind = WriteBehind(self.disk, Changes(self._contents, self.stored, self.account), mode, limit)
+        self.coder.idle = {"idle": fetching.IDLE, "always": 0}.get(page_code, -1)
+        changes = Changes(self._contents, self.stored, self.account, self.coder)
+        self.stored.behind = WriteBehind(self.disk, changes, mode, limit)
         self._contents.leases.on_lifetime = self._note_lifetime
         self.fetching.connect(DiskReader(self.disk), moved)
         self.scrubber = Scrubber(self.disk, scrub_rate, self._found_damaged)
@@ -424,6 +435,7 @@ class DiskTier(Tier):
     async def close(self) -> str:
         """Write all dirty values, and close the disk. Return the reason if some could not be written, else ""."""
         self._closing = True
+        await self.coder.close()
         if self._decoding is not None:
             await self._decoding
         await self.scrubber.close()
@@ -467,6 +479,7 @@ class DiskTier(Tier):
 
     def sweep(self) -> None:
         self.fetching.sweep()
+        self.coder.sweep()
 
     def was_split(self, block: Block, pages: Mapping[bytes, ExtentPage]) -> None:
         self.stored.remove(name_of_block(block.req_id, block.page), replaced=True)
@@ -497,15 +510,17 @@ class DiskTier(Tier):
     def unit_removed(self, unit: Unit) -> None:
         if isinstance(unit, Block):
             self.account.block_removed(unit)
+            self.coder.discard(unit)
 
     def block_removed(self, block: Block) -> None:
         self.account.block_removed(block)
+        self.coder.discard(block)
         self.stored.remove_all(each_name_in(block))
 
     def clear(self) -> tuple[dict[bytes, Any] | OrderedMap[bytes, Any], ...]:
         """Remove everything from the disk. Return the former tables."""
         self.account.chains.clear()
-        return self.stored.clear()
+        return *self.stored.clear(), self.coder.clear()
 
     # -- drops and evictions -------------------------------------------------------------------------------------------
 
@@ -597,9 +612,13 @@ class DiskTier(Tier):
             contents.any_on_disk = True
             if not all_dropped:
                 return
-        elif not isinstance(slot := unit.extent.slot, OnDisk):
+        elif isinstance(slot := unit.extent.slot, Slot):
             contents.move_body(unit.extent, OnDisk(names[0], slot.size, unit=unit, used=used))
             contents.grow(unit, -slot.footprint)
+            self.stored.counts.dropped += 1
+        elif slot.code is not None:
+            contents.grow(unit, -slot.footprint)
+            slot.code, slot.used = None, used
             self.stored.counts.dropped += 1
         units.evicted(unit)
         if isinstance(unit, Block):
@@ -615,15 +634,19 @@ class DiskTier(Tier):
         for name in names:
             key = name[1:]
             entry = cast(Page, contents.catalogue.entries[key])
-            if type(entry) is not OnDisk:
-                if not left:
-                    return freed, False
-                left -= 1
+            if isinstance(entry, OnDisk) and entry.code is None:
+                continue
+            if not left:
+                return freed, False
+            left -= 1
+            freed += entry.footprint
+            self.stored.counts.dropped += 1
+            if isinstance(entry, OnDisk):
+                entry.code, entry.used = None, used
+            else:
                 header = bytes(entry.header) if type(unit) is Block else b""
                 on_disk = OnDisk(name, entry.size, expires=entry.expires, header=header, unit=entry.unit, used=used)
                 contents.move_body(key, on_disk)
-                freed += entry.footprint
-                self.stored.counts.dropped += 1
         return freed, True
 
     # -- damage that the scrubber finds --------------------------------------------------------------------------------
@@ -641,6 +664,10 @@ class DiskTier(Tier):
             return
         value = value_named(self._contents, name)
         on_disk = value.slot if isinstance(value, Extent) else value
+        if isinstance(on_disk, OnDisk) and on_disk.code is not None:
+            if not on_disk.failing:  # it is decoded first
+                self.fetching.fetch([on_disk], partial(self._found_damaged, name))
+            return
         if isinstance(on_disk, OnDisk):
             self.fetching.lose(on_disk, Damaged("the scrubber found it damaged"))
             return

@@ -260,6 +260,7 @@ class DiskCounters:
     """Counters of loads, demotions, evictions and damage since the start."""
 
     fetched = 0  # values that were loaded or borrowed from disk
+    decoded = 0  # values that were decoded from memory
     dropped = 0  # values that were demoted
     evicted = 0  # values that were evicted from disk
     corrupt = 0  # values that were found damaged, and removed

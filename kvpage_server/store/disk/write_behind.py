@@ -631,14 +631,17 @@ class WriteBehind(Generic[T]):
         self._wake_waiters()
 
     async def run(self, work: Callable[[], R]) -> R | Error:
-        """Call `work` in the thread, between two commits, and return its result, or the DiskError or DiskFull."""
+        """Call `work` in the thread, between two commits, and return its result, or the error."""
         done: asyncio.Future[R | Error] = asyncio.get_running_loop().create_future()
 
         def tried() -> R | Error:
             try:
                 return work()
             except (DiskFull, DiskError) as error:
-                return error.with_traceback(None)
+                return type(error)(str(error))  # without the traceback, which refers to memory
+            except Exception as error:
+                log.exception("a task of the thread that writes to disk failed")
+                return DiskError(repr(error))
 
         self._writer.run(tried, done.set_result)
         return await done

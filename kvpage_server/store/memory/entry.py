@@ -53,6 +53,12 @@ def body_on_disk(entry: Entry) -> OnDisk | None:
     return body if type(body) is OnDisk else None
 
 
+def coded_size_of(page: Page) -> int:
+    """Return the bytes of a page's code in memory, or its share of its block's code; 0 if it has none."""
+    body = body_on_disk(page)
+    return 0 if body is None or body.code is None else body.code.size * page.size // body.size
+
+
 def has_bytes(page: Page) -> bool:
     """Return whether a page's bytes can be read: they are in memory, or loaded temporarily as `temporary_slot`."""
     placeholder = body_on_disk(page)

@@ -34,8 +34,43 @@ class NotLoaded(Exception):
         super().__init__(f"{name!r} lies on disk")
 
 
+class CodeCounts:
+    """Counts of the codes in memory, and bytes of their bodies and of the codes."""
+
+    values = 0
+    raw = 0
+    stored = 0
+
+
+class Code:
+    """The lossless code of a body in memory, in the bodies of `slots`. `digest` is the XXH3-64 of the body.
+
+    `size` has the bytes of the code, `footprint` those of the slots.
+    """
+
+    __slots__ = ("_counts", "_raw", "digest", "footprint", "size", "slots")
+
+    def __init__(self, slots: Sequence[Slot], digest: int, raw: int, counts: CodeCounts) -> None:
+        self.slots = slots
+        self.digest = digest
+        self.size = sum(slot.size for slot in slots)
+        self.footprint = sum(slot.footprint for slot in slots)
+        self._raw = raw
+        self._counts = counts
+        counts.values += 1
+        counts.raw += raw
+        counts.stored += self.size
+
+    def __del__(self) -> None:
+        self._counts.values -= 1
+        self._counts.raw -= self._raw
+        self._counts.stored -= self.size
+
+
 class OnDisk:
-    """Placeholder of the slot of a page, a long string, or a block's body that is on disk only.
+    """Placeholder of the slot of a page, a long string, or a block's body that is on disk only, or coded in memory.
+
+    `code` is the code of a body that is on disk and, coded, in memory. A load decodes it, and does not read the disk.
 
     `name` is the value's name on disk, `size` the bytes of its body. `header` is a page's 64-byte header, empty for
     other values. `unit` is the block of a page or a body, None for a string. `expires` is in unix milliseconds, 0 for
@@ -45,9 +80,10 @@ class OnDisk:
     holds the value: its reads must not change the order of eviction.
     """
 
-    __slots__ = ("borrowed_at", "expires", "failing", "header", "name", "size", "temporary_slot", "unit", "used")
-
-    footprint = 0  # bytes of memory in the arena
+    __slots__ = (
+        "__weakref__",
+        *("borrowed_at", "code", "expires", "failing", "header", "name", "size", "temporary_slot", "unit", "used"),
+    )
 
     def __init__(
         self, name: bytes, size: int, *, expires: int = 0, header: bytes = b"", unit: object = None, used: int = 0
@@ -61,6 +97,12 @@ class OnDisk:
         self.borrowed_at = -1
         self.failing = ""
         self.temporary_slot: Slot | None = None
+        self.code: Code | None = None
+
+    @property
+    def footprint(self) -> int:
+        """Bytes of memory in the arena."""
+        return 0 if self.code is None else self.code.footprint
 
     @property
     def slot(self) -> Slot:

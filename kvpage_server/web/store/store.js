@@ -224,6 +224,7 @@ function showTiers() {
   at("tiers").replaceChildren(bar(parts.map(([kind, name, value]) => [kind, value, `${name}: ${bytes(value)}`]), total, true));
   const onDisk = [ // not in the bar: it is not in memory, or is a part of the values
     ["", "on disk", disk?.bytes ?? 0],
+    ["", "saved in memory by the code", memory.coded_raw - memory.coded],
     ["", "saved on disk by the code", disk ? disk.coded_raw_bytes - disk.coded_bytes : 0],
     ["", "write queue", disk?.waiting_bytes ?? 0],
   ].filter(([, , value]) => value > 0);

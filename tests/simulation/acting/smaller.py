@@ -13,7 +13,7 @@ import random
 import sys
 from importlib import import_module
 
-from tests.simulation.programs import batches, protections
+from tests.simulation.programs import batches, coded, protections
 
 _PAGES = "kvpage_server.commands.families.pages."
 _STORE = "kvpage_server.store."
@@ -32,6 +32,8 @@ _SMALLER: list[tuple[str, str, list[int]]] = [
     (_STORE + "disk.readers", "_RECORDS_PER_TRANSACTION", [1]),
     (_STORE + "disk.fetching", "_COPIED", [50, 600]),
     (_STORE + "disk.fetching", "_VALUES_PER_READ", [1, 4]),
+    (_STORE + "disk.fetching", "_PAGES_PER_STEP", [1, 5]),
+    (_STORE + "disk.fetching", "_MOST_CODED", [1, 9_000]),
     (_STORE + "disk.borrowed_reads", "MOST", [2]),
     (_STORE + "disk.tier", "_VALUES_PER_STEP", [1, 4]),
     (_STORE + "evict", "_PATTERNS_PER_STEP", [30]),
@@ -47,6 +49,8 @@ def make_smaller(seed: int) -> None:
     if pages or protections.has_lengths(seed):
         for name in ("run_queue", "session"):
             vars(import_module(f"kvpage_server.net.{name}"))["TURN"] = 0
+    if coded.page_code(seed) != "off":  # short pages are coded in memory, after less time
+        vars(import_module(_STORE + "disk.fetching")).update(_LEAST_CODED=64, IDLE=1)
     rng = random.Random(f"smaller {seed}")
     if rng.random() < 0.6:
         return

@@ -23,7 +23,7 @@ _ROWS = [8, 32, 80]  # the longest pages have more than one page of the file
 def page_code(number: int) -> str:
     """Return the parameter `page-code` of a seed with a disk."""
     rng = random.Random(f"page code {number}")
-    return "disk" if rng.random() < 0.4 else "off"
+    return rng.choice(["disk", "idle", "always"]) if rng.random() < 0.5 else "off"
 
 
 def beside(seed: Seed) -> Callable[[], list[Step]]:

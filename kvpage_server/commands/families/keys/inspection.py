@@ -12,7 +12,7 @@ from kvpage_server.commands.specs import nothing
 from kvpage_server.core import Argument
 from kvpage_server.resp import Reply, ReplyError, Verbatim
 from kvpage_server.store.keyspace import Keyspace
-from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Text
+from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Text, coded_size_of
 
 _LONGEST_EMBEDDED = 44  # bytes at most of a string with Redis's encoding embstr
 
@@ -69,7 +69,9 @@ container("memory", group="server", summary="A container for where memory goes."
 
 def _usage(key: bytes, entry: Entry) -> int:
     """Return the bytes that a key and its value take."""
-    return len(key) + (entry.size + TEXT_OVERHEAD if isinstance(entry, Text) else entry.footprint)
+    if isinstance(entry, Text):
+        return len(key) + entry.size + TEXT_OVERHEAD
+    return len(key) + (coded_size_of(entry) or entry.footprint)
 
 
 @_memory(

@@ -43,7 +43,7 @@ from kvpage_server.store.disk.borrowed_reads import VALUES_PER_COPY
 from kvpage_server.store.disk.prefetch import Needed, Prefetcher
 from kvpage_server.store.eviction.ghosts import Ghost
 from kvpage_server.store.keyspace import Keyspace
-from kvpage_server.store.memory.entry import Entry, Page, has_bytes, header_of, is_only_on_disk, is_page
+from kvpage_server.store.memory.entry import Entry, Page, coded_size_of, has_bytes, header_of, is_only_on_disk, is_page
 from kvpage_server.store.memory.index import Block, ExtentPage, OnDisk
 from kvpage_server.store.reading import Found
 from kvpage_server.system.text import monotonic_ms
@@ -472,7 +472,8 @@ def _existence(client: Client, names: PageNames) -> bytes:
 )
 def kvpagestat(client: Client, args: list[Argument]) -> Reply:
     """Return a map, or null if there is no such page. `tier` is memory or disk. `checksum` is null for a page of a
-    block that was stored whole and is only on disk: it would have to be computed.
+    block that was stored whole and is only on disk: it would have to be computed. `coded_size` has the bytes of the
+    page's lossless code in memory, or its share of its block's code; 0 if it is not coded there.
     """
     name, keyspace = page_name(args), client.keyspace
     page = keyspace.contents.find(name.key)
@@ -484,12 +485,14 @@ def kvpagestat(client: Client, args: list[Argument]) -> Reply:
     if wait := wait_for_checksums([page]):
         raise Postponed(wait)
     (header, checksum), guard, now = _header(page), keyspace.leases.of(block), unix_ms()
+    in_memory, coded_size = not is_only_on_disk(page), coded_size_of(page)
     return header_fields(header) | {
         "checksum": checksum,
         "ttl_left_ms": page.expires - now if page.expires else -1,
         "lease_left_ms": max(guard.until - monotonic_ms(), 0),
         **protection_fields(guard),
-        "tier": "disk" if is_only_on_disk(page) else "memory",
+        "tier": "memory" if in_memory or coded_size else "disk",
+        "coded_size": coded_size,
     }
 
 

@@ -156,7 +156,7 @@ def _persistence(server: Server) -> Fields:
 
 def _disk(tiered: DiskTier) -> Fields:
     """Return the fields about the disk tier, a part of the section kvpage."""
-    behind, counts, coded = tiered.behind, tiered.stored.counts, tiered.disk.coded
+    behind, counts, coded, in_memory = tiered.behind, tiered.stored.counts, tiered.disk.coded, tiered.coder.counts
     return {
         "disk_values": tiered.values_on_disk,
         "disk_bytes": tiered.used_disk,
@@ -165,6 +165,11 @@ def _disk(tiered: DiskTier) -> Fields:
         "disk_coded_raw_bytes": coded.raw,
         "disk_coded_ratio": f"{coded.raw / coded.stored if coded.stored else 1:.2f}",
         "disk_format": tiered.disk.format,
+        "memory_coded_values": in_memory.values,
+        "memory_coded_bytes": in_memory.stored,
+        "memory_coded_raw_bytes": in_memory.raw,
+        "memory_coded_ratio": f"{in_memory.raw / in_memory.stored if in_memory.stored else 1:.2f}",
+        "memory_decoded_values": counts.decoded,
         "maxdisk": tiered.stored.maxdisk,
         "maxdisk_for_values": tiered.account.limit,
         "disk_waiting_bytes": behind.size,
