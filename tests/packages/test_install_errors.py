@@ -75,6 +75,21 @@ def test_no_network_is_one_line(checkout: Path, environment: Path) -> None:
     assert line.startswith("kvpage is not installed: no package registry can be reached: check the network")
 
 
+def test_an_incomplete_environment_is_no_network_error(checkout: Path, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    line = failed("conf/install.sh", tmp_path / "venv", "web", at=checkout)
+    assert line.endswith(f"{tmp_path}/venv is incomplete, an earlier make was interrupted: make clean, then make again")
+
+
+def test_a_version_that_the_registry_lacks_is_no_network_error(
+    checkout: Path, environment: Path, tmp_path: Path
+) -> None:
+    (checkout / "conf" / "locks" / "web.txt").write_text(f"big==2.0 --hash=sha256:{'0' * 64}\n", encoding="utf-8")
+    local = OFFLINE | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
+    line = failed("conf/install.sh", environment, "web", at=checkout, **local)
+    assert line.startswith("kvpage is not installed: the package registry lacks a version for Python 3.")
+
+
 def test_a_full_disk_is_one_line(checkout: Path, environment: Path, tmp_path: Path) -> None:
     with small_disk(tmp_path / "small", 50) as place:
         shutil.copytree(environment, place / "venv", symlinks=True)
