@@ -28,6 +28,13 @@ HANGS = 900  # seconds; so many seeds take some, and on a machine that is busy t
 NOT_BY_PROGRAMS = {
     "auth": "every tenant says it when it comes",
     "config|resetstat": "the judge looks at what is counted",
+    **dict.fromkeys(
+        ("kvblocksetcoded", "kvblockmgetcoded"), "tests/server/commands/pages/test_coded_blocks.py has their replies"
+    ),
+    **dict.fromkeys(
+        ("kvmap", "kvmap|attach", "kvmap|blockmget", "kvmap|help", "kvmap|mget", "kvmap|release"),
+        "a client needs shared memory: tests/server/commands/pages/test_mapped.py",
+    ),
     "kvlost": "tests/server/commands/test_lost_strings.py and the model of test_cold_commands.py have its replies",
 }
 DIGEST = re.compile(r"^seed (\d+): .* digest (\w+)", re.MULTILINE)

@@ -98,7 +98,7 @@ class StoredBodies:
             else:
                 digest = self._gather(body, into)
         except Damaged as damage:
-            return damage.with_traceback(None)
+            return Damaged(*damage.args)  # without tracebacks, whose frames refer to memory
         return True if digest == body.digest else Damaged(_WRONG_BODY)
 
     def find(self, name: bytes, size: int) -> Found:
@@ -117,7 +117,7 @@ class StoredBodies:
                 pieces = list(self._pieces_of(body))
                 digest = _digest_of(pieces)
         except Damaged as damage:
-            return damage.with_traceback(None)
+            return Damaged(*damage.args)  # without tracebacks, whose frames refer to memory
         return pieces if digest == body.digest else Damaged(_WRONG_BODY)
 
     def check(self, name: bytes) -> int:
