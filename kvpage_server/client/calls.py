@@ -17,7 +17,7 @@ from typing_extensions import Buffer
 
 from kvpage_server import tracing
 from kvpage_server.client.commands import BlobCommands, Missed, PageCommands
-from kvpage_server.client.mapped import LEAST_BYTES, Dialogue, Maps, read_mapped
+from kvpage_server.client.mapped import LEAST_BLOCKS, LEAST_BYTES, Dialogue, Maps, read_mapped, write_mapped
 from kvpage_server.client.page import (
     BlockBody,
     BlockName,
@@ -146,10 +146,18 @@ class Calls:
             return [shape.nbytes] * len(found)
 
         parts = self._parts(len(found), sizes)
+        maps = self._maps if len(names) >= LEAST_BLOCKS and shape.nbytes * len(names) >= LEAST_BYTES else None
+
+        def ask(to: BlobCommands, part: slice) -> Request[None] | Dialogue[None]:
+            """Return the request for a part, or the dialogue if the client may fill memory of the server."""
+            if maps and not maps.refused and isinstance(to, PageCommands) and to.code is None:
+                return write_mapped(maps, to, names[part], shape, found[part], ttl)
+            return to.set_blocks(names[part], shape, found[part], ttl)
+
         return Call(
             "mset_blocks",
             parts,
-            lambda to, part: to.set_blocks(names[part], shape, found[part], ttl),
+            ask,
             lambda _: count_sent(sizes),
         )
 

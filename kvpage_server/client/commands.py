@@ -421,8 +421,7 @@ class PageCommands(BlobCommands):
         self, names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[Sequence[memoryview]], ttl: int
     ) -> Request[None]:
         """Write whole blocks, each with its own command."""
-        planes = [(int(plane.kv_type), int(plane.dtype), plane.head_dim) for plane in shape.planes]
-        numbers = shape.layers, shape.heads, shape.page_size, ttl, len(planes), *chain.from_iterable(planes)
+        numbers = _numbers(shape, ttl)
         opening = b"*%d\r\n%b" % (4 + len(numbers), word(b"KVBLOCKSET"))
         words = b"".join(map(word, numbers))
         after = words + b"$%d\r\n" % shape.nbytes
@@ -462,6 +461,24 @@ class PageCommands(BlobCommands):
 
         read = transfer.timed(_all_ok, lambda _: len(names), coded=True)
         return Request(lambda: transfer.begin(coded_pieces()), lambda: Values(len(names)), read, prepare)
+
+    def commit_blocks(
+        self, tickets: Sequence[int], names: Sequence[BlockName], shape: BlockShape, ttl: int
+    ) -> Request[list[Any]]:
+        """Store whole blocks whose bodies are in reserved memory: each name with one of the tickets. The result has OK
+        or an error for each block.
+        """
+        numbers = _numbers(shape, ttl)
+        words = [
+            command(b"KVMAP", b"COMMIT", ticket, b"KVBLOCKSET", *name, *numbers)
+            for ticket, name in zip(tickets, names, strict=False)
+        ]
+
+        def read(values: list[Any]) -> list[Any]:
+            _all_ok([value for value in values if not isinstance(value, Refused)])
+            return values
+
+        return Request(_one_piece(b"".join(words)), lambda: Values(len(names), with_errors=True), read)
 
     def read_blocks(
         self, names: Sequence[BlockName], shape: BlockShape, places: Memory, verify: bool
@@ -645,6 +662,12 @@ def _raw_or_coded(value: Any) -> Any:
 
 
 # -- The commands that a server supports -------------------------------------------------------------------------------
+
+
+def _numbers(shape: BlockShape, ttl: int) -> tuple[int, ...]:
+    """Return the arguments of KVBLOCKSET between the name and the body."""
+    planes = [(int(plane.kv_type), int(plane.dtype), plane.head_dim) for plane in shape.planes]
+    return shape.layers, shape.heads, shape.page_size, ttl, len(planes), *chain.from_iterable(planes)
 
 
 def ask_dialect(code: BlockCode | None = None) -> Request[BlobCommands]:

@@ -22,6 +22,7 @@ from kvpage_server.commands.specs import READ, Spec
 from kvpage_server.configuration.config import Config
 from kvpage_server.core import Command, Slot
 from kvpage_server.core.protocol import WORD
+from kvpage_server.core.regions import Reserved
 from kvpage_server.page import unix_ms
 from kvpage_server.resp import QUEUED, Reply, ReplyError
 from kvpage_server.store.keyspace import Keyspace
@@ -293,8 +294,10 @@ class Client:
     user: User | None = field(default=None, init=False)  # None until it has authenticated
     fast_path_ok: bool = field(default=False, init=False)  # set by `update_fast_path`
     kept: int = field(default=0, init=False)  # bytes of names and slots that the server keeps for it; see `keep`
-    tickets: dict[int, Slot] = field(default_factory=dict, init=False)  # slots that stay in use for it, by ticket
+    # By ticket: slots that stay in use for it, and memory that it fills.
+    tickets: dict[int, Slot | Reserved] = field(default_factory=dict, init=False)
     lent: int = field(default=0, init=False)  # bytes of these slots
+    ticket_bytes: int = field(default=0, init=False)  # memory of all tickets
     read_ahead: int = field(default=0, init=False)  # bytes borrowed from disk for later steps of its current reply
     waited_to_authenticate: bool = field(default=False, init=False)  # has waited for its turn to try a password
     protocol: int = field(default=2, init=False)
@@ -416,29 +419,36 @@ class Client:
         """Bytes of memory of the client: `passing`, and the names and slots that the server keeps for it (`kept`)."""
         return self.passing + self.kept
 
-    def lend(self, slot: Slot) -> int:
-        """Keep a slot in use for the client, which reads it from shared memory. Return the ticket of the slot."""
+    def lend(self, memory: Slot | Reserved) -> int:
+        """Keep a slot in use for the client, which reads it from shared memory, or memory that it fills. Return the
+        ticket.
+        """
         self.server.last_ticket = ticket = self.server.last_ticket + 1
-        self.tickets[ticket] = slot
-        self._count_lent(slot.footprint, _TICKET)
+        self.tickets[ticket] = memory
+        self._count_lent(memory, 1)
         return ticket
 
     def take_back(self, ticket: int) -> None:
-        """Release the slot of a ticket that the client has."""
-        self._count_lent(-self.tickets.pop(ticket).footprint, -_TICKET)
+        """Release the memory of a ticket that the client has."""
+        self._count_lent(self.tickets.pop(ticket), -1)
 
-    def take_back_all(self) -> list[Slot]:
-        """End all tickets. Return their slots, which the caller frees in steps."""
-        slots = list(self.tickets.values())
+    def take_back_all(self) -> list[Slot | Reserved]:
+        """End all tickets. Return their memory, which the caller frees in steps."""
+        all_of_them = list(self.tickets.values())
         self.tickets.clear()
-        self._count_lent(-self.lent, -_TICKET * len(slots))
-        return slots
+        self.keyspace.memory.unread -= self.lent
+        self.keep(-self.ticket_bytes)
+        self.lent = self.ticket_bytes = 0
+        return all_of_them
 
-    def _count_lent(self, nbytes: int, overhead: int) -> None:
-        """Count bytes of slots with tickets for the client, and not for maxmemory: they would evict other values."""
-        self.lent += nbytes
-        self.keyspace.memory.unread += nbytes
-        self.keep(nbytes + overhead)
+    def _count_lent(self, memory: Slot | Reserved, sign: int) -> None:
+        """Count the memory of a ticket for the client. A slot does not count for maxmemory: it would evict values."""
+        nbytes = sign * (memory.footprint + _TICKET)
+        if not isinstance(memory, Reserved):
+            self.lent += sign * memory.footprint
+            self.keyspace.memory.unread += sign * memory.footprint
+        self.ticket_bytes += nbytes
+        self.keep(nbytes)
 
     def keep(self, nbytes: int) -> None:
         """Add `nbytes` to the memory that the server keeps for the client; negative to subtract.

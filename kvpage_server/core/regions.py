@@ -215,6 +215,38 @@ def _seal(descriptor: int) -> int:
     return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
 
+class Reserved:
+    """Shared memory of `size` bytes that a client fills, and from which the server copies a value into a slot.
+
+    Nobody can make it shorter, so the server can read it whatever the client does. Raise OSError.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.footprint = self.size = size
+        self._descriptor, reading = _open_shared(size)
+        if reading >= 0:
+            os.close(reading)
+        try:
+            self.memory = memoryview(mmap.mmap(self._descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ))
+        except OSError:
+            os.close(self._descriptor)
+            raise
+
+    def __del__(self) -> None:
+        self.close()
+
+    @property
+    def descriptor(self) -> int:
+        """The descriptor for the client, -1 after `close`."""
+        return self._descriptor
+
+    def close(self) -> None:
+        """Close the descriptor. The mapping stays."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+
 class Region:
     """A mapping of whole huge pages.
 

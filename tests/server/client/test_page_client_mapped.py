@@ -181,6 +181,49 @@ def test_an_event_loop_reads_from_the_server_s_memory(tmp_path: Path) -> None:
             until(lambda: int(other.info("memory")["mem_clients_normal"]) < SHAPE.nbytes, "the end of the tickets")
 
 
+def commits(server: RunningServer) -> int:
+    """Number of calls of KVMAP COMMIT so far."""
+    with server.client() as client:
+        return int(client.info("commandstats").get("cmdstat_kvmap|commit", {"calls": 0})["calls"])
+
+
+def test_blocks_are_written_through_reserved_memory(tmp_path: Path) -> None:
+    with started(tmp_path) as (server, url), PageClient(url, deadline=30) as client:
+        halves = [[body[:1000], body[1000:]] for body in bodies()]
+        client.mset_blocks(NAMES, SHAPE, halves, ttl=100)
+        assert commits(server) == COUNT
+        check(client, bodies())
+        with server.client() as other:
+            assert 90 < other.ttl(f"kv:{NAMES[0][0].decode()}:0:0:{NAMES[0][1]}:0") <= 100
+            assert other.execute_command("KVPAGEVERIFY", "r3")[b"corrupt"] == []
+            assert int(other.info("memory")["mem_clients_normal"]) < SHAPE.nbytes
+        client.set_block(NAMES[0], SHAPE, bodies(1)[0])  # a single block takes the connection
+        assert commits(server) == COUNT
+
+
+@pytest.mark.parametrize("right", ["-kvmap|commit", "-kvmap|reserve", "-@page +kvblockset +kvblockmget"])
+def test_a_user_without_the_right_writes_over_the_connection(tmp_path: Path, right: str) -> None:
+    user = ("--user", "writer", "on", "nopass", "~*", "+@all", *right.split())
+    with started(tmp_path, *user) as (server, url):
+        with PageClient(url.replace("unix://", "unix://writer:x@"), deadline=30) as client:
+            client.mset_blocks(NAMES, SHAPE, bodies())
+            check(client, bodies())
+        assert commits(server) == 0
+        with server.client() as other:
+            until(lambda: int(other.info("memory")["mem_clients_normal"]) < SHAPE.nbytes, "the end of the tickets")
+
+
+def test_a_refused_write_is_an_error(tmp_path: Path) -> None:
+    limits = ("--maxmemory", "3mb", "--maxmemory-policy", "noeviction", "--maxmemory-clients", "16mb")
+    with started(tmp_path, *limits) as (server, url), PageClient(url, deadline=30) as client:
+        with pytest.raises(redis.ResponseError, match="OOM"):
+            client.mset_blocks(NAMES, SHAPE, bodies())
+        assert commits(server)
+        client.delete_request(NAMES[0][0])
+        with server.client() as other:
+            until(lambda: int(other.info("memory")["mem_clients_normal"]) < SHAPE.nbytes, "the end of the tickets")
+
+
 def test_threads_share_the_maps(tmp_path: Path) -> None:
     with started(tmp_path) as (_, url), PageClient(url, deadline=30) as client, ThreadPoolExecutor(6) as threads:
         written = bodies()
@@ -225,14 +268,20 @@ def test_a_tenant_reads_over_the_connection(tmp_path: Path) -> None:
         assert over_the_wire(server) == 2
 
 
-def test_values_on_disk_are_loaded_and_mapped(tmp_path: Path) -> None:
-    options = ("--store", "tiered", "--maxmemory", "256mb", "--page-code", "disk")
-    written = bodies()
+@pytest.mark.parametrize("page_code", ["disk", "always"])
+def test_values_on_disk_are_loaded_and_mapped(tmp_path: Path, page_code: str) -> None:
+    options = ("--store", "tiered", "--maxmemory", "256mb", "--page-code", page_code)
+    values = np.random.default_rng(0).standard_normal((COUNT, SHAPE.nbytes // 2)).astype(np.float16)
+    written = list(values.view(np.uint8))
     with started(tmp_path, *options) as (server, url), PageClient(url, deadline=30) as client:
         client.mset_blocks(NAMES, SHAPE, written)
         check(client, written)
         with server.client() as other:
             other.execute_command("SAVE")
+            if page_code == "always":
+                until(lambda: int(other.info("kvpage")["memory_coded_values"]) == COUNT, "the codes")
+        check(client, written)
+        assert over_the_wire(server) == 0
     with started(tmp_path, *options) as (server, url), PageClient(url, deadline=30) as client:
         check(client, written)
         check(client, written)

@@ -1,5 +1,5 @@
-"""The commands for clients on the same machine that map the server's memory instead of receiving bytes: KVMAP ATTACH,
-KVMAP BLOCKMGET, KVMAP MGET, KVMAP RELEASE.
+"""The commands for clients on the same machine that map memory instead of moving bytes through a connection: KVMAP
+ATTACH, KVMAP BLOCKMGET, KVMAP MGET, KVMAP RESERVE, KVMAP COMMIT, KVMAP RELEASE.
 
 A *ticket* keeps a slot in use for a connection, as a reply does while it is sent: the bytes do not move, and their
 memory is not used for other values, even if the value is overwritten, deleted or evicted meanwhile. It counts for
@@ -7,23 +7,30 @@ memory is not used for other values, even if the value is overwritten, deleted o
 
 The reader compares digests with its own copy of the bytes. The reply to RELEASE confirms that the bytes did not change
 before it: until then, the slot was in use.
+
+A writer fills memory of its own, which the server has made so that nobody can make it shorter. The server copies the
+value into a slot, and hashes the copy: bytes that the writer changes meanwhile are stored or not, but always match
+their digest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
-from kvpage_server.commands.arguments import check_batch, integer_in, plain_all
+from kvpage_server.commands.arguments import check_batch, integer_in, plain, plain_all, shorten
 from kvpage_server.commands.context import EPOCH_BITS, Client
+from kvpage_server.commands.families.pages.block import kvblockset, read_shape
 from kvpage_server.commands.families.pages.request import block_missed, block_names
 from kvpage_server.commands.registry import command, container
-from kvpage_server.commands.specs import Parts, blocks, requests, values
-from kvpage_server.core import Argument, Slot
+from kvpage_server.commands.specs import Parts, blocks, nothing, requests, values
+from kvpage_server.commands.steps import IN_THREAD_FROM, in_thread
+from kvpage_server.core import Argument, Slot, copy_hashed
 from kvpage_server.core.arguments import I64
 from kvpage_server.core.pieces import Piece
+from kvpage_server.core.regions import Reserved
 from kvpage_server.page import FIELD_AT
-from kvpage_server.resp import Reply, ReplyError, encode
+from kvpage_server.resp import Reply, ReplyError, Stream, encode
 from kvpage_server.store.memory.entry import Text, is_page
 from kvpage_server.store.memory.index import ExtentPage, OnDisk
 
@@ -76,13 +83,25 @@ def kvmap_attach(client: Client, args: list[Argument]) -> Reply:
     pieces: list[Piece] = []
     encode(reply, client.protocol, pieces)
     if client.silence or not client.connection.pass_descriptors(_joined(pieces), descriptors):
-        raise ReplyError("ERR the descriptors cannot be passed: read all earlier replies, then send KVMAP ATTACH alone")
+        raise ReplyError(_NOT_PASSED)
     return ()
+
+
+_NOT_PASSED = "ERR descriptors cannot be passed now: read all earlier replies, then send this command alone"
 
 
 def _joined(pieces: Sequence[Piece]) -> bytes:
     """Return the bytes of pieces, none of which is borrowed."""
     return b"".join(piece for piece in pieces if isinstance(piece, bytes))
+
+
+_NO_ROOM = "OOM the tickets of this connection, or all clients, hold as much as they may: KVMAP RELEASE"
+
+
+def _has_room(client: Client, nbytes: int) -> bool:
+    """Return whether a client may have a ticket for `nbytes` more."""
+    most = client.server.config.client_memory
+    return len(client.tickets) < MOST_TICKETS and not client.server.in_flight + nbytes > most // _SHARE > 0
 
 
 def _lent(client: Client, slot: Slot, start: int, size: int, digest: int) -> Reply:
@@ -92,9 +111,8 @@ def _lent(client: Client, slot: Slot, start: int, size: int, digest: int) -> Rep
     region, offset = slot.place
     if not region.number:
         return ReplyError("NOMAP the value is in memory that cannot be mapped")
-    most, nbytes = client.server.config.client_memory, slot.footprint
-    if len(client.tickets) >= MOST_TICKETS or client.server.in_flight + nbytes > most // _SHARE > 0:
-        return ReplyError("OOM the tickets of this connection, or all clients, hold as much as they may: KVMAP RELEASE")
+    if not _has_room(client, slot.footprint):
+        return ReplyError(_NO_ROOM)
     return [region.number, offset + start, size, b"%016x" % digest if digest else None, client.lend(slot)]
 
 
@@ -185,7 +203,84 @@ def kvmap_mget(client: Client, args: list[Argument]) -> Reply:
 
 
 @_map(
+    "kvmap|reserve nbytes",
+    flags="noscript no_multi",
+    reply="array",
+    summary="Passes memory that the client fills with a block.",
+)
+def kvmap_reserve(client: Client, args: list[Argument]) -> Reply:
+    """Return an array of a ticket and `nbytes`. The reply carries a descriptor (SCM_RIGHTS) of as much memory, which
+    the client maps for writing. KVMAP RELEASE ends the ticket. The command must not be sent in a pipeline behind
+    others.
+    """
+    _check_socket(client)
+    nbytes = integer_in("nbytes", args[0], 1, client.server.config.largest_command)
+    if not _has_room(client, nbytes):
+        raise ReplyError(_NO_ROOM)
+    try:
+        reserved = Reserved(nbytes)
+    except (OSError, ImportError) as error:
+        raise ReplyError(f"OOM the system has no shared memory: {error}") from None
+    ticket = client.lend(reserved)
+    passed = not client.silence and client.connection.pass_descriptors(
+        b"*2\r\n:%d\r\n:%d\r\n" % (ticket, nbytes), [reserved.descriptor]
+    )
+    reserved.close()
+    if not passed:
+        if not client.gone:
+            client.take_back(ticket)
+        raise ReplyError(_NOT_PASSED)
+    return ()
+
+
+@_map(
+    "kvmap|commit ticket KVBLOCKSET req page layers heads page_size ttl P type dtype head_dim "
+    "[type dtype head_dim ...]",
+    flags="write denyoom noscript no_multi",
+    uses=requests(2),
+    needs=nothing,
+    complexity="O(N) with N bytes",
+    reply="OK",
+    summary="Stores a block whose body is in reserved memory.",
+)
+def kvmap_commit(client: Client, args: list[Argument]) -> Reply:
+    """Return OK, as KVBLOCKSET, whose arguments are those after `ticket`, without the body. The body is the reserved
+    memory, and has exactly as many bytes. The server copies it before it replies, so that the client can then fill the
+    memory with another block.
+    """
+    _check_socket(client)
+    ticket, name, words = integer_in("ticket", args[0], 1, I64[1]), plain(args[1]), args[2:]
+    reserved = client.tickets.get(ticket)
+    if reserved is None:
+        raise ReplyError(_why_not_held(client, [ticket]))
+    if not isinstance(reserved, Reserved):
+        raise ReplyError(f"ERR ticket {ticket} is one for reading")
+    if name.upper() != b"KVBLOCKSET":
+        raise ReplyError(f"ERR KVMAP COMMIT takes the arguments of KVBLOCKSET, got {shorten(name)}")
+    shape = read_shape(*plain_all([*words[2:5], *words[6:]]))
+    if shape.nbytes != reserved.size:
+        raise ReplyError(f"ERR ticket {ticket} has reserved {reserved.size} bytes, and the block has {shape.nbytes}")
+    slot = client.keyspace.arena.allocate(reserved.size)
+    copy = partial(copy_hashed, reserved.memory, slot.body)
+    if reserved.size < IN_THREAD_FROM:
+        return _stored(client, words, slot, copy())
+
+    def store() -> Iterator[Reply]:
+        reply = _stored(client, words, slot, (yield from in_thread(copy)))
+        yield from reply.items if isinstance(reply, Stream) else (reply,)
+
+    return Stream(None, store())
+
+
+def _stored(client: Client, words: list[Argument], slot: Slot, digest: int) -> Reply:
+    """Store a block as KVBLOCKSET does, with the body in `slot`."""
+    slot.digest = digest if client.server.config.page_checksums else 0
+    return kvblockset(client, [*words, slot])
+
+
+@_map(
     "kvmap|release ticket [ticket ...]",
+    flags="noscript no_multi",
     parts=Parts(joined="sum"),
     complexity="O(N) with N tickets",
     reply="integer",

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import redis
 from servers import RunningServer, start_server
+from turns import measured
 from waiting import until
 from wire import Error, Wire, encode_command, parse
 
@@ -56,6 +57,20 @@ class Local(Wire):
             self.maps[number] = mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ)
         self.descriptors += descriptors
         return list(reply)
+
+    def reserve(self, nbytes: int) -> int:
+        """Reserve memory, map it for writing, and return its ticket."""
+        self.send(encode_command([b"KVMAP", b"RESERVE", b"%d" % nbytes]))
+        data, [descriptor], _, _ = socket.recv_fds(self._socket, 1 << 16, 253)
+        ticket, size = parse(data)
+        assert size == nbytes == os.fstat(descriptor).st_size
+        self.maps[ticket] = mmap.mmap(descriptor, size)
+        self.descriptors.append(descriptor)
+        return int(ticket)
+
+    def commit(self, ticket: int, name: bytes, shape: Sequence[bytes] = SHAPE) -> Any:
+        """Return the reply to KVMAP COMMIT of a block."""
+        return self.do(b"KVMAP", b"COMMIT", ticket, b"KVBLOCKSET", name, 0, *shape)
 
     def read(self, item: list[Any]) -> bytes:
         """Return the bytes that an item of a reply names."""
@@ -226,7 +241,7 @@ def test_other_mistakes_have_errors_of_their_own(local: Local, server: RunningSe
     assert isinstance(local.do(b"KVMAP", b"BLOCKMGET", 2, b"r", 0), Error)
     assert isinstance(local.do(b"KVMAP", b"BLOCKMGET", 1, b"r", b"x"), Error)
     with Wire(server.port) as wire:
-        for words in ((b"ATTACH",), (b"BLOCKMGET", b"1", b"r", b"0"), (b"MGET", b"r")):
+        for words in ((b"ATTACH",), (b"BLOCKMGET", b"1", b"r", b"0"), (b"MGET", b"r"), (b"RESERVE", b"1")):
             assert parse(wire.ask(b"KVMAP", *words)) == ATTACH_OVER_TCP
         assert wire.ask(b"PING") == b"+PONG\r\n"
     local.do(b"MULTI")
@@ -255,6 +270,133 @@ def test_a_user_with_limited_rights_is_refused(local: Local, client: redis.Redis
             assert tenant.do(b"KVMAP", b"ATTACH").startswith("NOPERM")
     finally:
         client.execute_command("ACL", "DELUSER", "tenant", "careful")
+
+
+def test_a_block_of_64_mib_is_committed(tmp_path: Path) -> None:
+    with start_server("--unixsocket", str(tmp_path / "socket")), Local(tmp_path / "socket") as local:
+        ticket = local.reserve(64 * MIB)
+        for seed in range(2):
+            body = np.random.default_rng(seed).bytes(64 * MIB)
+            local.maps[ticket][:] = body
+            assert local.commit(ticket, b"r", (b"1024", *SHAPE[1:])) == "OK"
+            assert local.do(b"KVBLOCKGET", b"r", 0) == body
+
+
+def test_a_commit_of_64_mib_takes_short_turns(tmp_path: Path) -> None:
+    path, longest = tmp_path / "socket", []
+    with measured("--unixsocket", str(path)) as turns, Local(path) as local:
+        ticket = local.reserve(64 * MIB)
+        local.maps[ticket][:] = bytes(64 * MIB)
+        for _ in range(5):
+            turns.on_loop(turns.loop.forget)
+            assert local.commit(ticket, b"r", (b"1024", *SHAPE[1:])) == "OK"
+            longest.append(turns.on_loop(lambda: turns.loop.longest))
+    assert min(longest) < 0.01, longest
+
+
+@pytest.mark.parametrize("layers", [1, 16, 48])
+def test_a_block_is_committed_from_reserved_memory(local: Local, layers: int) -> None:
+    nbytes, shape = layers * MIB // 16, (b"%d" % layers, *SHAPE[1:])
+    ticket = local.reserve(nbytes)
+    for name in (b"r", b"s"):
+        body = os.urandom(nbytes)
+        local.maps[ticket][:] = body
+        assert local.commit(ticket, name, shape) == "OK"
+        local.maps[ticket][:100] = bytes(100)
+        assert local.do(b"KVBLOCKGET", name, 0) == body
+        assert local.do(b"KVPAGEVERIFY", name)[:2] == [b"checked", layers * 8]
+    assert local.do(b"KVMAP", b"RELEASE", ticket) == 1
+    assert local.commit(ticket, b"t", shape) == f"ERR ticket {ticket} was released before"
+
+
+def test_wrong_commits_have_errors_of_their_own(local: Local, path: Path) -> None:
+    set_block(local, b"r")
+    [item] = local.do(b"KVMAP", b"BLOCKMGET", 1, b"r", 0)
+    assert local.commit(item[4], b"s") == f"ERR ticket {item[4]} is one for reading"
+    ticket = local.reserve(MIB)
+    for layers in (b"15", b"17"):
+        error = local.commit(ticket, b"s", (layers, *SHAPE[1:]))
+        assert error == f"ERR ticket {ticket} has reserved {MIB} bytes, and the block has {int(layers) * MIB // 16}"
+    assert local.do(b"KVMAP", b"COMMIT", ticket, b"SET", b"a", *[b"b"] * 9).startswith("ERR KVMAP COMMIT takes")
+    assert isinstance(local.commit(ticket, b"a:b"), Error)
+    assert isinstance(local.commit(ticket, b"s", (b"0", *SHAPE[1:])), Error)
+    with Local(path) as other:
+        assert other.commit(ticket, b"s") == f"ERR ticket {ticket} belongs to another connection"
+    for nbytes in (0, -1, 1 << 40):
+        assert isinstance(local.do(b"KVMAP", b"RESERVE", nbytes), Error)
+    assert local.do(b"KVBLOCKEXISTS", b"s", 0) == 0
+    assert local.commit(ticket, b"s") == "OK"
+
+
+def test_a_tenant_commits_only_its_own_blocks(client: redis.Redis, path: Path) -> None:
+    client.execute_command("ACL", "SETUSER", "tenant", "on", "nopass", "~kv:r:*", "+@all")
+    try:
+        with Local(path) as tenant:
+            tenant.do(b"AUTH", b"tenant", b"")
+            ticket = tenant.reserve(MIB)
+            tenant.maps[ticket][:] = BODY
+            assert tenant.commit(ticket, b"r") == "OK"
+            assert tenant.do(b"KVBLOCKGET", b"r", b"0") == BODY
+            assert tenant.commit(ticket, b"s").startswith("NOPERM")
+            assert tenant.do(b"KVMAP", b"RELEASE", ticket) == 1
+    finally:
+        client.execute_command("ACL", "DELUSER", "tenant")
+
+
+def test_a_writer_cannot_take_memory_away_from_the_server(local: Local) -> None:
+    """It may punch holes and write while the server copies: it changes its own block at most."""
+    ticket = local.reserve(MIB)
+    [descriptor] = local.descriptors
+    for size in (0, 4096, 2 * MIB):
+        assert refused(partial(os.ftruncate, descriptor, size)) == errno.EPERM
+    local.maps[ticket][:] = BODY
+    libc = ctypes.CDLL(None)
+    punched = libc.fallocate(descriptor, 3, ctypes.c_long(0), ctypes.c_long(MIB // 2))  # PUNCH_HOLE | KEEP_SIZE
+    assert punched == 0
+    assert local.commit(ticket, b"r") == "OK"
+    assert local.do(b"KVBLOCKGET", b"r", 0) == bytes(MIB // 2) + BODY[MIB // 2 :]
+
+
+def test_reservations_count_for_the_client(local: Local, client: redis.Redis, server: RunningServer) -> None:
+    before, memory = open_memory(server.pid), int(client.info("memory")["used_memory"])
+    tickets = [local.reserve(MIB) for _ in range(6)]
+    assert lent(client) > 6 * MIB
+    assert isinstance(local.do(b"KVMAP", b"RESERVE", 4 * MIB), Error)
+    assert int(client.info("memory")["used_memory"]) < memory + MIB
+    local.do(b"KVMAP", b"RELEASE", *tickets)
+    assert lent(client) < MIB
+    assert open_memory(server.pid) == before
+
+
+def kill_a_writer(path: Path) -> None:
+    """Begin a process that reserves memory, and kill it before it commits."""
+    heard, said = os.pipe()
+    pid = os.fork()
+    if not pid:
+        with suppress(BaseException):
+            local = Local(path)
+            ticket = local.reserve(MIB)
+            os.write(said, b"x")
+            while True:
+                local.maps[ticket][:] = BODY
+        os._exit(1)
+    os.close(said)
+    try:
+        assert os.read(heard, 1) == b"x"
+    finally:
+        os.close(heard)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("rounds", [10, pytest.param(200, marks=pytest.mark.soak)])
+def test_a_killed_writer_leaves_nothing(path: Path, client: redis.Redis, server: RunningServer, rounds: int) -> None:
+    descriptors = open_memory(server.pid)
+    for _ in range(rounds):
+        kill_a_writer(path)
+        until(lambda: lent(client) < MIB, "the end of the tickets")
+    assert open_memory(server.pid) == descriptors
+    assert client.dbsize() == 0
 
 
 def refused(call: Any) -> int:
