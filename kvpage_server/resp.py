@@ -96,7 +96,9 @@ class Stream:
 
     length: int | None
     items: Iterator[Reply]
-    whole: bool = False  # whether all steps have to run even if the client disconnects, because they change data
+    # Whether all steps run even if the client disconnects; None means: if the command writes. When the client has
+    # disconnected, the next step begins at once, also after a `Wait` whose event has not happened.
+    whole: bool | None = None
     aside: bool = False  # whether the client's next commands run before the end; their replies are sent after this one
 
 

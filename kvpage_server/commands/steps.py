@@ -61,14 +61,19 @@ def in_thread(work: Callable[[], T]) -> Steps[T]:
     The caller's step ends until the thread is done. `work` must not use objects that the loop's thread changes.
     """
     result: list[Callable[[], T]] = []
+    doing: list[asyncio.Future[T]] = []
 
     def start(then: Callable[[], None]) -> None:
-        """Start the thread, and call `then` on the loop when it is done."""
-        doing = asyncio.get_running_loop().run_in_executor(None, work)
-        result.append(doing.result)
-        doing.add_done_callback(lambda _: then())
+        """Start the thread, if it has not started, and call `then` on the loop when it is done."""
+        if not doing:
+            doing.append(asyncio.get_running_loop().run_in_executor(None, work))
+            result.append(doing[0].result)
+        doing[0].add_done_callback(lambda _: then())
 
     yield Wait(start, now=lambda: result.append(work))
+    while doing and not doing[0].done():  # the client has disconnected, and the rest of its write runs
+        yield Wait(start)
+    doing.clear()
     return result.pop()()  # removed first, as an error refers to this frame
 
 

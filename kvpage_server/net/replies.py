@@ -103,7 +103,7 @@ class Replies:
         if reply.length is not None and not silent:
             self.pieces.append(b"*%d\r\n" % reply.length)
         self._steps, self.under_way = _silenced(reply.items) if silent else reply.items, True
-        self._is_one, self._is_whole = reply.length is None, reply.whole
+        self._is_one, self._is_whole = reply.length is None, bool(reply.whole)
 
     def _start_background_reply(self, reply: Reply, silent: bool) -> None:
         steps = reply.items if type(reply) is Stream else iter((reply,))
@@ -187,7 +187,7 @@ class Replies:
         return self.break_off()
 
     def break_off(self) -> Iterator[Reply] | None:
-        """End the streamed reply. Return its remaining steps if it is an all-or-none write, otherwise None.
+        """End the streamed reply. Return its remaining steps if they have to run (`Stream.whole`), otherwise None.
 
         The caller has to complete these steps.
         """

@@ -259,7 +259,8 @@ def _run_queued(client: Client, spec: Spec, words: Command) -> Reply:
 
 def in_steps(client: Client, spec: Spec, reply: Stream) -> Stream:
     """Return a Stream that turns an exception into an error reply. If an item was sent before, an unexpected exception
-    is raised instead, and closes the connection. A Stream with a `length` is returned unchanged.
+    is raised instead, and closes the connection. All steps of a write run, also if its client disconnects, unless the
+    Stream says otherwise. A Stream with a `length` is returned unchanged.
     """
     assert not spec.preloads, f"what {spec.name} needs may leave memory between its steps"
     if reply.length is not None:
@@ -280,7 +281,7 @@ def in_steps(client: Client, spec: Spec, reply: Stream) -> Stream:
             log.exception("%s failed between its steps; the connection goes on", spec.name)
             yield _failed(client, spec, ReplyError(_INTERNAL))
 
-    return replace(reply, items=items())
+    return replace(reply, items=items(), whole=spec.writes if reply.whole is None else reply.whole)
 
 
 def _refusal(error: Exception) -> ReplyError:
