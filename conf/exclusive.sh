@@ -1,8 +1,11 @@
 #!/bin/sh
-# Runs a setup of the environment while no other `make` does: a command of sh, the third argument, unless the file that
-# the first argument names is newer than the files that the second one lists. An empty first argument: always.
-# The kernel releases the lock of .venv.lock with the process that holds it, so a killed one blocks nobody. Where there is
-# no flock, as on macOS, Python takes the same lock. Without both it is not taken: then conf/venv.sh says what is missing.
+# exclusive.sh TARGET SOURCES COMMAND: runs a command of sh while no other make in this folder runs one. It does nothing if
+# the file TARGET exists and none of the files SOURCES is newer, because another make has made it. Without a name in
+# TARGET, it runs the command always.
+#
+# The kernel releases the lock of .venv.lock when its process ends, so a killed make blocks no other one. Where there is
+# no flock, as on macOS, Python takes the same lock. Without both, the lock is not taken, and conf/venv.sh says what is
+# missing.
 set -eu
 
 target=$1 sources=$2 command=$3
