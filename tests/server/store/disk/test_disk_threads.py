@@ -240,8 +240,8 @@ async def test_values_are_fetched_without_the_loop_waiting(tmp_path: Path) -> No
     fetcher = DiskReader(disk)
     outcomes: asyncio.Future[list[Outcome]] = asyncio.get_running_loop().create_future()
     memory = [memoryview(bytearray(1_000_000)) for _ in range(20)]
-    wanted = [(b"k%d" % i, into) for i, into in enumerate(memory)]
-    wanted += [(b"kbad", memoryview(bytearray(5000))), (b"knone", memoryview(bytearray(5000)))]
+    wanted = [(b"k%d" % i, into, None) for i, into in enumerate(memory)]
+    wanted += [(b"kbad", memoryview(bytearray(5000)), None), (b"knone", memoryview(bytearray(5000)), None)]
     fetcher.fetch(wanted, outcomes.set_result)
     assert not outcomes.done()
     *good, bad, none = await asyncio.wait_for(outcomes, 10)
@@ -325,7 +325,7 @@ async def test_a_failed_read_on_a_full_disk_is_an_error_each_time(
     monkeypatch.setattr(disk, "_env", refusing)
     for _ in range(2 * THREADS):
         received: asyncio.Future[list[Outcome]] = asyncio.get_running_loop().create_future()
-        reader.fetch([(b"kname", memoryview(bytearray(4)))], received.set_result)
+        reader.fetch([(b"kname", memoryview(bytearray(4)), None)], received.set_result)
         (outcome,) = await asyncio.wait_for(received, PATIENCE)
         assert isinstance(outcome, DiskError)
     monkeypatch.undo()
