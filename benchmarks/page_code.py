@@ -42,6 +42,7 @@ RATIOS = {16: 1.33, 128: 1.4}  # targets, by the tokens of a page; on disk as we
 INTRO = (
     "The lossless code with keys and values of SmolLM2-135M on engine/demo/handbook.txt; GB/s of raw bytes of one core."
 )
+IN_A_BATCH = 8  # blocks of one read of a store in memory
 COPIES = 8  # of all keys and values that a store on disk gets
 LINKS = {0.25: 1.3, 1.25: None, 0.0: None}  # GB/s of links, 0 for the loopback, and the targets of loads
 LINK_COPIES = 4  # of all keys and values, which are 4,096 tokens
@@ -63,8 +64,12 @@ def main(options: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks page_code", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds, and nothing is written")
     parser.add_argument("--links", action="store_true", help="slow links only, and nothing is written")
+    parser.add_argument("--memory", action="store_true", help="blocks in memory only, and nothing is written")
     args = parser.parse_args(options)
     quick, planes = args.quick, keys_and_values()
+    if args.memory:
+        show([*in_memory(planes, rounds=1 if quick else 5)], INTRO)
+        return
     if args.links:
         show([*over_links(planes, rounds=3 if quick else 9)], INTRO)
         return
@@ -89,6 +94,7 @@ def main(options: list[str] | None = None) -> None:
                     measured = f"{a:.2f} / {b:.2f} GB/s"
                     findings.append(Finding(work, "zstd 1", what, measured, a / b, at_least=wanted))
     findings += at_rest(planes, rounds=1 if quick else 5)
+    findings += in_memory(planes, rounds=1 if quick else 5)
     findings += over_links(planes, rounds=3 if quick else 9)
     show(findings, INTRO)
     if not quick:
@@ -207,6 +213,59 @@ def _timed(server: Server, commands: list[tuple[Any, ...]]) -> tuple[float, floa
     for words in commands:
         server.admin.execute_command(*words)
     return time.perf_counter() - begin, server.cpu_seconds() - cpu
+
+
+# -- Memory ------------------------------------------------------------------------------------------------------------
+
+
+class Kept(NamedTuple):
+    """A store in memory: its `used_memory`, GB/s of raw bytes of the first reads, and seconds of the server's processor
+    for a raw GB of them.
+    """
+
+    nbytes: int
+    read: float
+    read_cpu: float
+
+
+def in_memory(planes: dict[str, Pages], *, rounds: int) -> Iterator[Finding]:
+    """Yield the memory of idle blocks, and the speed of their first reads, as medians."""
+    keys, values = planes["keys"], planes["values"]
+    for tokens in RATIOS:
+        bodies = [
+            np.stack([keys[:, :, start : start + tokens], values[:, :, start : start + tokens]], 1)
+            for start in range(0, TOKENS, tokens)
+        ]
+        found = defaultdict[str, list[Kept]](list)
+        for _ in range(rounds):
+            for mode in ("off", "idle"):
+                found[mode].append(_kept(bodies, mode))
+        off, on = (Kept(*map(median, zip(*found[mode], strict=True))) for mode in ("off", "idle"))
+        work, against = f"idle blocks of {tokens} tokens in memory", "page-code off"
+        measured = f"{on.nbytes / 1e6:.0f} / {off.nbytes / 1e6:.0f} MB"
+        yield Finding(work, against, "used_memory", measured, off.nbytes / on.nbytes, at_least=1.35)
+        measured = f"{on.read:.2f} / {off.read:.2f} GB/s"
+        yield Finding(work, against, "first read, GB/s", measured, on.read / off.read, at_least=0.7)
+        measured = f"{on.read_cpu:.2f} / {off.read_cpu:.2f}"
+        yield Finding(work, against, "first read, CPU s/GB", measured, on.read_cpu / off.read_cpu)
+
+
+def _kept(bodies: list[Pages], mode: str) -> Kept:
+    """Write bodies of blocks to a new store, wait until they are idle, read all in batches, and compare them."""
+    raw = COPIES * sum(body.nbytes for body in bodies) / 1e9
+    names = [(f"copy{copy}", page) for copy in range(COPIES) for page in range(len(bodies))]
+    options = "--store", "tiered", "--page-code", mode, "--scrub-rate", "0"
+    with TemporaryDirectory() as place, start_kvpage(*options, "--dir", place) as server:
+        _timed(server, [*(_writes(bodies[page], name, page, whole=True) for name, page in names), ("SAVE",)])
+        while mode != "off" and server.admin.info("kvpage")["memory_coded_values"] < len(names):
+            time.sleep(0.1)
+        nbytes = int(server.admin.info("memory")["used_memory"])
+        batches = [names[at : at + IN_A_BATCH] for at in range(0, len(names), IN_A_BATCH)]
+        reads = [("KVBLOCKMGET", len(some), *(word for name in some for word in name)) for some in batches]
+        read, read_cpu = _timed(server, reads)
+        for name, page in names:
+            assert server.admin.execute_command("KVBLOCKGET", name, page) == bodies[page].tobytes()
+    return Kept(nbytes, raw / read, read_cpu / raw)
 
 
 # -- Links -------------------------------------------------------------------------------------------------------------
