@@ -337,7 +337,8 @@ Every client can also use the other commands for the same values.
 
 To read, the user needs the right to read every key, because the memory has the values of all users.
 [Security](security.md) says what a process can do with it. Regions for users who may not see everything are not built
-yet.
+yet. Linux from 5.1 on has what this needs. With vm.overcommit_memory 2, memory is not shared, and clients use the
+connection.
 """
 
 

@@ -21,6 +21,7 @@ none of its bytes is in use.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -30,6 +31,8 @@ import threading
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from queue import SimpleQueue
 from time import monotonic
 from typing import NamedTuple
@@ -180,6 +183,8 @@ def _open_shared(size: int) -> tuple[int, int]:
     Raise OSError. The code for systems other than Linux has not been run.
     """
     if sys.platform == "linux":
+        if _never_overcommits():
+            raise OSError(errno.ENOMEM, "vm.overcommit_memory is 2")
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         try:
             descriptor = os.memfd_create("kvpage", flags | _NO_EXEC)
@@ -204,6 +209,19 @@ def _open_shared(size: int) -> tuple[int, int]:
         raise
     finally:
         _posixshmem.shm_unlink(name)
+
+
+@cache
+def _never_overcommits() -> bool:
+    """Return whether Linux refuses memory beyond its limit (vm.overcommit_memory is 2).
+
+    It refuses private memory when it is mapped. But it refuses shared memory when it is first written to, and ends the
+    process with SIGBUS.
+    """
+    try:
+        return Path("/proc/sys/vm/overcommit_memory").read_text(encoding="ascii").strip() == "2"
+    except OSError:
+        return False
 
 
 def _seal(descriptor: int) -> int:

@@ -275,12 +275,21 @@ def test_a_slot_is_found_in_the_mapping_of_its_region(core: Any) -> None:
     assert private.place[0].number == 0
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs sealed shared memory of Linux")
+@pytest.mark.parametrize("reason", ["descriptors", "overcommit"])
 @on_each_core
-def test_memory_is_private_if_the_system_refuses_to_share_it(core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_private_if_the_system_refuses_to_share_it(
+    core: Any, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    """With vm.overcommit_memory 2, Linux would end the process when it writes to shared memory beyond the limit."""
+
     def fail(*_: object) -> None:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr("kvpage_server.core.regions._open_shared", fail)
+    if reason == "descriptors":
+        monkeypatch.setattr("os.memfd_create", fail)
+    else:
+        monkeypatch.setattr("kvpage_server.core.regions._never_overcommits", lambda: True)
     arena = core.Arena(shared=True)
     slot = arena.allocate(5000)
     slot.body[0] = 1
