@@ -112,6 +112,28 @@ def test_blocks_are_read_in_place(tmp_path: Path) -> None:
             until(lambda: int(other.info("memory")["mem_clients_normal"]) < SHAPE.nbytes, "the end of the tickets")
 
 
+async def write_and_cancel(url: str) -> None:
+    """Write all blocks with an AsyncPageClient, after a write that is cancelled while it fills memory."""
+    async with AsyncPageClient(url, deadline=30) as client:
+        for seed in range(5):
+            writing = asyncio.create_task(client.mset_blocks(NAMES, SHAPE, bodies(seed)))
+            await asyncio.sleep(0)
+            writing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await writing
+        await client.mset_blocks(NAMES, SHAPE, bodies())
+
+
+def test_an_event_loop_writes_through_reserved_memory(tmp_path: Path) -> None:
+    with started(tmp_path) as (server, url):
+        asyncio.run(write_and_cancel(url))
+        assert commits(server) >= COUNT
+        with PageClient(url, deadline=30) as client:
+            check(client, bodies())
+        with server.client() as other:
+            until(lambda: int(other.info("memory")["mem_clients_normal"]) < SHAPE.nbytes, "the end of the tickets")
+
+
 async def read_in_place(url: str) -> None:
     async with AsyncPageClient(url, deadline=30) as client:
         async with client.blocks_in_place([*NAMES, (b"absent", 0)]) as blocks:
