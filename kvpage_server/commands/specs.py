@@ -283,8 +283,8 @@ class Spec:
     flags: frozenset[str]  # Redis's command flags
     stores: bool  # `denyoom`: it is refused when memory is full
     writes: bool  # `write`
-    writes_keys: bool  # `write`, and the keys are at fixed positions
-    writes_several: bool  # `write`, and there may be more than one key at fixed positions
+    writes_keys: bool  # `write`, and the row has `keys=`; False if it only has `uses=`, as for pages
+    writes_several: bool  # `writes_keys`, and there may be more than one key
     categories: frozenset[str]  # ACL categories
     keys: tuple[int, int, int]  # first key, last key, step; the request ids in the page family; zeros for no keys
     uses: Uses | None  # makes keys from several arguments, or an access that depends on arguments

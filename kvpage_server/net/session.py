@@ -103,7 +103,7 @@ log = logging.getLogger("kvpage")
 
 
 class Session:
-    """Session of one client. `open_transport` creates its transport. `states` describes the states."""
+    """Session of one client. `open_transport` creates its transport. `SessionState` describes its states."""
 
     def __init__(
         self,
