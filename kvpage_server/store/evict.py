@@ -1,15 +1,21 @@
 """Eviction: the accounts of the store's limited resources, and `make_room`, which evicts units for one of them.
 
 Memory, its index, the disk and each quota are accounts. Before a value is stored, `make_room` evicts units from an
-account until the value fits. It is the only function that evicts because of a limit. The account decides which units
-may be evicted, in which order and how, and whether a write is refused when no unit is left.
+account until the value fits. The account decides which units may be evicted, in which order and how, and whether a
+write is refused when no unit is left. Only `DiskAccount.evict_for_full_disk` evicts without `make_room`: when a commit
+has failed because the disk or `maxdisk` was used up.
 
 Without a tier below, a unit that leaves memory is evicted: its keys are removed. With a tier, a unit that is also on
 disk is demoted: its bytes leave memory, and its keys stay. Protected and held units are spared.
 
 A write is admitted once, before its first step. Disk and quotas return the sizes of its parts, and a `Reservation` of
 these makes room in each account. If the parts are stored in steps, other writers count the space of the next parts as
-used. Memory is not reserved: before each command, `MemoryAccount.shrink` evicts units until it is below its limit.
+used. If the write splits extents, each split is admitted in its own step, before a part is stored, because its entries
+take memory of the index.
+
+Memory is not reserved. `MemoryAccount.shrink` evicts units until memory is below its limit. If memory is full, it is
+called before a command that stores values (`free_memory` in `commands/dispatch`), before values are loaded from disk,
+and periodically.
 """
 
 from __future__ import annotations
@@ -195,9 +201,9 @@ class Reservation:
 
     def __exit__(self, *_: object) -> None:
         while self._parts:
-            self.commit()
+            self.release_part()
 
-    def commit(self) -> None:
+    def release_part(self) -> None:
         """Release the reservation of the next part, which is stored in the same step."""
         if self._parts:
             for account, size in self._parts.popleft().items():

@@ -288,8 +288,10 @@ class Keyspace:
         return Reservation(sizes, extended).make_room(lambda: units_of(self.contents, chain.from_iterable(parts)))
 
     def admit_batch(self, pages: NewPages) -> None:
-        """Evict values until there is space for pages that are stored in this step. Raise OverLimit as `admit`, and
-        TooManyPages if a block would get too many pages.
+        """Evict values until disk and quotas have space for pages that are stored in this step. Memory was checked
+        before the command, by `free_memory` of the dispatcher. `admit_in_steps` is for batches of several steps.
+
+        Raise OverLimit as `admit`, and TooManyPages if a block would get too many pages.
         """
         slots, disk = pages.slots, self.disk
         if self.contents.has_large_blocks:
@@ -319,8 +321,9 @@ class Keyspace:
             for i in places
         ]
 
-    def admit_pages(self, batches: Iterable[NewPages]) -> Generator[tuple[()], None, Reservation]:
-        """Evict values, in steps, until there is space for all pages of some batches.
+    def admit_in_steps(self, batches: Iterable[NewPages]) -> Generator[tuple[()], None, Reservation]:
+        """Evict values until disk and quotas have space for all pages of some batches, each of which is stored in a
+        step of its own later. The sizes are collected in steps.
 
         Return the reservation of the space, with a part for each batch. Raise OverLimit if the policy may not evict
         enough; none of the pages must be stored then.
@@ -343,7 +346,8 @@ class Keyspace:
 
     def split_block(self, req_id: bytes, page: int) -> None:
         """Replace an extent by single pages if it is in memory, before some of its pages are replaced. The space on
-        disk was admitted with these pages. Raise OverLimit as `admit`, and TooManyPages.
+        disk was admitted with these pages; the memory of the index is admitted here. Raise OverLimit as `admit`, and
+        TooManyPages.
         """
         block = self.index.block(req_id, page)
         if block is not None and block.extent is not None and type(block.extent.slot) is not OnDisk:

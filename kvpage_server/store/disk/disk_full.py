@@ -1,4 +1,4 @@
-"""The disk limit: the eviction policy applies to the disk, too.
+"""The account of the disk: the sizes of writes on disk, and eviction from it, whether or not the disk is full.
 
 Every value is written to disk, so the disk limits the store. If `maxdisk` is set, units are evicted before a value is
 stored. The `allkeys` policies first evict units on disk only, in the order of their last read or of the time when they

@@ -201,8 +201,8 @@ def test_space_freed_by_a_part_is_not_reserved() -> None:
     space = account(tenant(COUNTED))
     with Reservation([{space: 5}, {space: -3}, {space: 2}]) as reservation:
         assert space.reserved == 7
-        reservation.commit()
-        reservation.commit()
+        reservation.release_part()
+        reservation.release_part()
         assert space.reserved == 2
     assert space.reserved == 0
 

@@ -240,12 +240,12 @@ def _store_in_steps(
         growth.add(batches[-1])
         read += len(batches[-1])
         yield ()
-    with (yield from client.keyspace.admit_pages(batches)) as reservation:
+    with (yield from client.keyspace.admit_in_steps(batches)) as reservation:
         yield from _split(client, batches)
         while batches:
             # another client may have stored some of the blocks as a whole, and they may have left memory
             yield from fetched(client, partial(_extents_of, batches[0].blocks()))
-            reservation.commit()
+            reservation.release_part()
             client.keyspace.contents.set_pages(batches.popleft())
             yield ()
     yield OK
