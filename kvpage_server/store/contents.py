@@ -172,13 +172,13 @@ class Tier:
         """Process a change of a key's expiry."""
 
     def stored_pages(self, pages: NewPages) -> None:
-        """Process new pages."""
+        """Process new pages. A disk tier queues their writes: here write-behind begins."""
 
     def stored_string(self, key: bytes, entry: Entry) -> None:
-        """Process a new or changed string."""
+        """Process a new or changed string, as `stored_pages`."""
 
     def stored_block(self, block: Block) -> None:
-        """Process a new extent."""
+        """Process a new extent, as `stored_pages`."""
 
     def pages_dropped(self, block: Block) -> None:
         """Process the replacement of a block's pages by an extent."""

@@ -38,8 +38,8 @@ class DiskReader:
         self._disk = disk
         self._loop = asyncio.get_running_loop()
         self._tickets = count()
-        # Callbacks by ticket, a number of the job. A thread has only the ticket: the callback refers to memory that
-        # only the loop may free.
+        # Callbacks by ticket, a number of the job. A thread has only the ticket: a callback refers to objects of the
+        # loop, and the loop should drop the last references to them.
         self._callers: dict[int, Callable[[Any], None]] = {}
         self._jobs: SimpleQueue[tuple[int, Callable[[], Any]] | None] = SimpleQueue()
         self._threads = [
@@ -73,7 +73,7 @@ class DiskReader:
         while (job := self._jobs.get()) is not None:
             ticket, work = job
             deliver = partial(self._deliver, ticket, work())
-            del job, work  # drop the references to memory that only the loop may free
+            del job, work  # so that the loop drops the last references to the memory, at a time of its own
             self._loop.call_soon_threadsafe(deliver)
             del deliver
 

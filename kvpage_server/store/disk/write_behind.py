@@ -99,7 +99,9 @@ class Batch(Generic[T]):
         self.removed.pop(name, None)
 
     def freed(self) -> Iterator[None]:
-        """Free the values, in steps. Runs on the loop, because only the loop may free memory of the arena."""
+        """Free the values, in steps. Runs on the loop: the thread would free all of them at once, and meanwhile keep
+        the interpreter's lock from the loop.
+        """
         changes = self.changes
         while changes:
             for _ in range(min(len(changes), _VALUES_PER_FREE)):
@@ -140,7 +142,7 @@ class DiskWriter(Generic[T]):
     def _run(self) -> None:
         """Run the thread.
 
-        It drops its references to a batch before the callback, because only the loop may free memory.
+        It drops its references to a batch before the callback, so that the loop drops the last ones (`Batch.freed`).
         """
         while (job := self._next_job()) is not None:
             work, done = job

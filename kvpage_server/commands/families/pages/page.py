@@ -5,10 +5,11 @@ The five arguments that name a page, joined, are its key. A batch is parsed and 
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain, count
+from itertools import chain
 from typing import Any, NamedTuple
 
 from kvpage_server.commands.arguments import WRONG_TYPE, check_batch, plain_all
@@ -203,16 +204,21 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
     """Return OK, or an error that says which page is wrong; then none is stored. A block has at most 8192 pages that
     are stored one by one.
 
-    If the server is killed before it answers, a part of a batch of more than 128 pages may be stored.
+    A batch is stored in several steps if it has more than 128 pages, or if more than 4 MiB of its bodies were not
+    hashed as they arrived, because the name is in mixed case, or `page-checksums` was turned on after the client had
+    connected. Then other clients may see some pages before the rest, and a part may be stored if the server is killed
+    before it answers.
     """
+    # 128 is the promise: a step usually stores up to 512 pages (`_pages_per_step`). A batch of more than 102 pages has
+    # more than WORDS_PER_STEP words, so `dispatch.execute.begin` runs this function.
     count, now = check_batch("KVPAGEMSET", args, PAGE_WORDS, "page"), unix_ms()
     if count > _DECIDED_PAGES_PER_STEP and count > _pages_per_step(client):
         return Stream(None, _store_in_steps(client, args, count, deque(), now))
-    pages = _pages_of_batch(client, args, 0, count, count, now)
-    if len(pages) < count or client.keyspace.has_extents(pages):
-        return Stream(None, _store_in_steps(client, args, count, deque([pages]), now))
-    client.keyspace.admit_batch(pages)
-    client.keyspace.contents.set_pages(pages)
+    batch = _pages_of_batch(client, args, 0, count, count, now)
+    if len(batch) < count or client.keyspace.has_extents(batch):
+        return Stream(None, _store_in_steps(client, args, count, deque([batch]), now))
+    client.keyspace.admit_batch(batch)
+    client.keyspace.contents.set_pages(batch)
     return OK
 
 
@@ -572,7 +578,7 @@ def _why_request(client: Client, req_id: bytes) -> Steps[dict[str, Reply]]:
     blocks = {block.page: block for block in (yield from blocks_of(client, req_id))}
     if not blocks:
         return _explain(keyspace, keyspace.ghosts.of_request(req_id))
-    for page in count():
+    for page in itertools.count():
         block = blocks.get(page)
         if block is not None and block.is_full:
             if page % STEP == 0:
