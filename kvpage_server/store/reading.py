@@ -181,8 +181,8 @@ class Reader:
     def use_block(self, block: Block) -> None:
         """Count a hit and a use of a block that was read as a whole."""
         self._counters.hits += 1
-        if block.extent is not None and type(block.extent.slot) is OnDisk:  # the reply borrows its bytes from disk
-            return
+        if block.extent is not None and type(block.extent.slot) is OnDisk and block.code is None:
+            return  # the reply borrows its bytes from disk
         if self._touching:
             self._contents.eviction_order.units.used(block)
 

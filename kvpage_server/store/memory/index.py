@@ -393,6 +393,12 @@ class Block(PageSet):
         """The bits of its pages, by row; see `core.pieces`."""
         return self.bits if self.extent is None else rows_of(self.extent.shape)
 
+    @property
+    def code(self) -> Code | None:
+        """The code of an extent that is coded in memory."""
+        body = None if self.extent is None else self.extent.slot
+        return body.code if isinstance(body, OnDisk) else None
+
     def fill(self, extent: Extent) -> None:
         """Replace the block's pages by an extent."""
         self.bits = {}

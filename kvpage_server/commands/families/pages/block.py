@@ -123,12 +123,26 @@ def _on_disk_of(lookup: Prefetcher, name: tuple[bytes, int]) -> list[OnDisk]:
     return lookup.values_to_load_for_block(*name)
 
 
-def _read(client: Client, req_id: bytes, page: int, ahead: ReadAhead[tuple[bytes, int]]) -> Steps[Reply]:
+def _without_code(lookup: Prefetcher, name: tuple[bytes, int]) -> list[OnDisk]:
+    """Return the values to load before the block `name` can be sent in the code: none if it is coded in memory."""
+    block = lookup.index.block(*name)
+    return [] if block is not None and block.code is not None else lookup.values_to_load_for_block(*name)
+
+
+def _read(
+    client: Client, req_id: bytes, page: int, ahead: ReadAhead[tuple[bytes, int]], *, coded: bool = False
+) -> Steps[Reply]:
     """Return the reply for one block: its body, an error if it consists of single pages and is larger than
     maxmemory-clients, or None if it is not complete, which is counted as a miss. The block is the next step of `ahead`.
+
+    With `coded`, it is the code if the block has one, in memory or made here, see `_coded`.
     """
     yield from ahead.next()
     found = client.keyspace.reader.block(req_id, page)
+    if coded and found is not None and (code := found.code) is not None:
+        ahead.end_step()
+        client.keyspace.reader.use_block(found)
+        return (*_opening(code.digest, code.size), *(slot.part(0, slot.size) for slot in code.slots), END)
     block = yield from read_block(client.keyspace, found, ahead.lent)
     ahead.end_step()
     if block is None:
@@ -137,7 +151,7 @@ def _read(client: Client, req_id: bytes, page: int, ahead: ReadAhead[tuple[bytes
     size, most = borrowed_bytes(block), client.server.config.client_memory
     if size > most > 0 and found is not None and found.extent is None:  # one value may exceed the limit
         return ReplyError(f"OOM the block has {size} bytes, maxmemory-clients allows {most}: read it page by page")
-    return block
+    return (yield from _coded(client, found, block)) if coded else block
 
 
 def _is_small(client: Client, req_id: bytes, page: int) -> bool:
@@ -201,12 +215,9 @@ def _bodies(client: Client, args: list[Argument], *, coded: bool) -> Stream:
         found = yield from each(names, lambda some: [index.block(*name) for name in some])
         yield from note_chain(client.keyspace, [block for block in found if block])
         yield Raw(b"*%d\r\n" % len(names))
-        ahead = ReadAhead(client, _on_disk_of, names, of_pages=False)
+        ahead = ReadAhead(client, _without_code if coded else _on_disk_of, names, of_pages=False)
         for req_id, page in names:
-            body = yield from _read(client, req_id, page, ahead)
-            if coded and isinstance(body, tuple):
-                body = yield from _coded(client, index.block(req_id, page), body)
-            yield body
+            yield (yield from _read(client, req_id, page, ahead, coded=coded))
 
     return Stream(None, bodies())
 
@@ -320,7 +331,12 @@ def _coded(client: Client, block: Block | None, body: tuple[Piece, ...]) -> Step
         client.keep(-nbytes)
     if code is None:
         return body
-    return (b"*2\r\n$16\r\n%016x\r\n" % digest + frame(len(code)), _Code(code), END)
+    return (*_opening(digest, len(code)), _Code(code), END)
+
+
+def _opening(digest: int, size: int) -> tuple[Piece, ...]:
+    """Return the pieces before a code of `size` bytes. `digest` is that of the body."""
+    return (b"*2\r\n$16\r\n%016x\r\n" % digest + frame(size),)
 
 
 def _joined(pieces: Sequence[Piece]) -> Steps[memoryview]:

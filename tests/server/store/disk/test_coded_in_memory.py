@@ -22,7 +22,7 @@ from waiting import until
 import kvpage_server.commands.families  # noqa: F401 - it fills the table
 from kvpage_server.client import PageClient
 from kvpage_server.commands.specs import TABLE
-from kvpage_server.lossless import encode_block_body, seal_of
+from kvpage_server.lossless import decode_body, encode_block_body, seal_of
 from kvpage_server.page import BlockShape, DType, Plane, checksum
 from kvpage_server.store.disk import fetching
 from kvpage_server.store.disk.database import FILE
@@ -216,6 +216,22 @@ def test_reads_on_a_full_server_get_all_bytes(tmp_path: Path) -> None:
         assert info["memory_decoded_values"] > 60
         assert info["disk_corrupt"] == 0
         until(lambda: client.info("memory")["used_memory"] <= 2 << 20, "memory within its limit")
+
+
+def test_codes_in_memory_are_sent_without_decoding(tmp_path: Path) -> None:
+    with tiered(tmp_path, *ALWAYS) as (_, client):
+        bodies = [set_block(client, page) for page in range(12)]
+        until(lambda: coded(client) == 12, "the code")
+        names = [word for page in range(12) for word in ("b", page)]
+        for _ in range(2):
+            found = client.execute_command("KVBLOCKMGETCODED", 12, *names)
+            for (digest, code), sent in zip(found, bodies, strict=True):
+                into = bytearray(SIZE)
+                decode_body(code, memoryview(into))
+                assert (bytes(into), int(digest, 16)) == (sent, checksum(sent))
+        info = disk_info(client)
+        assert (info["memory_decoded_values"], info["memory_coded_values"]) == (0, 12)
+        assert client.info("stats")["keyspace_hits"] == 24
 
 
 # -- in this process ---------------------------------------------------------------------------------------------------
