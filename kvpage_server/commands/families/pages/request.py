@@ -101,7 +101,8 @@ def note_chain(keyspace: Keyspace, blocks: list[Block]) -> Steps[None]:
     ones longer. Each step overlaps the last one by one block.
     """
     for start in range(0, len(blocks), STEP):
-        keyspace.chain(blocks[start : start + STEP + 1])
+        # A block may have been removed since it was looked up, or in an earlier step.
+        keyspace.chain([*filter(keyspace.index.still_has, blocks[start : start + STEP + 1])])
         yield ()
 
 
