@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import selectors
 import socket
 from collections import deque
@@ -13,10 +14,13 @@ from typing import Any
 
 import hiredis
 
+from kvpage_server.lossless import decode_body
+from kvpage_server.page import PageError, checksum
 from tests.simulation.model.model import Conversation, Words
 from tests.simulation.programs.step import PEERS
 
 READ = 1 << 16
+_CODED = re.compile(rb"[0-9a-f]{16}\x04\x01\x03\x00")  # a digest, and the beginning of a coded block
 
 
 @dataclass(eq=False)
@@ -123,7 +127,7 @@ class Peer:
                 return
             self._reader.feed(data)
             while (reply := self._reader.gets()) is not False:
-                self.received(self, reply)
+                self.received(self, _decoded(reply))
 
     def drop(self, *, by_server: bool = False) -> None:
         """The connection is over."""
@@ -131,6 +135,21 @@ class Peer:
             self.lost(self, by_server)
             self.sock.close()
             self.sock = None
+
+
+def _decoded(reply: Any) -> Any:
+    """Return a reply with raw blocks in place of those in the lossless code, if these are intact."""
+    if type(reply) is not list:  # a push is a list of another type
+        return reply
+    if len(reply) == 2 and all(isinstance(part, bytes) for part in reply) and _CODED.fullmatch(reply[0] + reply[1][:4]):
+        digest, code = reply
+        body = bytearray(int.from_bytes(code[4:8], "little"))
+        try:
+            decode_body(code, memoryview(body))
+        except PageError:
+            return reply
+        return bytes(body) if checksum(body) == int(digest, 16) else reply
+    return list(map(_decoded, reply))
 
 
 class BlockedError(Exception):

@@ -28,7 +28,8 @@ from tests.simulation.model.values import Cell, Value, read_page
 from tests.simulation.world.machine import Machine
 
 _CHANGE = frozenset(
-    b"set mset del incrby decrby pexpire kvblockset kvpageset kvpagemset kvpagedel multi exec watch discard".split()
+    b"""set mset del incrby decrby pexpire kvblockset kvblocksetcoded kvpageset kvpagemset kvpagedel multi exec watch
+    discard""".split()
 )
 _NOT_ON_DISK = "MISCONF Errors writing to disk: "  # and the connection ends
 _ANY_SIZE = 1 << 40  # bytes

@@ -17,7 +17,8 @@ from tests.simulation.model.rights import keys_used
 from tests.simulation.model.values import Cell
 
 _READS = frozenset(
-    b"mget kvpagemget kvblockget kvblockmget kvpagemexists kvblockexists kvpageindex kvpageverify scard".split()
+    b"""mget kvpagemget kvblockget kvblockmget kvblockmgetcoded kvpagemexists kvblockexists kvpageindex kvpageverify
+    scard""".split()
 )
 _SETS = frozenset((b"keys", b"smembers", b"dbsize"))
 _OF_ONE_MOMENT = frozenset((b"mget",))  # though it waits for the disk

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import takewhile
 from typing import Any
 
+from kvpage_server.lossless import decode_body
 from tests.simulation.model.replies import (
     ANYTHING,
     OK,
@@ -93,6 +94,12 @@ class Pages:
         for key, value in new.items():
             self.store.put(key, value)
         return OK
+
+    def do_kvblocksetcoded(self, req: bytes, page: bytes, *words: bytes) -> Any:
+        *head, _, code = words
+        body = bytearray(int.from_bytes(code[4:8], "little"))
+        decode_body(code, memoryview(body))
+        return self.do_kvblockset(req, page, *head, bytes(body))
 
     # -- existing values -----------------------------------------------------------------------------------------------
 
@@ -214,6 +221,8 @@ class Pages:
 
     def do_kvblockmget(self, _: bytes, *words: bytes) -> Any:
         return [self.do_kvblockget(req, page) for req, page in zip(words[::2], words[1::2], strict=True)]
+
+    do_kvblockmgetcoded = do_kvblockmget  # a connection decodes its replies
 
     def do_kvblockexists(self, req: bytes, page: bytes) -> Any:
         return int(self.do_kvblockget(req, page) is not None)

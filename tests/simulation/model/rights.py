@@ -62,7 +62,7 @@ def keys_used(words: Words) -> list[bytes]:
         return [b"kv:" + b":".join(words[1:6])]
     if name in _PAGES:
         return [b"kv:" + b":".join(words[at : at + 5]) for at in range(2, len(words), _PAGES[name])]
-    if name == b"kvblockmget":
+    if name in (b"kvblockmget", b"kvblockmgetcoded"):
         return [b"kv:%b:" % req for req in words[2::2]]
     if name == b"kvpageprefix":
         end = 4 + 2 * int(words[3])

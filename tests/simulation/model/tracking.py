@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 CHANNEL = b"__redis__:invalidate"  # of RESP2 clients
 _READ = frozenset(
-    b"get mget strlen getrange kvpageget kvpagemget kvblockget kvblockmget kvpageindex scard smembers".split()
+    b"""get mget strlen getrange kvpageget kvpagemget kvblockget kvblockmget kvblockmgetcoded kvpageindex scard
+    smembers""".split()
 )
 _OF_PAGES = frozenset((b"kvpageget", b"kvpagemget"))
 _MOVES = frozenset(b"hello reset subscribe unsubscribe psubscribe punsubscribe acl auth".split())

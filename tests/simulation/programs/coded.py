@@ -10,6 +10,8 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
+from kvpage_server.lossless import encode_block_body
+from kvpage_server.page import BlockShape, DType, Plane, checksum
 from tests.simulation.model.model import Words
 from tests.simulation.programs import commands
 from tests.simulation.programs.seed import Seed
@@ -66,7 +68,40 @@ def _stored(seed: Seed) -> list[Step]:
         head = (rng.randrange(8), commands.LAYERS, commands.HEADS, rows, rng.choice([0, 0, 0, 2]), planes, *of_planes)
         body = _values(seed, planes * commands.LAYERS * commands.HEADS * rows * _COLUMNS)
         words = b"KVBLOCKSET", req, *(b"%d" % number for number in head), body
+        if rng.random() < 0.4:
+            words = _coded(words)
+        stored = seed.send(seed.peer, words)
+        if rng.random() < 0.6:
+            several = (req, words[2], req, b"%d" % rng.randrange(8))
+            read = seed.send(
+                rng.choice([seed.peer, seed.peer, rng.randrange(PEERS)]), (b"KVBLOCKMGETCODED", b"2", *several)
+            )
+            return [stored, seed.soon(read, rng.choice([1, MS, 50 * MS]))]
+        return [stored]
     return [seed.send(seed.peer, words)]
+
+
+def _coded(words: Words) -> Words:
+    """Return the KVBLOCKSETCODED that is the same as a KVBLOCKSET, or this if its body has no code."""
+    req, page, layers, heads, rows, ttl, count, *planes, body = words[1:]
+    numbers = [*map(int, planes)]
+    kinds = [Plane(numbers[at], DType(numbers[at + 1]), numbers[at + 2]) for at in range(0, len(numbers), 3)]
+    code = encode_block_body(body, BlockShape(int(layers), int(heads), int(rows), (*kinds,)))
+    if code is None:
+        return words
+    return (
+        b"KVBLOCKSETCODED",
+        req,
+        page,
+        layers,
+        heads,
+        rows,
+        ttl,
+        count,
+        *planes,
+        b"%016x" % checksum(body),
+        bytes(code),
+    )
 
 
 def _read(seed: Seed) -> list[Step]:
@@ -80,7 +115,8 @@ def _read(seed: Seed) -> list[Step]:
         several = commands.batch_get(seed)
         words = rng.choice([
             (b"KVPAGEGET", *page), (b"KVPAGESTAT", *page), (b"KVBLOCKGET", page[0], page[3]), several, several,
-            commands.block_get(seed), (b"GET", key), (b"STRLEN", key), (b"MGET", key, *seed.own_strings[:2]),
+            commands.block_get(seed), (b"KVBLOCKMGETCODED", b"2", page[0], page[3], page[0], b"1"), (b"GET", key),
+            (b"STRLEN", key), (b"MGET", key, *seed.own_strings[:2]),
             (b"GETRANGE", key, b"60", b"90"), (b"KVPAGEVERIFY", page[0]), (b"EXPIRE", key, b"50"), (b"DEL", key),
             (b"MEMORY", b"USAGE", key), (b"KVPAGELEASE", page[0], b"3000", page[3]), (b"CLIENT", b"NO-TOUCH", b"ON"),
             (b"CLIENT", b"NO-TOUCH", b"OFF"), (b"PING",) if seed.is_tenant else (b"KVDECODE",),
