@@ -272,15 +272,15 @@ class PagesBehind:
         yield [*map(int, there)]
 
     def kvpagestat(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        """Yield the header fields and the TTL of a page. Lease, pin and lifetime are 0: a cluster has none of
-        them, and KVPAGELEASE extends the TTL instead.
+        """Yield the header fields and the TTL of a page. Lease, pin, lifetime and coded size are 0: a cluster has none
+        of them, and KVPAGELEASE extends the TTL instead.
         """
         found = yield from self.upstream.do(self.upstream.plans.metadata(_key(args)))
         if not isinstance(found, PageMetadata):
             yield bulk_reply(found)
             return
         left = {"ttl_left_ms": found.ttl_left_ms, "lease_left_ms": 0, "pinned": 0, "kept_until_ms": 0, "kept_by": b""}
-        yield header_fields(found.header) | left | {"tier": "cluster"}
+        yield header_fields(found.header) | left | {"tier": "cluster", "coded_size": 0}
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

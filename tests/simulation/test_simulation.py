@@ -24,7 +24,7 @@ CHEAP = {"evicted-is-still-listed": 2, "last-part-first": 3}  # mistakes, and th
 ORDERED_BY = 3  # the seed of a run that depends on the order of a set of objects, where there is one
 HANGS = 900  # seconds; so many seeds take some, and on a machine that is busy they may take many
 
-
+KVMAP = "attach", "blockmget", "commit", "help", "mget", "release", "reserve"
 NOT_BY_PROGRAMS = {
     "auth": "every tenant says it when it comes",
     "config|resetstat": "the judge looks at what is counted",
@@ -32,7 +32,7 @@ NOT_BY_PROGRAMS = {
         ("kvblocksetcoded", "kvblockmgetcoded"), "tests/server/commands/pages/test_coded_blocks.py has their replies"
     ),
     **dict.fromkeys(
-        ("kvmap", "kvmap|attach", "kvmap|blockmget", "kvmap|help", "kvmap|mget", "kvmap|release"),
+        ("kvmap", *(f"kvmap|{name}" for name in KVMAP)),
         "a client needs shared memory: tests/server/commands/pages/test_mapped.py",
     ),
     "kvlost": "tests/server/commands/test_lost_strings.py and the model of test_cold_commands.py have its replies",

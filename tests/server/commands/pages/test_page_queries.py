@@ -87,6 +87,7 @@ def test_a_pages_stat_has_its_header_and_ttl(client: redis.Redis, tier: str) -> 
         "kept_until_ms": 0,
         "kept_by": "",
         "tier": tier,
+        "coded_size": 0,
     }
     client.persist("kv:test_req_001:5:8:42:1")
     assert ask(client, "KVPAGESTAT", "test_req_001", 5, 8, 42, 1)["ttl_left_ms"] == -1
