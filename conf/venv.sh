@@ -15,10 +15,12 @@ fi
     exit 1
 }
 
-"$python" -m venv "$venv" 2>/dev/null && exit 0
-
-# Debian splits venv's pip off into a package of its own.
+output=$("$python" -m venv "$venv" 2>&1) && exit 0
 rm -rf "$venv"
+case $output in
+    *ensurepip* | *"No module named venv"*) ;;  # Debian has them in a package of their own
+    *) printf '%s\n' "$output" >&2; exit 1 ;;
+esac
 version=$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
     DEBIAN_FRONTEND=noninteractive sh -c "apt-get update -qq && apt-get install -y -qq --no-install-recommends $version-venv >/dev/null"
