@@ -25,7 +25,7 @@ def test_two_makes_at_once_set_up_one_environment(tmp_path: Path) -> None:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "MAKE", "PYTHON"))}
     environment = inherited | {"PYTHON": sys.executable}
     makes, logs = [], [tmp_path / name for name in ("first", "second")]
-    with (tmp_path / ".venv.lock").open("w") as lock:
+    with (tmp_path / ".venv.lock").open("w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for log in logs:
             with log.open("wb") as file:

@@ -254,7 +254,9 @@ def test_ctrl_c_while_it_starts_leaves_no_traceback(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_in_a_finalizer_ends_a_program() -> None:
-    ended = subprocess.run([sys.executable, "-c", INTERRUPTED_FINALIZER], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_FINALIZER], capture_output=True, encoding="utf-8", timeout=60
+    )
     assert (ended.returncode, ended.stderr) == (130, "kvpage: interrupted\n")
 
 
