@@ -1,4 +1,4 @@
-"""A bare Debian, in a chroot: `make` installs what the server needs, which starts and stores a page."""
+"""A bare Debian, in a chroot: `make` installs the requirements of the server, which starts and stores a page."""
 
 from __future__ import annotations
 
