@@ -450,10 +450,11 @@ class _CodedExtents(WeakSet[OnDisk]):
 class Coder:
     """Encoder of bodies in memory of blocks that were not used for `idle` seconds; of none if that is negative."""
 
-    def __init__(self, contents: Contents, stored: Stored) -> None:
+    def __init__(self, contents: Contents, memory: MemoryAccount, stored: Stored) -> None:
         self.idle = -1
         self.counts = CodeCounts()
         self._contents = contents
+        self._memory = memory
         self._stored = stored
         # Blocks in memory and on disk, in the order in which they are examined, and the number of the first single page
         # to examine.
@@ -567,8 +568,14 @@ class Coder:
                 for slot in code.slots:
                     copies.append((memoryview(found[0])[start : start + slot.size], slot.body))
                     start += slot.size
-        if coded:
-            await run(partial(_copy_all, copies))
+        # The codes do not count until they replace bodies, or a full memory would demote the bodies for them.
+        size = sum(code.footprint for _, code in coded)
+        self._memory.receiving += size
+        try:
+            if coded:
+                await run(partial(_copy_all, copies))
+        finally:
+            self._memory.receiving -= size
         now = monotonic_ms()
         for body, code in coded:
             if self._is_same(body):

@@ -300,7 +300,7 @@ class DiskTier(Tier):
         self.disk = disk
         self.stored = Stored(maxdisk)
         self.fetching = Fetching(contents, memory, self.stored)
-        self.coder = Coder(contents, self.stored)
+        self.coder = Coder(contents, memory, self.stored)
         self.fetching.loaded = self.coder.add
         self.account = DiskAccount(contents, self.stored)
         self._memory = memory
