@@ -669,7 +669,7 @@ class DiskTier(Tier):
                 self.fetching.fetch([on_disk], partial(self._found_damaged, name))
             return
         if isinstance(on_disk, OnDisk):
-            self.fetching.lose(on_disk, Damaged("the scrubber found it damaged"))
+            self.fetching.lose(on_disk, Damaged("it is damaged on disk"))
             return
         self.stored.counts.repaired += 1
         log.warning("%s is damaged on disk, and written again from memory", described(name))
