@@ -42,6 +42,7 @@ LEAST_BLOCKS = 8  # of a batch that is written so
 _RESERVED_BYTES = 16 << 20  # bytes of memory that the client fills before it waits for the server
 _LEAST_WRITES = 4  # how often the client fills the same memory, at least: the system zeroes it first
 _MOST_BLOCKS = 256  # in a command
+_MOST_RESERVED = 128  # pieces of memory of a connection; the server allows 256
 _MOST_DESCRIPTORS = 128  # in a reply
 _NOT_POSSIBLE = ("ERR unknown", "ERR KVMAP", "ERR a gateway")  # errors of a server that cannot be mapped at all
 _REFUSED_FOR = 30.0  # seconds without another attempt after a refusal
@@ -332,7 +333,7 @@ def write_mapped(
 
     def steps() -> Steps[None]:
         reserved: dict[int, memoryview] = {}  # by ticket
-        count = max(min(_RESERVED_BYTES // shape.nbytes, len(names) // _LEAST_WRITES), 1)
+        count = max(min(_RESERVED_BYTES // shape.nbytes, len(names) // _LEAST_WRITES, _MOST_RESERVED), 1)
         while len(reserved) < count and (yield from _reserve_one(shape.nbytes, reserved)):
             pass
         if not reserved:

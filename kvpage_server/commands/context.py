@@ -145,6 +145,7 @@ class Server:
     rates = (0, 0.0, 0.0)  # commands, bytes in, bytes out: of the last second
     peak_memory = 0
     in_flight = 0  # bytes that clients and handshakes hold: see `Client.held`
+    reserved = 0  # number of tickets of all clients for memory that they fill
 
     def __init__(
         self,
@@ -246,8 +247,8 @@ class Connection(Protocol):
         """Note that bytes which unsent replies refer to may have moved to another address."""
 
     def pass_descriptors(self, reply: bytes, descriptors: Sequence[int]) -> bool:
-        """Send a reply with file descriptors on a unix socket. Return False if earlier output is unsent, or on failure;
-        nothing was sent then.
+        """Send a reply with file descriptors on a unix socket. Return False if the client has not read all earlier
+        output, or on failure; nothing was sent then.
         """
 
     def trust(self, trusted: bool) -> None:
@@ -298,6 +299,7 @@ class Client:
     tickets: dict[int, Slot | Reserved] = field(default_factory=dict, init=False)
     lent: int = field(default=0, init=False)  # bytes of these slots
     ticket_bytes: int = field(default=0, init=False)  # memory of all tickets
+    reserved: int = field(default=0, init=False)  # number of its tickets for memory that it fills
     read_ahead: int = field(default=0, init=False)  # bytes borrowed from disk for later steps of its current reply
     waited_to_authenticate: bool = field(default=False, init=False)  # has waited for its turn to try a password
     protocol: int = field(default=2, init=False)
@@ -438,13 +440,17 @@ class Client:
         self.tickets.clear()
         self.keyspace.memory.unread -= self.lent
         self.keep(-self.ticket_bytes)
-        self.lent = self.ticket_bytes = 0
+        self.server.reserved -= self.reserved
+        self.lent = self.ticket_bytes = self.reserved = 0
         return all_of_them
 
     def _count_lent(self, memory: Slot | Reserved, sign: int) -> None:
         """Count the memory of a ticket for the client. A slot does not count for maxmemory: it would evict values."""
         nbytes = sign * (memory.footprint + _TICKET)
-        if not isinstance(memory, Reserved):
+        if isinstance(memory, Reserved):
+            self.reserved += sign
+            self.server.reserved += sign
+        else:
             self.lent += sign * memory.footprint
             self.keyspace.memory.unread += sign * memory.footprint
         self.ticket_bytes += nbytes

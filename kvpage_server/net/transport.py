@@ -7,7 +7,11 @@ transport refers to a piece of output until it is sent, so that its memory is no
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import socket
+import sys
+import termios
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -54,7 +58,12 @@ class Transport(Protocol):
         """Queue pieces of output. They are sent in order as fast as the peer reads."""
 
     def pass_descriptors(self, data: bytes, descriptors: Sequence[int]) -> bool:
-        """Send bytes and file descriptors. Return False if output is unsent, or on failure; nothing was sent then."""
+        """Send bytes and file descriptors. Return False if the peer has not read all output, or on failure; nothing was
+        sent then.
+
+        So one connection has at most the descriptors of one call in transit. The kernel limits their number for all
+        connections together.
+        """
 
     def renew(self) -> None:
         """Read the addresses of the output's memory again, because the memory has moved."""
@@ -70,6 +79,15 @@ class Transport(Protocol):
 
     def abort(self) -> None:
         """Close immediately and drop unsent output."""
+
+
+def _is_unread(sock: socket.socket) -> bool:
+    """Return whether the peer of a unix socket has not read all bytes. Only Linux says so."""
+    if sys.platform != "linux":
+        return False
+    unread = array("i", [0])
+    fcntl.ioctl(sock, termios.TIOCOUTQ, unread)
+    return unread[0] > 0
 
 
 class SocketTransport:
@@ -158,7 +176,7 @@ class SocketTransport:
             self._crowded = self._crowded or self.queued > HIGH_WATER
 
     def pass_descriptors(self, data: bytes, descriptors: Sequence[int]) -> bool:
-        if self.queued or self._is_closed or self._encryption is not None:
+        if self.queued or self._is_closed or self._encryption is not None or _is_unread(self._sock):
             return False
         try:
             sent = socket.send_fds(self._sock, [data], descriptors)

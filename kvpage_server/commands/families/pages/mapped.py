@@ -28,7 +28,7 @@ from kvpage_server.commands.steps import IN_THREAD_FROM, in_thread
 from kvpage_server.core import Argument, Slot, copy_hashed
 from kvpage_server.core.arguments import I64
 from kvpage_server.core.pieces import Piece
-from kvpage_server.core.regions import Reserved
+from kvpage_server.core.regions import Reserved, reserved_footprint
 from kvpage_server.page import FIELD_AT
 from kvpage_server.resp import Reply, ReplyError, Stream, encode
 from kvpage_server.store.memory.entry import Text, is_page
@@ -36,6 +36,7 @@ from kvpage_server.store.memory.index import ExtentPage, OnDisk
 
 MOST_REGIONS = 128  # descriptors in a reply; Linux passes at most 253 at once
 MOST_TICKETS = 65_536  # of a connection: each takes memory in addition to its slot
+MOST_RESERVED, MOST_RESERVED_IN_ALL = 256, 4096  # tickets of RESERVE, of a connection and of all: each is a mapping
 _SHARE = 2  # tickets take at most 1/2 of maxmemory-clients, so that they do not close other clients
 _CHECKSUM = slice(FIELD_AT["checksum"], FIELD_AT["checksum"] + 8)
 
@@ -79,7 +80,7 @@ def kvmap_attach(client: Client, args: list[Argument]) -> Reply:
     try:
         descriptors = [shared[number].descriptor_to_read() for number in named]
     except OSError as error:
-        raise ReplyError(f"ERR the system cannot seal shared memory: {error.strerror}") from None
+        raise ReplyError(f"ERR the system cannot seal and open shared memory: {error.strerror}") from None
     pieces: list[Piece] = []
     encode(reply, client.protocol, pieces)
     if client.silence or not client.connection.pass_descriptors(_joined(pieces), descriptors):
@@ -210,12 +211,16 @@ def kvmap_mget(client: Client, args: list[Argument]) -> Reply:
 )
 def kvmap_reserve(client: Client, args: list[Argument]) -> Reply:
     """Return an array of a ticket and `nbytes`. The reply carries a descriptor (SCM_RIGHTS) of as much memory, which
-    the client maps for writing. KVMAP RELEASE ends the ticket. The command must not be sent in a pipeline behind
-    others.
+    the client maps for writing. KVMAP RELEASE ends the ticket. A connection may have 256 such tickets, and all
+    connections together 4,096. The command must not be sent in a pipeline behind others.
     """
     _check_socket(client)
     nbytes = integer_in("nbytes", args[0], 1, client.server.config.largest_command)
-    if not _has_room(client, nbytes):
+    if client.reserved >= MOST_RESERVED:
+        raise ReplyError(f"OOM the connection has {MOST_RESERVED} tickets of KVMAP RESERVE: KVMAP RELEASE")
+    if client.server.reserved >= MOST_RESERVED_IN_ALL:
+        raise ReplyError(f"OOM all connections together have {MOST_RESERVED_IN_ALL} tickets of KVMAP RESERVE")
+    if not _has_room(client, reserved_footprint(nbytes)):
         raise ReplyError(_NO_ROOM)
     try:
         reserved = Reserved(nbytes)
@@ -261,7 +266,10 @@ def kvmap_commit(client: Client, args: list[Argument]) -> Reply:
     if shape.nbytes != reserved.size:
         raise ReplyError(f"ERR ticket {ticket} has reserved {reserved.size} bytes, and the block has {shape.nbytes}")
     slot = client.keyspace.arena.allocate(reserved.size)
-    copy = partial(copy_hashed, reserved.memory, slot.body)
+
+    def copy() -> int:
+        return copy_hashed(reserved.memory, slot.body)  # this keeps `reserved`, and so its memory
+
     if reserved.size < IN_THREAD_FROM:
         return _stored(client, words, slot, copy())
 

@@ -7,19 +7,21 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
 import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import redis
-from servers import RunningServer, start_server
+from servers import RunningServer, start_server, with_constants
 from turns import measured
 from waiting import until
 from wire import Error, Wire, encode_command, parse
@@ -67,6 +69,19 @@ class Local(Wire):
         self.maps[ticket] = mmap.mmap(descriptor, size)
         self.descriptors.append(descriptor)
         return int(ticket)
+
+    def descriptors_of_first(self, many: int) -> int:
+        """Read `many` replies, of which the first carries descriptors and the others are errors. Return its number of
+        descriptors.
+        """
+        data, found = b"", 0
+        while data.count(b"-ERR descriptors cannot be passed now") < many - 1:
+            some, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, 253)
+            assert some, data
+            data += some
+            found += len(descriptors)
+            self.descriptors += descriptors
+        return found
 
     def commit(self, ticket: int, name: bytes, shape: Sequence[bytes] = SHAPE) -> Any:
         """Return the reply to KVMAP COMMIT of a block."""
@@ -250,6 +265,7 @@ def test_other_mistakes_have_errors_of_their_own(local: Local, server: RunningSe
 
 
 def test_descriptors_are_passed_only_after_all_replies(local: Local) -> None:
+    set_block(local, b"r")
     local.send(encode_command([b"PING"]) + encode_command([b"KVMAP", b"ATTACH"]))
     assert local.reply() == b"+PONG\r\n"
     assert b"read all earlier replies" in local.reply()
@@ -366,6 +382,111 @@ def test_reservations_count_for_the_client(local: Local, client: redis.Redis, se
     local.do(b"KVMAP", b"RELEASE", *tickets)
     assert lent(client) < MIB
     assert open_memory(server.pid) == before
+
+
+def test_a_reservation_counts_whole_pages_of_memory(local: Local, client: redis.Redis) -> None:
+    before = lent(client)
+    for _ in range(100):
+        local.reserve(1)
+    assert lent(client) - before >= 100 * 2 * mmap.PAGESIZE
+
+
+def test_reservations_take_no_descriptors_of_the_server(
+    local: Local, client: redis.Redis, path: Path, server: RunningServer
+) -> None:
+    before = open_memory(server.pid)
+    tickets = [local.reserve(1) for _ in range(256)]
+    until(lambda: open_memory(server.pid) == before, "the last close")
+    assert local.do(b"KVMAP", b"RESERVE", 1) == "OOM the connection has 256 tickets of KVMAP RESERVE: KVMAP RELEASE"
+    local.do(b"KVMAP", b"RELEASE", tickets[0])
+    tickets[0] = local.reserve(1)
+    assert reserved(server) >= 256
+    assert local.do(b"RESET") == "RESET"
+    assert reserved(server) == 0
+    local.reserve(1)
+
+
+def test_all_connections_have_a_limit_of_reservations(tmp_path: Path) -> None:
+    program = with_constants("kvpage_server.commands.families.pages.mapped", MOST_RESERVED_IN_ALL=20)
+    path = tmp_path / "socket"
+    with start_server("--unixsocket", str(path), program=program) as server, Local(path) as local:
+        with Local(path) as other:
+            for _ in range(10):
+                local.reserve(1)
+                ticket = other.reserve(1)
+            for one in (local, other):
+                refusal = one.do(b"KVMAP", b"RESERVE", 1)
+                assert refusal == "OOM all connections together have 20 tickets of KVMAP RESERVE"
+            other.do(b"KVMAP", b"RELEASE", ticket)
+            local.reserve(1)
+        until(lambda: reserved(server) == 11, "the end of the tickets")
+        for _ in range(9):
+            local.reserve(1)
+        assert isinstance(local.do(b"KVMAP", b"RESERVE", 1), Error)
+
+
+def reserved(server: RunningServer) -> int:
+    """Number of pieces of memory of one page, or of a part of it, that a server has mapped to read."""
+    lines = Path(f"/proc/{server.pid}/smaps").read_text(encoding="utf-8").splitlines()
+    heads = [i for i, line in enumerate(lines) if "memfd:kvpage" in line]
+    return sum(lines[i + 1].split() == ["Size:", "4", "kB"] for i in heads)
+
+
+@contextmanager
+def few_descriptors(pid: int, free: int) -> Iterator[None]:
+    """A process can open only `free` more files during the ``with`` block."""
+    used = {int(entry.name) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+    unused = islice((number for number in count() if number not in used), free, None)
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (next(unused), before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+
+
+def test_memory_is_attached_after_a_time_without_descriptors(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with start_server("--unixsocket", str(path)) as server, Local(path) as local:
+        set_block(local, b"r")
+        with few_descriptors(server.pid, 0):
+            for _ in range(3):
+                error = local.do(b"KVMAP", b"ATTACH")
+                assert error == "ERR the system cannot seal and open shared memory: Too many open files"
+        assert local.attach()[2]
+        [item] = local.do(b"KVMAP", b"BLOCKMGET", 1, b"r", 0)
+        assert local.read(item) == BODY
+
+
+def test_reservations_without_free_descriptors_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with start_server("--unixsocket", str(path)) as server, Local(path) as local:
+        local.do(b"PING")
+        with few_descriptors(server.pid, 0):
+            for _ in range(20):
+                error = local.do(b"KVMAP", b"RESERVE", 100)
+                assert error == "OOM the system has no shared memory: [Errno 24] Too many open files"
+        with few_descriptors(server.pid, 1):
+            for _ in range(20):
+                local.reserve(100)
+        assert "Exception ignored" not in server.log
+
+
+def test_unread_replies_carry_few_descriptors(local: Local, client: redis.Redis, path: Path) -> None:
+    """The kernel limits the descriptors in transit of all clients together."""
+    set_block(local, b"r")
+    regions = len(local.attach()[1])
+    for name, words, passed in (("reserve", [b"RESERVE", b"1"], 1), ("attach", [b"ATTACH"], regions)):
+        client.config_resetstat()
+        with Local(path) as silent:
+            silent.send(encode_command([b"KVMAP", *words]) * 100)
+            until(lambda name=name: calls(client, name) == 100, "the last command")
+            assert silent.descriptors_of_first(100) == passed
+
+
+def calls(client: redis.Redis, subcommand: str) -> int:
+    """Number of calls of a subcommand of KVMAP."""
+    return int(client.info("commandstats").get(f"cmdstat_kvmap|{subcommand}", {"calls": 0})["calls"])
 
 
 def kill_a_writer(path: Path) -> None:
