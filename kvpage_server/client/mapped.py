@@ -45,6 +45,7 @@ _MOST_BLOCKS = 256  # in a command
 _MOST_RESERVED = 128  # pieces of memory of a connection; the server allows 256
 _MOST_DESCRIPTORS = 128  # in a reply
 _NOT_POSSIBLE = ("ERR unknown", "ERR KVMAP", "ERR a gateway")  # errors of a server that cannot be mapped at all
+_NO_TICKET = "ERR ticket"  # errors for a ticket of an earlier connection
 _REFUSED_FOR = 30.0  # seconds without another attempt after a refusal
 _GET_SEALS, _NO_SHRINK = 1034, 2  # fcntl(2) of Linux
 
@@ -350,6 +351,8 @@ def write_mapped(
                 yield _release(list(reserved))
                 yield to.set_blocks(names[start:], shape, bodies[start:], ttl)
                 return
+            if any(str(error).startswith(_NO_TICKET) for error in errors):
+                raise Disconnected(f"the connection was replaced between two requests: {errors[0]}")
             if errors:
                 raise errors[0].again()
         yield _release(list(reserved))

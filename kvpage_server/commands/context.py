@@ -68,7 +68,7 @@ NEVER = 1 << 62  # nanoseconds: longer than any call
 MANY_BYTES = 16 << 20  # bytes of values that a long reply looks up before it sends them
 _FEW_BYTES = 64 << 10  # the same when clients hold as much memory as they may
 _SHARES = 32  # parts of the memory that clients may still hold, of which a reply takes one
-EPOCH_BITS = 43  # a ticket is the server's epoch, shifted by so many bits, and a running number
+EPOCH_BITS = 43  # a ticket is the server's epoch, shifted by so many bits, and a number
 _TICKET = 200  # bytes of memory of a ticket in addition to its slot
 _NOTED = 4  # the notes of CLIENT TRACKING take at most 1/4 of maxmemory-clients
 
@@ -170,7 +170,7 @@ class Server:
         self.handshakes: dict[PendingHandshake, None] = {}  # the oldest first
         self.seldom = LogRateLimit(logging.getLogger("kvpage"))
         self.client_ids = count(1)
-        self.last_ticket = (secrets.randbits(19) | 1) << EPOCH_BITS  # the epoch is random: it differs after a restart
+        self.epoch = secrets.randbits(19) | 1  # random: it differs after a restart
         self.channels = Channels()
         tracking = Tracking(
             self.clients, lambda: self.config.tracking_table_max_keys, lambda: self.config.client_memory // _NOTED
@@ -297,6 +297,9 @@ class Client:
     kept: int = field(default=0, init=False)  # bytes of names and slots that the server keeps for it; see `keep`
     # By ticket: slots that stay in use for it, and memory that it fills.
     tickets: dict[int, Slot | Reserved] = field(default_factory=dict, init=False)
+    # They are numbered from a random number on, so that no client learns about others, or takes another's for its own.
+    first_ticket: int = field(default=0, init=False)
+    last_ticket: int = field(default=0, init=False)  # 0 before the first one
     lent: int = field(default=0, init=False)  # bytes of these slots
     ticket_bytes: int = field(default=0, init=False)  # memory of all tickets
     reserved: int = field(default=0, init=False)  # number of its tickets for memory that it fills
@@ -425,10 +428,13 @@ class Client:
         """Keep a slot in use for the client, which reads it from shared memory, or memory that it fills. Return the
         ticket.
         """
-        self.server.last_ticket = ticket = self.server.last_ticket + 1
-        self.tickets[ticket] = memory
+        if not self.last_ticket:
+            self.first_ticket = (self.server.epoch << EPOCH_BITS) + secrets.randbits(EPOCH_BITS - 1)
+            self.last_ticket = self.first_ticket - 1
+        self.last_ticket += 1
+        self.tickets[self.last_ticket] = memory
         self._count_lent(memory, 1)
-        return ticket
+        return self.last_ticket
 
     def take_back(self, ticket: int) -> None:
         """Release the memory of a ticket that the client has."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from page_batches import Array
 from servers import RunningServer, start_server
 from waiting import until
 
+import kvpage_server.client.mapped as mapped_requests
 from kvpage_server.client import AsyncPageClient, PageClient, Unsupported
 from kvpage_server.page import BlockShape, DType, KVType, Plane
 
@@ -233,6 +235,38 @@ def test_a_user_without_the_right_writes_over_the_connection(tmp_path: Path, rig
         assert commits(server) == 0
         with server.client() as other:
             until(lambda: int(other.info("memory")["mem_clients_normal"]) < SHAPE.nbytes, "the end of the tickets")
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_a_write_is_repeated_on_a_new_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    """The connection is closed when memory is reserved, and nothing committed yet."""
+    with started(tmp_path) as (server, url):
+        kills = iter((True,))
+
+        def kill_and_fill(*args: Any) -> None:
+            if next(kills, False):
+                with server.client() as other:
+                    assert other.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+                    until(lambda: len(other.client_list()) == 1, "the end of the connection")
+            fill(*args)
+
+        fill = mapped_requests._fill
+        monkeypatch.setattr(mapped_requests, "_fill", kill_and_fill)
+        if is_async:
+            asyncio.run(write(url))
+        else:
+            with PageClient(url, deadline=30) as client:
+                client.mset_blocks(NAMES, SHAPE, bodies())
+        with PageClient(url, deadline=30) as client:
+            check(client, bodies())
+        assert commits(server) >= COUNT
+
+
+async def write(url: str) -> None:
+    async with AsyncPageClient(url, deadline=30) as client:
+        await client.mset_blocks(NAMES, SHAPE, bodies())
 
 
 def test_a_refused_write_is_an_error(tmp_path: Path) -> None:

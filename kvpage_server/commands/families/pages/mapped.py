@@ -20,10 +20,11 @@ from functools import partial
 
 from kvpage_server.commands.arguments import check_batch, integer_in, plain, plain_all, shorten
 from kvpage_server.commands.context import EPOCH_BITS, Client
+from kvpage_server.commands.dispatch.checks import check_rights
 from kvpage_server.commands.families.pages.block import kvblockset, read_shape
 from kvpage_server.commands.families.pages.request import block_missed, block_names
 from kvpage_server.commands.registry import command, container
-from kvpage_server.commands.specs import Parts, blocks, nothing, requests, values
+from kvpage_server.commands.specs import TABLE, Parts, blocks, nothing, requests, values
 from kvpage_server.commands.steps import IN_THREAD_FROM, in_thread
 from kvpage_server.core import Argument, Slot, copy_hashed
 from kvpage_server.core.arguments import I64
@@ -73,8 +74,7 @@ def kvmap_attach(client: Client, args: list[Argument]) -> Reply:
         raise ReplyError(f"ERR KVMAP ATTACH passes at most {MOST_REGIONS} regions at once, got {len(named)}")
     if unknown := [number for number in named if number not in shared]:
         raise ReplyError(f"ERR there is no region {unknown[0]}")
-    epoch = client.server.last_ticket >> EPOCH_BITS
-    reply = [epoch, [*shared], [[number, shared[number].file_size] for number in named]]
+    reply = [client.server.epoch, [*shared], [[number, shared[number].file_size] for number in named]]
     if not named:
         return reply
     try:
@@ -251,7 +251,7 @@ def kvmap_reserve(client: Client, args: list[Argument]) -> Reply:
 def kvmap_commit(client: Client, args: list[Argument]) -> Reply:
     """Return OK, as KVBLOCKSET, whose arguments are those after `ticket`, without the body. The body is the reserved
     memory, and has exactly as many bytes. The server copies it before it replies, so that the client can then fill the
-    memory with another block.
+    memory with another block. The user needs the right to run KVBLOCKSET, too.
     """
     _check_socket(client)
     ticket, name, words = integer_in("ticket", args[0], 1, I64[1]), plain(args[1]), args[2:]
@@ -262,6 +262,7 @@ def kvmap_commit(client: Client, args: list[Argument]) -> Reply:
         raise ReplyError(f"ERR ticket {ticket} is one for reading")
     if name.upper() != b"KVBLOCKSET":
         raise ReplyError(f"ERR KVMAP COMMIT takes the arguments of KVBLOCKSET, got {shorten(name)}")
+    check_rights(client, TABLE["kvblockset"], args[1:])
     shape = read_shape(*plain_all([*words[2:5], *words[6:]]))
     if shape.nbytes != reserved.size:
         raise ReplyError(f"ERR ticket {ticket} has reserved {reserved.size} bytes, and the block has {shape.nbytes}")
@@ -316,11 +317,9 @@ def _why_not_held(client: Client, tickets: Sequence[int]) -> str:
         seen.add(ticket)
         if ticket in client.tickets:
             continue
-        if ticket >> EPOCH_BITS != client.server.last_ticket >> EPOCH_BITS:
+        if ticket >> EPOCH_BITS != client.server.epoch:
             return f"ERR ticket {ticket} is of another epoch: the server was restarted"
-        if any(ticket in other.tickets for other in client.server.clients.values()):
-            return f"ERR ticket {ticket} belongs to another connection"
-        if ticket > client.server.last_ticket:
-            return f"ERR there was no ticket {ticket}"
-        return f"ERR ticket {ticket} was released before"
+        if client.first_ticket <= ticket <= client.last_ticket:
+            return f"ERR ticket {ticket} was released before"
+        return f"ERR ticket {ticket} is not one of this connection"
     raise AssertionError

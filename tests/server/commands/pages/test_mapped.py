@@ -236,11 +236,11 @@ def test_wrong_tickets_have_errors_of_their_own(local: Local, server: RunningSer
     [item] = local.do(b"KVMAP", b"BLOCKMGET", 1, b"r", 0)
     ticket = item[4]
     with Local(path) as other:
-        assert other.do(b"KVMAP", b"RELEASE", ticket) == f"ERR ticket {ticket} belongs to another connection"
+        assert other.do(b"KVMAP", b"RELEASE", ticket) == f"ERR ticket {ticket} is not one of this connection"
     twice = local.do(b"KVMAP", b"RELEASE", ticket, ticket)
     assert twice == f"ERR ticket {ticket} is there twice"
     future = ticket + 1000
-    assert local.do(b"KVMAP", b"RELEASE", ticket, future) == f"ERR there was no ticket {future}"
+    assert local.do(b"KVMAP", b"RELEASE", ticket, future) == f"ERR ticket {future} is not one of this connection"
     old = ticket ^ (1 << 50)
     assert local.do(b"KVMAP", b"RELEASE", old) == f"ERR ticket {old} is of another epoch: the server was restarted"
     assert local.do(b"KVMAP", b"RELEASE", ticket) == 1
@@ -337,7 +337,7 @@ def test_wrong_commits_have_errors_of_their_own(local: Local, path: Path) -> Non
     assert isinstance(local.commit(ticket, b"a:b"), Error)
     assert isinstance(local.commit(ticket, b"s", (b"0", *SHAPE[1:])), Error)
     with Local(path) as other:
-        assert other.commit(ticket, b"s") == f"ERR ticket {ticket} belongs to another connection"
+        assert other.commit(ticket, b"s") == f"ERR ticket {ticket} is not one of this connection"
     for nbytes in (0, -1, 1 << 40):
         assert isinstance(local.do(b"KVMAP", b"RESERVE", nbytes), Error)
     assert local.do(b"KVBLOCKEXISTS", b"s", 0) == 0
@@ -357,6 +357,28 @@ def test_a_tenant_commits_only_its_own_blocks(client: redis.Redis, path: Path) -
             assert tenant.do(b"KVMAP", b"RELEASE", ticket) == 1
     finally:
         client.execute_command("ACL", "DELUSER", "tenant")
+
+
+def test_a_commit_needs_the_right_to_store_blocks(client: redis.Redis, path: Path) -> None:
+    client.execute_command("ACL", "SETUSER", "reader", "on", "nopass", "~*", "+@all", "-kvblockset")
+    try:
+        with Local(path) as reader:
+            reader.do(b"AUTH", b"reader", b"")
+            error = reader.commit(reader.reserve(MIB), b"r")
+            assert error == "NOPERM User reader has no permissions to run the 'kvblockset' command"
+            assert reader.do(b"KVBLOCKEXISTS", b"r", 0) == 0
+    finally:
+        client.execute_command("ACL", "DELUSER", "reader")
+
+
+def test_ticket_numbers_do_not_depend_on_other_clients(local: Local, path: Path) -> None:
+    first = local.reserve(1)
+    with Local(path) as other:
+        others = [other.reserve(1) for _ in range(3)]
+        assert others == [*range(others[0], others[0] + 3)]
+        for ticket in (others[0], others[2] + 1000):
+            assert local.do(b"KVMAP", b"RELEASE", ticket) == f"ERR ticket {ticket} is not one of this connection"
+    assert local.reserve(1) == first + 1
 
 
 def test_a_writer_cannot_take_memory_away_from_the_server(local: Local) -> None:
