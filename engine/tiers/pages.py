@@ -109,14 +109,12 @@ class PageTier:
         *,
         deadline: float = DEADLINE,
         restore_within: float | None = None,
-        connections: int = 2,
         code: Coding = "auto",
     ) -> None:
         """Create the tier for the server at `url`, which is as for PageClient. `deadline` is in seconds, for a request
         or for a chunk of blocks (8 MiB, or one block). `restore_within` limits a whole load, in seconds; by default 10,
-        or twice the deadline if that is longer. The deadline is shortened to half of it if it is longer. A load uses up
-        to `connections` connections in parallel. `code` says whether blocks travel in the lossless code, as for
-        PageClient.
+        or twice the deadline if that is longer. The deadline is shortened to half of it if it is longer. `code` says
+        whether blocks travel in the lossless code, as for PageClient.
 
         Raises ValueError for an invalid URL, and for a time that is not more than 0.
         """
@@ -130,7 +128,7 @@ class PageTier:
         self.save_failure: str | None = None  # the reason for which the last save failed; None if it succeeded
         self._spec = spec
         self._within = within
-        self._connection = ServerConnection(url, min(deadline, within / 2), connections, code)
+        self._connection = ServerConnection(url, min(deadline, within / 2), code)
         self._layout = BlockLayout(spec, SEGMENT if self._connection.several else 0)
         self._references: References = reference_marks if self._connection.several else reference_counts
         self._remote = Remote(self._connection, spec, self._layout, pool)

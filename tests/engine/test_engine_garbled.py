@@ -236,7 +236,8 @@ def test_a_load_ends_at_its_limit_with_the_received_part(
     assert direct.save(context())
     direct.close()
     with start_proxy(server.port) as proxy:
-        tier = PageTier(proxy.url, SPEC, pool, restore_within=2.0, connections=1)
+        monkeypatch.setattr("engine.tiers.server.connection.CONNECTIONS", 1)
+        tier = PageTier(proxy.url, SPEC, pool, restore_within=2.0)
         held(pool, tier.load("alice", TOKENS[:9]))  # is connected
         proxy.hold = 0.15
         tier._within = seconds

@@ -29,9 +29,6 @@ NOT_BY_PROGRAMS = {
     "auth": "every tenant says it when it comes",
     "config|resetstat": "the judge looks at what is counted",
     **dict.fromkeys(
-        ("kvblocksetcoded", "kvblockmgetcoded"), "tests/server/commands/pages/test_coded_blocks.py has their replies"
-    ),
-    **dict.fromkeys(
         ("kvmap", *(f"kvmap|{name}" for name in KVMAP)),
         "a client needs shared memory: tests/server/commands/pages/test_mapped.py",
     ),

@@ -121,7 +121,8 @@ FAILING = frozenset({"slow", "down", "garbled"})  # reasons that the breaker cou
 LOGIN_ERRORS = frozenset({"WRONGPASS", "NOAUTH"})  # error codes of every reply until a login succeeds
 _attempt_timeout: ContextVar[asyncio.Timeout] = ContextVar("attempt_timeout")  # of the current attempt
 SCAN_COUNT = 5000  # keys that one call of SCAN examines
-CONCURRENT_ATTEMPTS = 16  # concurrent attempts, each with up to `connections` connections
+CONCURRENT_ATTEMPTS = 16  # concurrent attempts, each with up to CONNECTIONS connections
+CONNECTIONS = 2  # that a load uses in parallel
 
 
 def reason(error: BaseException) -> str:
@@ -184,9 +185,8 @@ class Reachability:
 class ServerConnection:
     """Connection to a page server, with an event loop. `server`, the client, may be used only on this loop."""
 
-    def __init__(self, url: str, deadline: float, connections: int, code: Coding = "auto") -> None:
-        """Start the loop. `deadline` is in seconds, for a request or a chunk of blocks. A load uses up to `connections`
-        connections. `code` is as for PageClient.
+    def __init__(self, url: str, deadline: float, code: Coding = "auto") -> None:
+        """Start the loop. `deadline` is in seconds, for a request or a chunk of blocks. `code` is as for PageClient.
 
         Raises ValueError for an invalid URL.
         """
@@ -200,7 +200,7 @@ class ServerConnection:
             url, deadline=self.answer_within, verify=False, code=code, **more
         )  # seals verify blocks
         self._failing = frozenset() if self.several else FAILING  # with several servers, the client skips failing ones
-        self.connections = connections
+        self.connections = CONNECTIONS
         self.breaker = CircuitBreaker()
         self.reachability = Reachability(shown(url))
         self.rates = Rates()

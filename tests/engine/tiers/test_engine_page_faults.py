@@ -42,7 +42,8 @@ def proxy(server: RunningServer, client: redis.Redis) -> Iterator[Proxy]:
 def tier(proxy: Proxy, pool: BlockPool, monkeypatch: pytest.MonkeyPatch) -> Iterator[PageTier]:
     """Behind the proxy; it asks for block after block."""
     monkeypatch.setattr("engine.tiers.server.manifest.CHUNK_BYTES", BLOCK)
-    tier = PageTier(proxy.url, SPEC, pool, deadline=10.0, connections=1)
+    monkeypatch.setattr("engine.tiers.server.connection.CONNECTIONS", 1)
+    tier = PageTier(proxy.url, SPEC, pool, deadline=10.0)
     yield tier
     tier.close()
 
