@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -79,14 +80,13 @@ def check(numbers: list[int], bodies: list[np.ndarray[tuple[int], np.dtype[np.ui
             assert np.array_equal(body, body_of(number, int(body[0])))
 
 
-def read_until_killed(url: str) -> int:
-    """Start a process that reads for ever, and return its number."""
-    pid = os.fork()
-    if not pid:
-        with suppress(BaseException):
-            read(url, 1 << 30, os.getpid())
-        os._exit(1)
-    return pid
+def read_until_killed(url: str) -> BaseProcess:
+    """Start a process that reads for ever. It is forked from one without threads: this one may have those of MLX."""
+    processes = get_context("forkserver")
+    processes.set_forkserver_preload([__name__])
+    process = processes.Process(target=read, args=(url, 1 << 30, 5), daemon=True)
+    process.start()
+    return process
 
 
 def held(client: redis.Redis) -> int:
@@ -118,17 +118,16 @@ def test_readers_get_whole_blocks(tmp_path: Path, rounds: int, store: str) -> No
             with ThreadPoolExecutor(4) as threads:
                 writers = [threads.submit(write, url, rounds, seed) for seed in (1, 2)]
                 readers = [threads.submit(read, url, rounds, seed) for seed in (3, 4)]
-                for pid in killed:
-                    assert os.waitpid(pid, os.WNOHANG) == (0, 0)  # it reads on
-                    os.kill(pid, signal.SIGKILL)
+                for process in killed:
+                    assert process.is_alive()  # it reads on
+                    process.kill()
                 for writer_done in writers:
                     writer_done.result()
                 assert all(reader.result() for reader in readers)
         finally:
-            for pid in killed:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+            for process in killed:
+                process.kill()
+                process.join()
         if store == "memory":
             assert client.info("stats")["evicted_keys"] > 0
         until(lambda: held(client) < 1 << 16, "the end of the tickets")

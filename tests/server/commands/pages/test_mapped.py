@@ -11,10 +11,12 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count, islice
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -511,32 +513,39 @@ def calls(client: redis.Redis, subcommand: str) -> int:
     return int(client.info("commandstats").get(f"cmdstat_kvmap|{subcommand}", {"calls": 0})["calls"])
 
 
-def kill_a_writer(path: Path) -> None:
-    """Begin a process that reserves memory, and kill it before it commits."""
-    heard, said = os.pipe()
-    pid = os.fork()
-    if not pid:
-        with suppress(BaseException):
-            local = Local(path)
-            ticket = local.reserve(MIB)
-            os.write(said, b"x")
-            while True:
-                local.maps[ticket][:] = BODY
-        os._exit(1)
-    os.close(said)
+def killed_while_it_runs(work: Callable[[Path, Connection], None], path: Path) -> None:
+    """Call a function in another process, and kill that when it has sent something.
+
+    It is forked from a process without threads: this one may have those of MLX.
+    """
+    processes = get_context("forkserver")
+    processes.set_forkserver_preload([__name__])
+    heard, said = processes.Pipe(duplex=False)
+    process = processes.Process(target=work, args=(path, said), daemon=True)
+    process.start()
+    said.close()
     try:
-        assert os.read(heard, 1) == b"x"
+        assert heard.recv_bytes() == b"x"
     finally:
-        os.close(heard)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        heard.close()
+        process.kill()
+        process.join()
+
+
+def write_without_commit(path: Path, said: Connection) -> None:
+    """Reserve memory, and write to it for ever."""
+    local = Local(path)
+    ticket = local.reserve(MIB)
+    said.send_bytes(b"x")
+    while True:
+        local.maps[ticket][:] = BODY
 
 
 @pytest.mark.parametrize("rounds", [10, pytest.param(200, marks=pytest.mark.soak)])
 def test_a_killed_writer_leaves_nothing(path: Path, client: redis.Redis, server: RunningServer, rounds: int) -> None:
     descriptors = open_memory(server.pid)
     for _ in range(rounds):
-        kill_a_writer(path)
+        killed_while_it_runs(write_without_commit, path)
         until(lambda: lent(client) < MIB, "the end of the tickets")
     assert open_memory(server.pid) == descriptors
     assert client.dbsize() == 0
@@ -586,26 +595,14 @@ def open_memory(pid: int) -> int:
     return found
 
 
-def kill_a_reader(path: Path) -> None:
-    """Begin a process that maps the memory and holds tickets, and kill it while it reads."""
-    heard, said = os.pipe()
-    pid = os.fork()
-    if not pid:
-        with suppress(BaseException):
-            local = Local(path)
-            local.attach()
-            [item] = local.do(b"KVMAP", b"BLOCKMGET", 1, b"r", 0)
-            os.write(said, b"x")
-            while True:
-                local.read(item)
-        os._exit(1)
-    os.close(said)
-    try:
-        assert os.read(heard, 1) == b"x"
-    finally:
-        os.close(heard)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+def read_with_ticket(path: Path, said: Connection) -> None:
+    """Map the memory, get a ticket, and read for ever."""
+    local = Local(path)
+    local.attach()
+    [item] = local.do(b"KVMAP", b"BLOCKMGET", 1, b"r", 0)
+    said.send_bytes(b"x")
+    while True:
+        local.read(item)
 
 
 @pytest.mark.parametrize("rounds", [10, pytest.param(200, marks=pytest.mark.soak)])
@@ -613,11 +610,11 @@ def test_a_killed_reader_leaves_nothing(
     local: Local, client: redis.Redis, path: Path, server: RunningServer, rounds: int
 ) -> None:
     set_block(local, b"r")
-    kill_a_reader(path)
+    killed_while_it_runs(read_with_ticket, path)
     descriptors, regions = open_memory(server.pid), len(local.attach()[1])
     until(lambda: lent(client) < MIB, "the end of the tickets")
     for _ in range(rounds):
-        kill_a_reader(path)
+        killed_while_it_runs(read_with_ticket, path)
         until(lambda: lent(client) < MIB, "the end of the tickets")
     assert (open_memory(server.pid), len(local.attach()[1])) == (descriptors, regions)
     assert local.do(b"KVBLOCKGET", b"r", 0) == BODY
