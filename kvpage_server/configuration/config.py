@@ -66,7 +66,7 @@ def check_paths(config: Config) -> None:
 
     Raises ConfigError with the parameter, the path and the reason.
     """
-    _check_separate(config)
+    check_separate(config)
     for name, value in (("pidfile", config.pidfile), ("logfile", config.logfile)):
         if value:
             _check_file(name, Path(value).absolute())
@@ -76,7 +76,7 @@ def check_paths(config: Config) -> None:
         _check_directory("dir", Path.cwd())
 
 
-def _check_separate(config: Config) -> None:
+def check_separate(config: Config) -> None:
     """Check that no file that the server writes is another file of the configuration or of the store."""
     names = [name for name in config.paths() if name != "dir" and getattr(config, name)]
     places = {name.replace("_", "-"): Path(getattr(config, name)).resolve() for name in names}

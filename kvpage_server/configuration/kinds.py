@@ -33,6 +33,13 @@ def _one(words: list[str]) -> str:
     return words[0]
 
 
+def _read_path(words: list[str]) -> str:
+    path = _one(words)
+    if "\0" in path:
+        raise ValueError("must be a path, which has no null byte")
+    return path
+
+
 def _parts(words: list[str]) -> list[str]:
     """Return the words of a value that may have several.
 
@@ -221,7 +228,7 @@ yes_no = Kind(_read_yes_no, lambda value: ["yes" if value else "no"])
 text = Kind(_one)
 token = Kind(_read_token)
 origins = Kind(_read_origins, list)
-path = Kind(_one)
+path = Kind(_read_path)
 words = Kind(_parts, lambda value: value)
 octal = Kind(_read_octal, lambda value: [f"{value:o}"])
 memory_or_share = Kind(_read_memory_or_share)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import forked
 import pytest
+import redis
 from servers import START_WITHIN, STOP_WITHIN, RunningServer, free_port, start_server
 from small_disks import small_disk
 from waiting import until
@@ -350,6 +351,17 @@ class TestLog:
         assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
         other.write_text(" 4711\n", encoding="utf-8")
         assert run("--check-config", str(conf), "--pidfile", "notes").returncode == 0
+
+    def test_a_file_that_is_refused_at_the_start_cannot_be_set(self, tmp_path: Path) -> None:
+        log = tmp_path / "log of its own"
+        with start_server("--logfile", str(log)) as server, server.client() as client:
+            for value, reason in ((str(log), f"logfile: {log} is also tls-cert-file"), ("a\0b", "null byte")):
+                with pytest.raises(redis.ResponseError, match=re.escape(reason)):
+                    client.config_set("tls-cert-file", value)
+            assert client.config_get("tls-cert-file") == {"tls-cert-file": ""}
+        conf = tmp_path / "kvpage.conf"
+        conf.write_text('pidfile "a\\x00b"\n', encoding="utf-8")
+        assert refused("--check-config", str(conf)).endswith("pidfile must be a path, which has no null byte")
 
     def test_check_config_finds_a_port_that_is_used_twice(self) -> None:
         for names in (["--port", "--metrics-port"], ["--metrics-port", "--port"]):

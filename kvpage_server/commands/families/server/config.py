@@ -14,7 +14,7 @@ from kvpage_server.commands.measure import Stats
 from kvpage_server.commands.registry import command, container
 from kvpage_server.commands.steps import STEP, Steps, counted, each, in_thread, stepwise
 from kvpage_server.configuration import certificates, log
-from kvpage_server.configuration.config import Config, ConfigError
+from kvpage_server.configuration.config import Config, ConfigError, check_separate
 from kvpage_server.configuration.rewrite import rewritten
 from kvpage_server.core import Argument
 from kvpage_server.glob import glob
@@ -137,6 +137,8 @@ def _change_all(config: Config, changes: Mapping[str, str]) -> None:
                 and (most := raise_descriptor_limit(config.maxclients, OWN_DESCRIPTORS)) < config.maxclients
             ):
                 raise ConfigError(f"{_TOO_MANY_CLIENTS} {most}")
+        if not changes.keys().isdisjoint(name.replace("_", "-") for name in config.paths()):
+            check_separate(config)  # as at the next start
     except ConfigError as error:
         vars(config).update(before)
         raise _refused(name, str(error).removeprefix(f"{name} ")) from None
