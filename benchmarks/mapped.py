@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.findings import Finding, show, write
 from benchmarks.servers import Server, pin_client, start_kvpage
-from kvpage_server.client import PageClient
+from kvpage_server.client import PageClient, calls
 from kvpage_server.page import BlockShape, DType, KVType, Plane
 
 SHAPE = BlockShape(16, 8, 64, (Plane(KVType.K, DType.FLOAT16, 64), Plane(KVType.V, DType.FLOAT16, 64)))  # 2 MiB
@@ -34,6 +34,7 @@ def main(words: list[str]) -> None:
     """Measure, print the findings and, without --quick, write them."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks mapped", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer blocks, and nothing is written")
+    calls.WRITES_MAPPED = True  # only here: PageClient writes over the connection
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args(words)
     with TemporaryDirectory() as directory, start_kvpage("--unixsocket", f"{directory}/socket") as server:

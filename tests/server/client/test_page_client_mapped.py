@@ -21,7 +21,7 @@ from servers import RunningServer, start_server
 from waiting import until
 
 import kvpage_server.client.mapped as mapped_requests
-from kvpage_server.client import AsyncPageClient, PageClient, Unsupported
+from kvpage_server.client import AsyncPageClient, PageClient, Unsupported, calls
 from kvpage_server.page import BlockShape, DType, KVType, Plane
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs sealed shared memory of Linux")
@@ -29,6 +29,12 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs sealed sh
 SHAPE = BlockShape(8, 4, 64, (Plane(KVType.K, DType.FLOAT16, 64), Plane(KVType.V, DType.FLOAT16, 64)))  # half a MiB
 COUNT = 12
 NAMES = [(b"r%d" % i, i) for i in range(COUNT)]
+
+
+@pytest.fixture(autouse=True)
+def writes_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients write through mapped memory, which they do not by default because it is slower on idle cores."""
+    monkeypatch.setattr(calls, "WRITES_MAPPED", True)
 
 
 def bodies(seed: int = 0) -> list[Array]:
