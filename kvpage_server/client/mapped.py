@@ -100,8 +100,8 @@ class Maps:
             raise WrongReply(f"{size} bytes from {offset} on are not in a region of {len(region)} bytes")
         return region[offset : offset + size]
 
-    def add(self, sizes: dict[int, int], descriptors: Sequence[int], gone: Iterable[int]) -> None:
-        """Map the regions of some descriptors, given the bytes of each region by number. Forget those of `gone`.
+    def add(self, sizes: dict[int, int], descriptors: Sequence[int], ended: Iterable[int]) -> None:
+        """Map the regions of some descriptors, given the bytes of each region by number. Remove ended regions.
 
         Raises OSError, or WrongReply for memory that could become shorter while it is read.
         """
@@ -114,7 +114,7 @@ class Maps:
             with self._lock:
                 self._regions[number] = view
         with self._lock:
-            for number in gone:
+            for number in ended:
                 self._regions.pop(number, None)
 
     def close(self) -> None:

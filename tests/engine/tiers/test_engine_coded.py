@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine_models import tiny, tiny_llama
 from pools import pool_of
 from servers import RunningServer
-from test_engine_cold import TOKENIZER, TOKENS, bits, computed
+from test_engine_cold import TOKENIZER, TOKENS, bits, computed, fetch_same
 
 # isort: split
 import mlx.core as mx
@@ -38,14 +38,10 @@ def test_a_context_travels_in_the_code(server: RunningServer, client: redis.Redi
     tier = PageTier(server.url, spec, pool, code="always")
     try:
         assert tier.save(saved)
-        fetch = tier.fetch("alice", TOKENS)
-        found = fetch.result()
-        assert found
-        assert bits(found) == bits(saved)
-        assert fetch.report.coded
-        assert 1.2 < fetch.report.coded < 1.5
+        report = fetch_same(tier, saved, pool)
+        assert report.coded
+        assert 1.2 < report.coded < 1.5
         assert {"kvblocksetcoded", "kvblockmgetcoded"} <= calls(client)
-        pool.free(found.block_ids, "alice")
     finally:
         tier.close()
 
@@ -57,12 +53,7 @@ def test_raw_and_coded_engines_share_blocks(server: RunningServer, client: redis
         with_code, without = PageTier(server.url, spec, pool, code=writes), PageTier(server.url, spec, pool, code=reads)
         try:
             assert with_code.save(saved)
-            fetch = without.fetch("alice", TOKENS)
-            found = fetch.result()
-            assert found
-            assert bits(found) == bits(saved)
-            assert (fetch.report.coded is not None) is (reads == "always")
-            pool.free(found.block_ids, "alice")
+            assert (fetch_same(without, saved, pool).coded is not None) is (reads == "always")
         finally:
             with_code.close()
             without.close()

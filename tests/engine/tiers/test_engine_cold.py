@@ -37,6 +37,8 @@ from engine.memory.blocks import AgentBlocks, BlockError, IncompatibleBlocksErro
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.cold import SafetensorsCacheAdapter
+from engine.tiers.pages import PageTier
+from engine.tiers.server.lookup import FetchReport
 from kvpage_server.system.durable import remove_unfinished, replacing
 
 MODEL = tiny_llama()
@@ -81,6 +83,16 @@ def context(tokens: tuple[int, ...] = TOKENS, agent_id: str = "alice") -> AgentB
 def bits(context: AgentBlocks) -> list[list[bytes]]:
     """Return the pages and states of every block."""
     return [[*map(bytes, page_bodies(b.layers)), *map(bytes, page_bodies(b.state or ()))] for b in context.blocks]
+
+
+def fetch_same(tier: PageTier, saved: AgentBlocks, pool: BlockPool) -> FetchReport:
+    """Fetch alice's context, check that it has the bytes of the saved one, and free it. Return the fetch's report."""
+    fetch = tier.fetch("alice", TOKENS)
+    found = fetch.result()
+    assert found
+    assert bits(found) == bits(saved)
+    pool.free(found.block_ids, "alice")
+    return fetch.report
 
 
 @contextmanager

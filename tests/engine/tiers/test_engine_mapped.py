@@ -8,7 +8,7 @@ from pathlib import Path
 from engine_models import tiny_llama
 from pools import pool_of
 from servers import start_server
-from test_engine_cold import TOKENIZER, TOKENS, bits, computed
+from test_engine_cold import TOKENIZER, TOKENS, computed, fetch_same
 
 # isort: split
 import pytest
@@ -40,12 +40,7 @@ def test_a_context_is_read_in_the_server_s_memory(
         tier = PageTier(f"unix://{login}{path}", spec, pool)
         try:
             assert tier.save(saved)
-            fetch = tier.fetch("alice", TOKENS)
-            found = fetch.result()
-            assert found
-            assert bits(found) == bits(saved)
-            assert fetch.report.mapped == (user == "default")
-            pool.free(found.block_ids, "alice")
+            assert fetch_same(tier, saved, pool).mapped == (user == "default")
         finally:
             tier.close()
 
