@@ -1,6 +1,6 @@
-"""Blocks that a client reads and writes in memory that it maps, compared with a connection over TCP.
+"""Blocks that a client reads in memory that it maps, compared with a connection over TCP.
 
-256 blocks of 2 MiB, in turns: over TCP, copied out of the map with digests, read in place with digests; and written.
+256 blocks of 2 MiB, in turns: over TCP, copied out of the map with digests, read in place with digests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.findings import Finding, show, write
 from benchmarks.servers import Server, pin_client, start_kvpage
-from kvpage_server.client import PageClient, calls
+from kvpage_server.client import PageClient
 from kvpage_server.page import BlockShape, DType, KVType, Plane
 
 SHAPE = BlockShape(16, 8, 64, (Plane(KVType.K, DType.FLOAT16, 64), Plane(KVType.V, DType.FLOAT16, 64)))  # 2 MiB
@@ -25,7 +25,6 @@ _AT_ONCE = 64  # blocks in place
 TARGETS = {  # times the GB/s over TCP, and seconds of the server's processor for a GB
     "copied": ("read over TCP", 1.6, 0.02),
     "in place": ("read over TCP", 2.5, 0.02),
-    "written": ("written over TCP", 1.5, 0.25),
 }
 INTRO = "Blocks of 2 MiB over TCP and in mapped memory, read with digests. Client and server have one core each."
 
@@ -34,7 +33,6 @@ def main(words: list[str]) -> None:
     """Measure, print the findings and, without --quick, write them."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks mapped", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer blocks, and nothing is written")
-    calls.WRITES_MAPPED = True  # only here: PageClient writes over the connection
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args(words)
     with TemporaryDirectory() as directory, start_kvpage("--unixsocket", f"{directory}/socket") as server:
@@ -65,8 +63,6 @@ def measure(server: Server, local: str, count: int, rounds: int) -> list[Finding
             "read over TCP": lambda: wire.fetch_blocks_into(names, SHAPE, memory),
             "copied": lambda: mapped.fetch_blocks_into(names, SHAPE, memory),
             "in place": in_place,
-            "written over TCP": lambda: wire.mset_blocks(names, SHAPE, [body] * count),
-            "written": lambda: mapped.mset_blocks(names, SHAPE, [body] * count),
         }
         for _ in range(rounds + 1):
             for way, read in ways.items():

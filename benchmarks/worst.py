@@ -120,8 +120,6 @@ def _keys(many: int) -> Iterator[Scene]:
         yield Scene("present", words, [short])
         yield Scene("present, long", words, [long])
         yield Scene("cold", words, [long], cold=True)
-    yield Scene("64 MB", [b"KVMAP", b"RESERVE", b"64000000"])
-    yield Scene("unknown", [b"KVMAP", b"COMMIT", b"1", *_block(b"r", 0)[:-1]])
     mapped = [b"KVMAP", b"MGET", *keys]
     yield Scene("present, long", mapped, [long])
     yield Scene("cold", mapped, [long], cold=True)

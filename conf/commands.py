@@ -183,14 +183,6 @@ OK
 > KVMAP MGET key
 (error) ERR KVMAP needs a connection to the server's unix socket (unixsocket)
 """,
-    "kvmap|reserve": """\
-> KVMAP RESERVE 1048576
-(error) ERR KVMAP needs a connection to the server's unix socket (unixsocket)
-""",
-    "kvmap|commit": """\
-> KVMAP COMMIT 17592186044417 KVBLOCKSET req 0 1 2 1 0 1 0 3 2
-(error) ERR KVMAP needs a connection to the server's unix socket (unixsocket)
-""",
     "kvmap|release": """\
 > KVMAP RELEASE 17592186044417
 (error) ERR ticket 17592186044417 is of another epoch: the server was restarted
@@ -331,11 +323,10 @@ A client on the same machine can read values in the server's memory, without mov
 It connects to the server's unix socket (`unixsocket`) and maps the memory (`KVMAP ATTACH`). Then it asks where values
 are, which gives it *tickets*, copies them, and releases the tickets. Until then, the bytes stay as they are, even if
 the value is overwritten, deleted or evicted. A ticket ends with its connection. Values with tickets count for
-`maxmemory-clients`: at most half of it. For writes, it asks for memory (`KVMAP RESERVE`), fills it with a block, and
-lets the server copy it (`KVMAP COMMIT`). `PageClient` reads and writes blocks so, if its URL is one of a unix socket.
-Every client can also use the other commands for the same values.
+`maxmemory-clients`: at most half of it. `PageClient` reads blocks so, if its URL is one of a unix socket. Every client
+can also use the other commands for the same values.
 
-To read, the user needs the right to read every key, because the memory has the values of all users.
+The user needs the right to read every key, because the memory has the values of all users.
 [Security](security.md) says what a process can do with it. Regions for users who may not see everything are not built
 yet. Linux from 5.1 on has what this needs. With vm.overcommit_memory 2, memory is not shared, and clients use the
 connection.

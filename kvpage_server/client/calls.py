@@ -17,7 +17,7 @@ from typing_extensions import Buffer
 
 from kvpage_server import tracing
 from kvpage_server.client.commands import BlobCommands, Missed, PageCommands
-from kvpage_server.client.mapped import LEAST_BLOCKS, LEAST_BYTES, Dialogue, Maps, read_mapped, write_mapped
+from kvpage_server.client.mapped import LEAST_BYTES, Dialogue, Maps, read_mapped
 from kvpage_server.client.page import (
     BlockBody,
     BlockName,
@@ -37,9 +37,6 @@ from kvpage_server.page import BlockShape, PageKey
 
 # -- Batches, cut into a part for each connection ----------------------------------------------------------------------
 
-# Whether batches of blocks are written through memory that the client maps, where that is possible. It is off, because
-# two idle cores write 2.6 GB/s so, and 4.9 GB/s over a unix socket: the system zeroes the memory of each reservation.
-WRITES_MAPPED = False
 _LEAST_BYTES = 1024 * 1024  # mean size of a part, at least: a further connection is not faster for less
 
 
@@ -149,19 +146,10 @@ class Calls:
             return [shape.nbytes] * len(found)
 
         parts = self._parts(len(found), sizes)
-        enough = len(names) >= LEAST_BLOCKS and shape.nbytes * len(names) >= LEAST_BYTES
-        maps = self._maps if WRITES_MAPPED and enough else None
-
-        def ask(to: BlobCommands, part: slice) -> Request[None] | Dialogue[None]:
-            """Return the request for a part, or the dialogue if the client may fill memory of the server."""
-            if maps and not maps.refused and isinstance(to, PageCommands) and to.code is None:
-                return write_mapped(maps, to, names[part], shape, found[part], ttl)
-            return to.set_blocks(names[part], shape, found[part], ttl)
-
         return Call(
             "mset_blocks",
             parts,
-            ask,
+            lambda to, part: to.set_blocks(names[part], shape, found[part], ttl),
             lambda _: count_sent(sizes),
         )
 

@@ -462,24 +462,6 @@ class PageCommands(BlobCommands):
         read = transfer.timed(_all_ok, lambda _: len(names), coded=True)
         return Request(lambda: transfer.begin(coded_pieces()), lambda: Values(len(names)), read, prepare)
 
-    def commit_blocks(
-        self, tickets: Sequence[int], names: Sequence[BlockName], shape: BlockShape, ttl: int
-    ) -> Request[list[Any]]:
-        """Store whole blocks whose bodies are in reserved memory: each name with one of the tickets. The result has OK
-        or an error for each block.
-        """
-        numbers = _numbers(shape, ttl)
-        words = [
-            command(b"KVMAP", b"COMMIT", ticket, b"KVBLOCKSET", *name, *numbers)
-            for ticket, name in zip(tickets, names, strict=False)
-        ]
-
-        def read(values: list[Any]) -> list[Any]:
-            _all_ok([value for value in values if not isinstance(value, Refused)])
-            return values
-
-        return Request(_one_piece(b"".join(words)), lambda: Values(len(names), with_errors=True), read)
-
     def read_blocks(
         self, names: Sequence[BlockName], shape: BlockShape, places: Memory, verify: bool
     ) -> Request[Missed]:

@@ -1,11 +1,8 @@
-"""Reads and writes of blocks through memory that the client maps, instead of over the connection.
+"""Reads of blocks from memory that the client maps, instead of over the connection.
 
 Both must be on one machine, and the connection a unix socket. `KVMAP BLOCKMGET` says where the blocks are and keeps
 them there; the client copies them, and compares the digest of each copy; `KVMAP RELEASE` confirms that the server has
 kept all of them until then. Every block that cannot be read so is read over the connection.
-
-For writes, `KVMAP RESERVE` passes memory that the client fills with a block, and `KVMAP COMMIT` lets the server copy
-it.
 """
 
 from __future__ import annotations
@@ -38,14 +35,9 @@ T = TypeVar("T")
 LEAST_BYTES = 256 * 1024  # of a batch: a smaller one is not faster, because it takes two round trips
 NOT_IN_PLACE = "blocks are read in place only over a unix socket of one server"
 _BYTES_AT_ONCE = 64 << 20  # bytes of blocks that the client keeps in the server's memory at the same time
-LEAST_BLOCKS = 8  # of a batch that is written so
-_RESERVED_BYTES = 16 << 20  # bytes of memory that the client fills before it waits for the server
-_LEAST_WRITES = 4  # how often the client fills the same memory, at least: the system zeroes it first
 _MOST_BLOCKS = 256  # in a command
-_MOST_RESERVED = 128  # pieces of memory of a connection; the server allows 256
 _MOST_DESCRIPTORS = 128  # in a reply
 _NOT_POSSIBLE = ("ERR unknown", "ERR KVMAP", "ERR a gateway")  # errors of a server that cannot be mapped at all
-_NO_TICKET = "ERR ticket"  # errors for a ticket of an earlier connection
 _REFUSED_FOR = 30.0  # seconds without another attempt after a refusal
 _GET_SEALS, _NO_SHRINK = 1034, 2  # fcntl(2) of Linux
 
@@ -181,10 +173,6 @@ def _release(tickets: Sequence[int]) -> Request[Any]:
     return Request(lambda: iter((command(b"KVMAP", b"RELEASE", *tickets),)), lambda: Values(with_errors=True), only)
 
 
-def _reserve(nbytes: int) -> Request[tuple[Any, list[int]]]:
-    return Request(lambda: iter((command(b"KVMAP", b"RESERVE", nbytes),)), _ReplyWithDescriptors, lambda found: found)
-
-
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
@@ -317,79 +305,6 @@ def _borrow(
 def _is_impossible(error: Refused) -> bool:
     """Return whether the server refuses all commands for maps to this client."""
     return error.code == "NOPERM" or str(error).startswith(_NOT_POSSIBLE)
-
-
-# -- writing -----------------------------------------------------------------------------------------------------------
-
-
-def write_mapped(
-    maps: Maps,
-    to: PageCommands,
-    names: Sequence[BlockName],
-    shape: BlockShape,
-    bodies: Sequence[Sequence[memoryview]],
-    ttl: int,
-) -> Dialogue[None]:
-    """Return the dialogue that stores blocks of one shape, as `PageCommands.set_blocks`."""
-
-    def steps() -> Steps[None]:
-        reserved: dict[int, memoryview] = {}  # by ticket
-        count = max(min(_RESERVED_BYTES // shape.nbytes, len(names) // _LEAST_WRITES, _MOST_RESERVED), 1)
-        while len(reserved) < count and (yield from _reserve_one(shape.nbytes, reserved)):
-            pass
-        if not reserved:
-            maps.refuse()
-            yield to.set_blocks(names, shape, bodies, ttl)
-            return
-        for start in range(0, len(names), len(reserved)):
-            some = slice(start, start + len(reserved))
-            yield partial(_fill, list(reserved.values()), bodies[some])
-            answers = yield to.commit_blocks(list(reserved), names[some], shape, ttl)
-            errors = [answer for answer in answers if isinstance(answer, Refused)]
-            if any(map(_is_impossible, errors)):
-                maps.refuse()
-                yield _release(list(reserved))
-                yield to.set_blocks(names[start:], shape, bodies[start:], ttl)
-                return
-            if any(str(error).startswith(_NO_TICKET) for error in errors):
-                raise Disconnected(f"the connection was replaced between two requests: {errors[0]}")
-            if errors:
-                raise errors[0].again()
-        yield _release(list(reserved))
-
-    return Dialogue(steps)
-
-
-def _reserve_one(nbytes: int, reserved: dict[int, memoryview]) -> Steps[bool]:
-    """Reserve memory for a block, and add it to `reserved`. Return False if the server or the system refuses it."""
-    reply, descriptors = yield _reserve(nbytes)
-    try:
-        if isinstance(reply, Refused):
-            return False
-        ticket, size = array(2)(reply)
-        if type(ticket) is not int or size != nbytes:
-            raise WrongReply(f"KVMAP RESERVE answered {reply!r:.60}")
-        if not descriptors:
-            yield _release([ticket])
-            return False
-        reserved[ticket] = memoryview(mmap.mmap(descriptors[0], nbytes, mmap.MAP_SHARED))
-    except OSError:  # no descriptor, or no memory
-        yield _release([ticket])
-        return False
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
-    return True
-
-
-def _fill(reserved: Sequence[memoryview], bodies: Sequence[Sequence[memoryview]]) -> None:
-    """Copy each body, which is in pieces, to its memory."""
-    for memory, pieces in zip(reserved, bodies, strict=False):
-        at = 0
-        for piece in pieces:
-            into = np.frombuffer(memory[at : at + len(piece)], np.uint8)
-            np.copyto(into, np.frombuffer(piece, np.uint8))
-            at += len(piece)
 
 
 # -- blocks in place ---------------------------------------------------------------------------------------------------

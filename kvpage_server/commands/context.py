@@ -22,7 +22,6 @@ from kvpage_server.commands.specs import READ, Spec
 from kvpage_server.configuration.config import Config
 from kvpage_server.core import Command, Slot
 from kvpage_server.core.protocol import WORD
-from kvpage_server.core.regions import Reserved
 from kvpage_server.page import unix_ms
 from kvpage_server.resp import QUEUED, Reply, ReplyError
 from kvpage_server.store.keyspace import Keyspace
@@ -145,7 +144,6 @@ class Server:
     rates = (0, 0.0, 0.0)  # commands, bytes in, bytes out: of the last second
     peak_memory = 0
     in_flight = 0  # bytes that clients and handshakes hold: see `Client.held`
-    reserved = 0  # number of tickets of all clients for memory that they fill
 
     def __init__(
         self,
@@ -295,14 +293,12 @@ class Client:
     user: User | None = field(default=None, init=False)  # None until it has authenticated
     fast_path_ok: bool = field(default=False, init=False)  # set by `update_fast_path`
     kept: int = field(default=0, init=False)  # bytes of names and slots that the server keeps for it; see `keep`
-    # By ticket: slots that stay in use for it, and memory that it fills.
-    tickets: dict[int, Slot | Reserved] = field(default_factory=dict, init=False)
+    tickets: dict[int, Slot] = field(default_factory=dict, init=False)  # by number: slots that stay in use for it
     # They are numbered from a random number on, so that no client learns about others, or takes another's for its own.
     first_ticket: int = field(default=0, init=False)
     last_ticket: int = field(default=0, init=False)  # 0 before the first one
     lent: int = field(default=0, init=False)  # bytes of these slots
     ticket_bytes: int = field(default=0, init=False)  # memory of all tickets
-    reserved: int = field(default=0, init=False)  # number of its tickets for memory that it fills
     read_ahead: int = field(default=0, init=False)  # bytes borrowed from disk for later steps of its current reply
     waited_to_authenticate: bool = field(default=False, init=False)  # has waited for its turn to try a password
     protocol: int = field(default=2, init=False)
@@ -424,41 +420,34 @@ class Client:
         """Bytes of memory of the client: `passing`, and the names and slots that the server keeps for it (`kept`)."""
         return self.passing + self.kept
 
-    def lend(self, memory: Slot | Reserved) -> int:
-        """Keep a slot in use for the client, which reads it from shared memory, or memory that it fills. Return the
-        ticket.
-        """
+    def lend(self, slot: Slot) -> int:
+        """Keep a slot in use for the client, which reads it from shared memory. Return the ticket."""
         if not self.last_ticket:
             self.first_ticket = (self.server.epoch << EPOCH_BITS) + secrets.randbits(EPOCH_BITS - 1)
             self.last_ticket = self.first_ticket - 1
         self.last_ticket += 1
-        self.tickets[self.last_ticket] = memory
-        self._count_lent(memory, 1)
+        self.tickets[self.last_ticket] = slot
+        self._count_lent(slot, 1)
         return self.last_ticket
 
     def take_back(self, ticket: int) -> None:
-        """Release the memory of a ticket that the client has."""
+        """Release the slot of a ticket that the client has."""
         self._count_lent(self.tickets.pop(ticket), -1)
 
-    def take_back_all(self) -> list[Slot | Reserved]:
-        """End all tickets. Return their memory, which the caller frees in steps."""
+    def take_back_all(self) -> list[Slot]:
+        """End all tickets. Return their slots, which the caller frees in steps."""
         all_of_them = list(self.tickets.values())
         self.tickets.clear()
         self.keyspace.memory.unread -= self.lent
         self.keep(-self.ticket_bytes)
-        self.server.reserved -= self.reserved
-        self.lent = self.ticket_bytes = self.reserved = 0
+        self.lent = self.ticket_bytes = 0
         return all_of_them
 
-    def _count_lent(self, memory: Slot | Reserved, sign: int) -> None:
+    def _count_lent(self, slot: Slot, sign: int) -> None:
         """Count the memory of a ticket for the client. A slot does not count for maxmemory: it would evict values."""
-        nbytes = sign * (memory.footprint + _TICKET)
-        if isinstance(memory, Reserved):
-            self.reserved += sign
-            self.server.reserved += sign
-        else:
-            self.lent += sign * memory.footprint
-            self.keyspace.memory.unread += sign * memory.footprint
+        nbytes = sign * (slot.footprint + _TICKET)
+        self.lent += sign * slot.footprint
+        self.keyspace.memory.unread += sign * slot.footprint
         self.ticket_bytes += nbytes
         self.keep(nbytes)
 

@@ -119,11 +119,6 @@ _TOO_SMALL = 16 << 20  # bytes of spare memory that `take` does not return, alth
 _SPANS_PER_STEP = 256  # spans returned in one call, because other clients wait meanwhile
 _madvise = ctypes.CDLL(None).madvise  # releases the interpreter's lock; `mmap.madvise` does not
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_mmap, _munmap = _LIBC.mmap, _LIBC.munmap
-_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
-_mmap.restype = ctypes.c_void_p
-_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Spans:
@@ -178,7 +173,6 @@ class Spans:
 # -- shared memory: the small part that differs between systems --------------------------------------------------------
 
 _ADD_SEALS = 1033  # fcntl(2) commands and seals of Linux, which `fcntl` has from Python 3.12 on
-_MAPPING = 4096  # bytes of the kernel's memory for shared memory and its mapping, about
 _NO_EXEC = 8  # flag of memfd_create(2): MFD_NOEXEC_SEAL
 _NO_MORE_SEALS, _NO_SHRINK, _NO_GROW, _NO_NEW_WRITER = 1, 2, 4, 16
 
@@ -228,56 +222,6 @@ def _never_overcommits() -> bool:
         return Path("/proc/sys/vm/overcommit_memory").read_text(encoding="ascii").strip() == "2"
     except OSError:
         return False
-
-
-def _map_to_read(descriptor: int, size: int) -> int:
-    """Map shared memory, and return its address. Raise OSError.
-
-    `mmap.mmap` would keep a copy of the descriptor as long as the mapping exists.
-    """
-    address = _mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
-    if address is None or address == ctypes.c_void_p(-1).value:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return int(address)
-
-
-class Reserved:
-    """Shared memory of `size` bytes that a client fills, and from which the server copies a value into a slot.
-
-    Nobody can make it shorter, so the server can read it whatever the client does. Raise OSError.
-    """
-
-    descriptor = -1  # for the client; -1 after `close`
-    _address = 0
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.footprint = reserved_footprint(size)
-        self.descriptor, reading = _open_shared(size)
-        if reading >= 0:
-            os.close(reading)
-        self._address = _map_to_read(self.descriptor, size)
-
-    def __del__(self) -> None:
-        self.close()
-        if self._address:
-            _munmap(self._address, self.size)
-
-    @property
-    def memory(self) -> memoryview:
-        """The bytes, to be read. They are valid as long as the object exists."""
-        return memoryview((ctypes.c_ubyte * self.size).from_address(self._address)).cast("B").toreadonly()
-
-    def close(self) -> None:
-        """Close the descriptor. The mapping stays."""
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
-
-def reserved_footprint(size: int) -> int:
-    """Return the bytes of memory that a `Reserved` of `size` bytes takes."""
-    return round_up(size, mmap.PAGESIZE) + _MAPPING
 
 
 class Region:

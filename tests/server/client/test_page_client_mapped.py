@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +19,7 @@ from page_batches import Array
 from servers import RunningServer, start_server
 from waiting import until
 
-import kvpage_server.client.mapped as mapped_requests
-from kvpage_server.client import AsyncPageClient, PageClient, Unsupported, calls
+from kvpage_server.client import AsyncPageClient, PageClient, Unsupported
 from kvpage_server.page import BlockShape, DType, KVType, Plane
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs sealed shared memory of Linux")
@@ -29,12 +27,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs sealed sh
 SHAPE = BlockShape(8, 4, 64, (Plane(KVType.K, DType.FLOAT16, 64), Plane(KVType.V, DType.FLOAT16, 64)))  # half a MiB
 COUNT = 12
 NAMES = [(b"r%d" % i, i) for i in range(COUNT)]
-
-
-@pytest.fixture(autouse=True)
-def writes_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients write through mapped memory, which they do not by default because it is slower on idle cores."""
-    monkeypatch.setattr(calls, "WRITES_MAPPED", True)
 
 
 def bodies(seed: int = 0) -> list[Array]:
@@ -120,28 +112,6 @@ def test_blocks_are_read_in_place(tmp_path: Path) -> None:
             until(lambda: int(other.info("memory")["mem_clients_normal"]) < SHAPE.nbytes, "the end of the tickets")
 
 
-async def write_and_cancel(url: str) -> None:
-    """Write all blocks with an AsyncPageClient, after a write that is cancelled while it fills memory."""
-    async with AsyncPageClient(url, deadline=30) as client:
-        for seed in range(5):
-            writing = asyncio.create_task(client.mset_blocks(NAMES, SHAPE, bodies(seed)))
-            await asyncio.sleep(0)
-            writing.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await writing
-        await client.mset_blocks(NAMES, SHAPE, bodies())
-
-
-def test_an_event_loop_writes_through_reserved_memory(tmp_path: Path) -> None:
-    with started(tmp_path) as (server, url):
-        asyncio.run(write_and_cancel(url))
-        assert commits(server) >= COUNT
-        with PageClient(url, deadline=30) as client:
-            check(client, bodies())
-        with server.client() as other:
-            until(lambda: int(other.info("memory")["mem_clients_normal"]) < SHAPE.nbytes, "the end of the tickets")
-
-
 async def read_in_place(url: str) -> None:
     async with AsyncPageClient(url, deadline=30) as client:
         async with client.blocks_in_place([*NAMES, (b"absent", 0)]) as blocks:
@@ -207,81 +177,6 @@ def test_an_event_loop_reads_from_the_server_s_memory(tmp_path: Path) -> None:
         asyncio.run(read_and_cancel(url, bodies()))
         assert mapped(server) >= 20
         assert over_the_wire(server) == 0
-        with server.client() as other:
-            until(lambda: int(other.info("memory")["mem_clients_normal"]) < SHAPE.nbytes, "the end of the tickets")
-
-
-def commits(server: RunningServer) -> int:
-    """Number of calls of KVMAP COMMIT so far."""
-    with server.client() as client:
-        return int(client.info("commandstats").get("cmdstat_kvmap|commit", {"calls": 0})["calls"])
-
-
-def test_blocks_are_written_through_reserved_memory(tmp_path: Path) -> None:
-    with started(tmp_path) as (server, url), PageClient(url, deadline=30) as client:
-        halves = [[body[:1000], body[1000:]] for body in bodies()]
-        client.mset_blocks(NAMES, SHAPE, halves, ttl=100)
-        assert commits(server) == COUNT
-        check(client, bodies())
-        with server.client() as other:
-            assert 90 < other.ttl(f"kv:{NAMES[0][0].decode()}:0:0:{NAMES[0][1]}:0") <= 100
-            assert other.execute_command("KVPAGEVERIFY", "r3")[b"corrupt"] == []
-            assert int(other.info("memory")["mem_clients_normal"]) < SHAPE.nbytes
-        client.set_block(NAMES[0], SHAPE, bodies(1)[0])  # a single block takes the connection
-        assert commits(server) == COUNT
-
-
-@pytest.mark.parametrize("right", ["-kvmap|commit", "-kvmap|reserve", "-@page +kvblockset +kvblockmget"])
-def test_a_user_without_the_right_writes_over_the_connection(tmp_path: Path, right: str) -> None:
-    user = ("--user", "writer", "on", "nopass", "~*", "+@all", *right.split())
-    with started(tmp_path, *user) as (server, url):
-        with PageClient(url.replace("unix://", "unix://writer:x@"), deadline=30) as client:
-            client.mset_blocks(NAMES, SHAPE, bodies())
-            check(client, bodies())
-        assert commits(server) == 0
-        with server.client() as other:
-            until(lambda: int(other.info("memory")["mem_clients_normal"]) < SHAPE.nbytes, "the end of the tickets")
-
-
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_a_write_is_repeated_on_a_new_connection(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
-) -> None:
-    """The connection is closed when memory is reserved, and nothing committed yet."""
-    with started(tmp_path) as (server, url):
-        kills = iter((True,))
-
-        def kill_and_fill(*args: Any) -> None:
-            if next(kills, False):
-                with server.client() as other:
-                    assert other.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
-                    until(lambda: len(other.client_list()) == 1, "the end of the connection")
-            fill(*args)
-
-        fill = mapped_requests._fill
-        monkeypatch.setattr(mapped_requests, "_fill", kill_and_fill)
-        if is_async:
-            asyncio.run(write(url))
-        else:
-            with PageClient(url, deadline=30) as client:
-                client.mset_blocks(NAMES, SHAPE, bodies())
-        with PageClient(url, deadline=30) as client:
-            check(client, bodies())
-        assert commits(server) >= COUNT
-
-
-async def write(url: str) -> None:
-    async with AsyncPageClient(url, deadline=30) as client:
-        await client.mset_blocks(NAMES, SHAPE, bodies())
-
-
-def test_a_refused_write_is_an_error(tmp_path: Path) -> None:
-    limits = ("--maxmemory", "3mb", "--maxmemory-policy", "noeviction", "--maxmemory-clients", "16mb")
-    with started(tmp_path, *limits) as (server, url), PageClient(url, deadline=30) as client:
-        with pytest.raises(redis.ResponseError, match="OOM"):
-            client.mset_blocks(NAMES, SHAPE, bodies())
-        assert commits(server)
-        client.delete_request(NAMES[0][0])
         with server.client() as other:
             until(lambda: int(other.info("memory")["mem_clients_normal"]) < SHAPE.nbytes, "the end of the tickets")
 

@@ -1,5 +1,5 @@
 """The commands for clients on the same machine that map memory instead of moving bytes through a connection: KVMAP
-ATTACH, KVMAP BLOCKMGET, KVMAP MGET, KVMAP RESERVE, KVMAP COMMIT, KVMAP RELEASE.
+ATTACH, KVMAP BLOCKMGET, KVMAP MGET, KVMAP RELEASE.
 
 A *ticket* keeps a slot in use for a connection, as a reply does while it is sent: the bytes do not move, and their
 memory is not used for other values, even if the value is overwritten, deleted or evicted meanwhile. It counts for
@@ -7,37 +7,28 @@ memory is not used for other values, even if the value is overwritten, deleted o
 
 The reader compares digests with its own copy of the bytes. The reply to RELEASE confirms that the bytes did not change
 before it: until then, the slot was in use.
-
-A writer fills memory of its own, which the server has made so that nobody can make it shorter. The server copies the
-value into a slot, and hashes the copy: bytes that the writer changes meanwhile are stored or not, but always match
-their digest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
-from kvpage_server.commands.arguments import check_batch, integer_in, plain, plain_all, shorten
+from kvpage_server.commands.arguments import check_batch, integer_in, plain_all
 from kvpage_server.commands.context import EPOCH_BITS, Client
-from kvpage_server.commands.dispatch.checks import check_rights
-from kvpage_server.commands.families.pages.block import kvblockset, read_shape
 from kvpage_server.commands.families.pages.request import block_missed, block_names
 from kvpage_server.commands.registry import command, container
-from kvpage_server.commands.specs import TABLE, Parts, blocks, nothing, requests, values
-from kvpage_server.commands.steps import IN_THREAD_FROM, in_thread
-from kvpage_server.core import Argument, Slot, copy_hashed
+from kvpage_server.commands.specs import Parts, blocks, requests, values
+from kvpage_server.core import Argument, Slot
 from kvpage_server.core.arguments import I64
 from kvpage_server.core.pieces import Piece
-from kvpage_server.core.regions import Reserved, reserved_footprint
 from kvpage_server.page import FIELD_AT
-from kvpage_server.resp import Reply, ReplyError, Stream, encode
+from kvpage_server.resp import Reply, ReplyError, encode
 from kvpage_server.store.memory.entry import Text, is_page
 from kvpage_server.store.memory.index import ExtentPage, OnDisk
 
 MOST_REGIONS = 128  # descriptors in a reply; Linux passes at most 253 at once
 MOST_TICKETS = 65_536  # of a connection: each takes memory in addition to its slot
-MOST_RESERVED, MOST_RESERVED_IN_ALL = 256, 4096  # tickets of RESERVE, of a connection and of all: each is a mapping
 _SHARE = 2  # tickets take at most 1/2 of maxmemory-clients, so that they do not close other clients
 _CHECKSUM = slice(FIELD_AT["checksum"], FIELD_AT["checksum"] + 8)
 
@@ -201,90 +192,6 @@ def kvmap_mget(client: Client, args: list[Argument]) -> Reply:
     """
     _check_socket(client)
     return [_value(client, key) for key in plain_all(args)]
-
-
-@_map(
-    "kvmap|reserve nbytes",
-    flags="noscript no_multi",
-    reply="array",
-    summary="Passes memory that the client fills with a block.",
-)
-def kvmap_reserve(client: Client, args: list[Argument]) -> Reply:
-    """Return an array of a ticket and `nbytes`. The reply carries a descriptor (SCM_RIGHTS) of as much memory, which
-    the client maps for writing. KVMAP RELEASE ends the ticket. A connection may have 256 such tickets, and all
-    connections together 4,096. The command must not be sent in a pipeline behind others.
-    """
-    _check_socket(client)
-    nbytes = integer_in("nbytes", args[0], 1, client.server.config.largest_command)
-    if client.reserved >= MOST_RESERVED:
-        raise ReplyError(f"OOM the connection has {MOST_RESERVED} tickets of KVMAP RESERVE: KVMAP RELEASE")
-    if client.server.reserved >= MOST_RESERVED_IN_ALL:
-        raise ReplyError(f"OOM all connections together have {MOST_RESERVED_IN_ALL} tickets of KVMAP RESERVE")
-    if not _has_room(client, reserved_footprint(nbytes)):
-        raise ReplyError(_NO_ROOM)
-    try:
-        reserved = Reserved(nbytes)
-    except (OSError, ImportError) as error:
-        raise ReplyError(f"OOM the system has no shared memory: {error}") from None
-    ticket = client.lend(reserved)
-    passed = not client.silence and client.connection.pass_descriptors(
-        b"*2\r\n:%d\r\n:%d\r\n" % (ticket, nbytes), [reserved.descriptor]
-    )
-    reserved.close()
-    if not passed:
-        if not client.gone:
-            client.take_back(ticket)
-        raise ReplyError(_NOT_PASSED)
-    return ()
-
-
-@_map(
-    "kvmap|commit ticket KVBLOCKSET req page layers heads page_size ttl P type dtype head_dim "
-    "[type dtype head_dim ...]",
-    flags="write denyoom noscript no_multi",
-    uses=requests(2),
-    needs=nothing,
-    complexity="O(N) with N bytes",
-    reply="OK",
-    summary="Stores a block whose body is in reserved memory.",
-)
-def kvmap_commit(client: Client, args: list[Argument]) -> Reply:
-    """Return OK, as KVBLOCKSET, whose arguments are those after `ticket`, without the body. The body is the reserved
-    memory, and has exactly as many bytes. The server copies it before it replies, so that the client can then fill the
-    memory with another block. The user needs the right to run KVBLOCKSET, too.
-    """
-    _check_socket(client)
-    ticket, name, words = integer_in("ticket", args[0], 1, I64[1]), plain(args[1]), args[2:]
-    reserved = client.tickets.get(ticket)
-    if reserved is None:
-        raise ReplyError(_why_not_held(client, [ticket]))
-    if not isinstance(reserved, Reserved):
-        raise ReplyError(f"ERR ticket {ticket} is one for reading")
-    if name.upper() != b"KVBLOCKSET":
-        raise ReplyError(f"ERR KVMAP COMMIT takes the arguments of KVBLOCKSET, got {shorten(name)}")
-    check_rights(client, TABLE["kvblockset"], args[1:])
-    shape = read_shape(*plain_all([*words[2:5], *words[6:]]))
-    if shape.nbytes != reserved.size:
-        raise ReplyError(f"ERR ticket {ticket} has reserved {reserved.size} bytes, and the block has {shape.nbytes}")
-    slot = client.keyspace.arena.allocate(reserved.size)
-
-    def copy() -> int:
-        return copy_hashed(reserved.memory, slot.body)  # this keeps `reserved`, and so its memory
-
-    if reserved.size < IN_THREAD_FROM:
-        return _stored(client, words, slot, copy())
-
-    def store() -> Iterator[Reply]:
-        reply = _stored(client, words, slot, (yield from in_thread(copy)))
-        yield from reply.items if isinstance(reply, Stream) else (reply,)
-
-    return Stream(None, store())
-
-
-def _stored(client: Client, words: list[Argument], slot: Slot, digest: int) -> Reply:
-    """Store a block as KVBLOCKSET does, with the body in `slot`."""
-    slot.digest = digest if client.server.config.page_checksums else 0
-    return kvblockset(client, [*words, slot])
 
 
 @_map(

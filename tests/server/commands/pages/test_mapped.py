@@ -11,7 +11,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count, islice
@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import redis
-from servers import RunningServer, start_server, with_constants
-from turns import measured
+from servers import RunningServer, start_server
 from waiting import until
 from wire import Error, Wire, encode_command, parse
 
@@ -62,16 +61,6 @@ class Local(Wire):
         self.descriptors += descriptors
         return list(reply)
 
-    def reserve(self, nbytes: int) -> int:
-        """Reserve memory, map it for writing, and return its ticket."""
-        self.send(encode_command([b"KVMAP", b"RESERVE", b"%d" % nbytes]))
-        data, [descriptor], _, _ = socket.recv_fds(self._socket, 1 << 16, 253)
-        ticket, size = parse(data)
-        assert size == nbytes == os.fstat(descriptor).st_size
-        self.maps[ticket] = mmap.mmap(descriptor, size)
-        self.descriptors.append(descriptor)
-        return int(ticket)
-
     def descriptors_of_first(self, many: int) -> int:
         """Read `many` replies, of which the first carries descriptors and the others are errors. Return its number of
         descriptors.
@@ -84,10 +73,6 @@ class Local(Wire):
             found += len(descriptors)
             self.descriptors += descriptors
         return found
-
-    def commit(self, ticket: int, name: bytes, shape: Sequence[bytes] = SHAPE) -> Any:
-        """Return the reply to KVMAP COMMIT of a block."""
-        return self.do(b"KVMAP", b"COMMIT", ticket, b"KVBLOCKSET", name, 0, *shape)
 
     def read(self, item: list[Any]) -> bytes:
         """Return the bytes that an item of a reply names."""
@@ -258,7 +243,7 @@ def test_other_mistakes_have_errors_of_their_own(local: Local, server: RunningSe
     assert isinstance(local.do(b"KVMAP", b"BLOCKMGET", 2, b"r", 0), Error)
     assert isinstance(local.do(b"KVMAP", b"BLOCKMGET", 1, b"r", b"x"), Error)
     with Wire(server.port) as wire:
-        for words in ((b"ATTACH",), (b"BLOCKMGET", b"1", b"r", b"0"), (b"MGET", b"r"), (b"RESERVE", b"1")):
+        for words in ((b"ATTACH",), (b"BLOCKMGET", b"1", b"r", b"0"), (b"MGET", b"r")):
             assert parse(wire.ask(b"KVMAP", *words)) == ATTACH_OVER_TCP
         assert wire.ask(b"PING") == b"+PONG\r\n"
     local.do(b"MULTI")
@@ -290,170 +275,20 @@ def test_a_user_with_limited_rights_is_refused(local: Local, client: redis.Redis
         client.execute_command("ACL", "DELUSER", "tenant", "careful")
 
 
-def test_a_block_of_64_mib_is_committed(tmp_path: Path) -> None:
-    with start_server("--unixsocket", str(tmp_path / "socket")), Local(tmp_path / "socket") as local:
-        ticket = local.reserve(64 * MIB)
-        for seed in range(2):
-            body = np.random.default_rng(seed).bytes(64 * MIB)
-            local.maps[ticket][:] = body
-            assert local.commit(ticket, b"r", (b"1024", *SHAPE[1:])) == "OK"
-            assert local.do(b"KVBLOCKGET", b"r", 0) == body
-
-
-def test_a_commit_of_64_mib_takes_short_turns(tmp_path: Path) -> None:
-    path, longest = tmp_path / "socket", []
-    with measured("--unixsocket", str(path)) as turns, Local(path) as local:
-        ticket = local.reserve(64 * MIB)
-        local.maps[ticket][:] = bytes(64 * MIB)
-        for _ in range(5):
-            turns.on_loop(turns.loop.forget)
-            assert local.commit(ticket, b"r", (b"1024", *SHAPE[1:])) == "OK"
-            longest.append(turns.on_loop(lambda: turns.loop.longest))
-    assert min(longest) < 0.01, longest
-
-
-@pytest.mark.parametrize("layers", [1, 16, 48])
-def test_a_block_is_committed_from_reserved_memory(local: Local, layers: int) -> None:
-    nbytes, shape = layers * MIB // 16, (b"%d" % layers, *SHAPE[1:])
-    ticket = local.reserve(nbytes)
-    for name in (b"r", b"s"):
-        body = os.urandom(nbytes)
-        local.maps[ticket][:] = body
-        assert local.commit(ticket, name, shape) == "OK"
-        local.maps[ticket][:100] = bytes(100)
-        assert local.do(b"KVBLOCKGET", name, 0) == body
-        assert local.do(b"KVPAGEVERIFY", name)[:2] == [b"checked", layers * 8]
-    assert local.do(b"KVMAP", b"RELEASE", ticket) == 1
-    assert local.commit(ticket, b"t", shape) == f"ERR ticket {ticket} was released before"
-
-
-def test_wrong_commits_have_errors_of_their_own(local: Local, path: Path) -> None:
-    set_block(local, b"r")
-    [item] = local.do(b"KVMAP", b"BLOCKMGET", 1, b"r", 0)
-    assert local.commit(item[4], b"s") == f"ERR ticket {item[4]} is one for reading"
-    ticket = local.reserve(MIB)
-    for layers in (b"15", b"17"):
-        error = local.commit(ticket, b"s", (layers, *SHAPE[1:]))
-        assert error == f"ERR ticket {ticket} has reserved {MIB} bytes, and the block has {int(layers) * MIB // 16}"
-    assert local.do(b"KVMAP", b"COMMIT", ticket, b"SET", b"a", *[b"b"] * 9).startswith("ERR KVMAP COMMIT takes")
-    assert isinstance(local.commit(ticket, b"a:b"), Error)
-    assert isinstance(local.commit(ticket, b"s", (b"0", *SHAPE[1:])), Error)
-    with Local(path) as other:
-        assert other.commit(ticket, b"s") == f"ERR ticket {ticket} is not one of this connection"
-    for nbytes in (0, -1, 1 << 40):
-        assert isinstance(local.do(b"KVMAP", b"RESERVE", nbytes), Error)
-    assert local.do(b"KVBLOCKEXISTS", b"s", 0) == 0
-    assert local.commit(ticket, b"s") == "OK"
-
-
-def test_a_tenant_commits_only_its_own_blocks(client: redis.Redis, path: Path) -> None:
-    client.execute_command("ACL", "SETUSER", "tenant", "on", "nopass", "~kv:r:*", "+@all")
-    try:
-        with Local(path) as tenant:
-            tenant.do(b"AUTH", b"tenant", b"")
-            ticket = tenant.reserve(MIB)
-            tenant.maps[ticket][:] = BODY
-            assert tenant.commit(ticket, b"r") == "OK"
-            assert tenant.do(b"KVBLOCKGET", b"r", b"0") == BODY
-            assert tenant.commit(ticket, b"s").startswith("NOPERM")
-            assert tenant.do(b"KVMAP", b"RELEASE", ticket) == 1
-    finally:
-        client.execute_command("ACL", "DELUSER", "tenant")
-
-
-def test_a_commit_needs_the_right_to_store_blocks(client: redis.Redis, path: Path) -> None:
-    client.execute_command("ACL", "SETUSER", "reader", "on", "nopass", "~*", "+@all", "-kvblockset")
-    try:
-        with Local(path) as reader:
-            reader.do(b"AUTH", b"reader", b"")
-            error = reader.commit(reader.reserve(MIB), b"r")
-            assert error == "NOPERM User reader has no permissions to run the 'kvblockset' command"
-            assert reader.do(b"KVBLOCKEXISTS", b"r", 0) == 0
-    finally:
-        client.execute_command("ACL", "DELUSER", "reader")
+def ticket(local: Local) -> int:
+    """Return a new ticket for the block `r`."""
+    return int(local.do(b"KVMAP", b"BLOCKMGET", 1, b"r", 0)[0][4])
 
 
 def test_ticket_numbers_do_not_depend_on_other_clients(local: Local, path: Path) -> None:
-    first = local.reserve(1)
+    set_block(local, b"r")
+    first = ticket(local)
     with Local(path) as other:
-        others = [other.reserve(1) for _ in range(3)]
+        others = [ticket(other) for _ in range(3)]
         assert others == [*range(others[0], others[0] + 3)]
-        for ticket in (others[0], others[2] + 1000):
-            assert local.do(b"KVMAP", b"RELEASE", ticket) == f"ERR ticket {ticket} is not one of this connection"
-    assert local.reserve(1) == first + 1
-
-
-def test_a_writer_cannot_take_memory_away_from_the_server(local: Local) -> None:
-    """It may punch holes and write while the server copies: it changes its own block at most."""
-    ticket = local.reserve(MIB)
-    [descriptor] = local.descriptors
-    for size in (0, 4096, 2 * MIB):
-        assert refused(partial(os.ftruncate, descriptor, size)) == errno.EPERM
-    local.maps[ticket][:] = BODY
-    libc = ctypes.CDLL(None)
-    punched = libc.fallocate(descriptor, 3, ctypes.c_long(0), ctypes.c_long(MIB // 2))  # PUNCH_HOLE | KEEP_SIZE
-    assert punched == 0
-    assert local.commit(ticket, b"r") == "OK"
-    assert local.do(b"KVBLOCKGET", b"r", 0) == bytes(MIB // 2) + BODY[MIB // 2 :]
-
-
-def test_reservations_count_for_the_client(local: Local, client: redis.Redis, server: RunningServer) -> None:
-    before, memory = open_memory(server.pid), int(client.info("memory")["used_memory"])
-    tickets = [local.reserve(MIB) for _ in range(6)]
-    assert lent(client) > 6 * MIB
-    assert isinstance(local.do(b"KVMAP", b"RESERVE", 4 * MIB), Error)
-    assert int(client.info("memory")["used_memory"]) < memory + MIB
-    local.do(b"KVMAP", b"RELEASE", *tickets)
-    assert lent(client) < MIB
-    assert open_memory(server.pid) == before
-
-
-def test_a_reservation_counts_whole_pages_of_memory(local: Local, client: redis.Redis) -> None:
-    before = lent(client)
-    for _ in range(100):
-        local.reserve(1)
-    assert lent(client) - before >= 100 * 2 * mmap.PAGESIZE
-
-
-def test_reservations_take_no_descriptors_of_the_server(
-    local: Local, client: redis.Redis, path: Path, server: RunningServer
-) -> None:
-    before = open_memory(server.pid)
-    tickets = [local.reserve(1) for _ in range(256)]
-    until(lambda: open_memory(server.pid) == before, "the last close")
-    assert local.do(b"KVMAP", b"RESERVE", 1) == "OOM the connection has 256 tickets of KVMAP RESERVE: KVMAP RELEASE"
-    local.do(b"KVMAP", b"RELEASE", tickets[0])
-    tickets[0] = local.reserve(1)
-    assert reserved(server) >= 256
-    assert local.do(b"RESET") == "RESET"
-    assert reserved(server) == 0
-    local.reserve(1)
-
-
-def test_all_connections_have_a_limit_of_reservations(tmp_path: Path) -> None:
-    program = with_constants("kvpage_server.commands.families.pages.mapped", MOST_RESERVED_IN_ALL=20)
-    path = tmp_path / "socket"
-    with start_server("--unixsocket", str(path), program=program) as server, Local(path) as local:
-        with Local(path) as other:
-            for _ in range(10):
-                local.reserve(1)
-                ticket = other.reserve(1)
-            for one in (local, other):
-                refusal = one.do(b"KVMAP", b"RESERVE", 1)
-                assert refusal == "OOM all connections together have 20 tickets of KVMAP RESERVE"
-            other.do(b"KVMAP", b"RELEASE", ticket)
-            local.reserve(1)
-        until(lambda: reserved(server) == 11, "the end of the tickets")
-        for _ in range(9):
-            local.reserve(1)
-        assert isinstance(local.do(b"KVMAP", b"RESERVE", 1), Error)
-
-
-def reserved(server: RunningServer) -> int:
-    """Number of pieces of memory of one page, or of a part of it, that a server has mapped to read."""
-    lines = Path(f"/proc/{server.pid}/smaps").read_text(encoding="utf-8").splitlines()
-    heads = [i for i, line in enumerate(lines) if "memfd:kvpage" in line]
-    return sum(lines[i + 1].split() == ["Size:", "4", "kB"] for i in heads)
+        for unknown in (others[0], others[2] + 1000):
+            assert local.do(b"KVMAP", b"RELEASE", unknown) == f"ERR ticket {unknown} is not one of this connection"
+    assert ticket(local) == first + 1
 
 
 @contextmanager
@@ -482,30 +317,15 @@ def test_memory_is_attached_after_a_time_without_descriptors(tmp_path: Path) -> 
         assert local.read(item) == BODY
 
 
-def test_reservations_without_free_descriptors_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "socket"
-    with start_server("--unixsocket", str(path)) as server, Local(path) as local:
-        local.do(b"PING")
-        with few_descriptors(server.pid, 0):
-            for _ in range(20):
-                error = local.do(b"KVMAP", b"RESERVE", 100)
-                assert error == "OOM the system has no shared memory: [Errno 24] Too many open files"
-        with few_descriptors(server.pid, 1):
-            for _ in range(20):
-                local.reserve(100)
-        assert "Exception ignored" not in server.log
-
-
 def test_unread_replies_carry_few_descriptors(local: Local, client: redis.Redis, path: Path) -> None:
     """The kernel limits the descriptors in transit of all clients together."""
     set_block(local, b"r")
     regions = len(local.attach()[1])
-    for name, words, passed in (("reserve", [b"RESERVE", b"1"], 1), ("attach", [b"ATTACH"], regions)):
-        client.config_resetstat()
-        with Local(path) as silent:
-            silent.send(encode_command([b"KVMAP", *words]) * 100)
-            until(lambda name=name: calls(client, name) == 100, "the last command")
-            assert silent.descriptors_of_first(100) == passed
+    client.config_resetstat()
+    with Local(path) as silent:
+        silent.send(encode_command([b"KVMAP", b"ATTACH"]) * 100)
+        until(lambda: calls(client, "attach") == 100, "the last command")
+        assert silent.descriptors_of_first(100) == regions
 
 
 def calls(client: redis.Redis, subcommand: str) -> int:
@@ -530,25 +350,6 @@ def killed_while_it_runs(work: Callable[[Path, Connection], None], path: Path) -
         heard.close()
         process.kill()
         process.join()
-
-
-def write_without_commit(path: Path, said: Connection) -> None:
-    """Reserve memory, and write to it for ever."""
-    local = Local(path)
-    ticket = local.reserve(MIB)
-    said.send_bytes(b"x")
-    while True:
-        local.maps[ticket][:] = BODY
-
-
-@pytest.mark.parametrize("rounds", [10, pytest.param(200, marks=pytest.mark.soak)])
-def test_a_killed_writer_leaves_nothing(path: Path, client: redis.Redis, server: RunningServer, rounds: int) -> None:
-    descriptors = open_memory(server.pid)
-    for _ in range(rounds):
-        killed_while_it_runs(write_without_commit, path)
-        until(lambda: lent(client) < MIB, "the end of the tickets")
-    assert open_memory(server.pid) == descriptors
-    assert client.dbsize() == 0
 
 
 def refused(call: Any) -> int:
