@@ -7,7 +7,7 @@ records of removed values, listeners, and the tier below memory, if there is one
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple, cast
@@ -412,23 +412,23 @@ class Contents:
 
     def set_pages(self, pages: NewPages) -> None:
         """Store pages. If limits apply, the pages were admitted before."""
-        if self.expiry_order.keys:
-            self._remove_expired(pages.blocks())
-        if self.index.unloaded_pages or self.index.is_scanned:
-            for block in pages.blocks():
-                self.index.open(*block)
+        is_opened = self.index.unloaded_pages or self.index.is_scanned
+        if self.expiry_order.keys or is_opened:
+            for name in pages.blocks():
+                self._remove_expired(*name)
+                if is_opened:
+                    self.index.open(*name)
         at = 0
         while at < len(pages):
             at = self._put_run(pages, at) if self.on_event is None else self._put_one(pages, at)
         self.counters.writes += len(pages)
         self.tier.stored_pages(pages)
 
-    def _remove_expired(self, names: Iterable[tuple[bytes, int]]) -> None:
-        """Remove the expired pages of blocks that are written now. They count as expired, not as overwritten."""
-        for name in names:
-            block = self.index.block(*name)
-            if block is not None:
-                self.unexpired(block)
+    def _remove_expired(self, req_id: bytes, page: int) -> None:
+        """Remove the expired pages of a block that is written now. They count as expired, not as overwritten."""
+        block = self.index.block(req_id, page)
+        if block is not None:
+            self.unexpired(block)
 
     def _put_run(self, pages: NewPages, at: int) -> int:
         """Store the pages from index `at` to the first that needs a decision, or only that one if it is the page `at`.
@@ -567,7 +567,7 @@ class Contents:
     def set_block(self, req_id: bytes, page: int, extent: Extent) -> None:
         """Store an admitted block as an extent, whose slot is filled. It replaces all pages that the block had."""
         if self.expiry_order.keys:
-            self._remove_expired([(req_id, page)])
+            self._remove_expired(req_id, page)
         block = self.index.open(req_id, page)
         for key in self.catalogue.strays_in(req_id, page, extent):
             self.remove(key, "del")

@@ -100,12 +100,10 @@ def config_set(client: Client, args: list[Argument]) -> Reply:
     tls = next((name for name in changes if name in certificates.PARAMETERS), None)
 
     def steps() -> Steps[Reply]:
-        if tls is not None and server.config.tls_port:
-            made = yield from _certificates(server.config, changes, tls)
-            _change_all(server.config, changes)
+        made = None if tls is None else (yield from _certificates(server.config, changes, tls))
+        _change_all(server.config, changes)
+        if tls is not None:
             server.tls = made
-        else:
-            _change_all(server.config, changes)
         apply(server, changes)
         return OK
 
@@ -137,26 +135,29 @@ def _change_all(config: Config, changes: Mapping[str, str]) -> None:
                 and (most := raise_descriptor_limit(config.maxclients, OWN_DESCRIPTORS)) < config.maxclients
             ):
                 raise ConfigError(f"{_TOO_MANY_CLIENTS} {most}")
-        if not changes.keys().isdisjoint(name.replace("_", "-") for name in config.paths()):
-            check_separate(config)  # as at the next start
     except ConfigError as error:
         vars(config).update(before)
         raise _refused(name, str(error).removeprefix(f"{name} ")) from None
 
 
 def _certificates(config: Config, changes: Mapping[str, str], name: str) -> Steps[ssl.SSLContext | None]:
-    """Return the TLS context for changed parameters, loaded in a thread. Raises ReplyError, which names the parameter
-    `name`.
+    """Return the TLS context for changed parameters. Their files, which are the only ones that can be changed, are
+    checked as at the start, and loaded, in a thread. Raises ReplyError, which names the parameter `name`.
 
     If another client changes TLS parameters meanwhile, the certificates are loaded once more.
     """
+
+    def load(asked: Config) -> ssl.SSLContext | None:
+        check_separate(asked)
+        return certificates.load(asked)
+
     while True:
         before = {one: config.words(one) for one in certificates.PARAMETERS}
         asked = copy(config)
         _change_all(asked, changes)
         try:
-            made = yield from in_thread(lambda asked=asked: certificates.load(asked))  # type: ignore[misc]
-        except certificates.CertificateError as error:
+            made = yield from in_thread(partial(load, asked))
+        except (ConfigError, certificates.CertificateError) as error:
             raise _refused(name, str(error)) from None
         # otherwise another client has changed the parameters meanwhile
         if before == {one: config.words(one) for one in certificates.PARAMETERS}:
