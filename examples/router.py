@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from threading import Thread
 from typing import Any
 
@@ -20,7 +21,7 @@ import zmq
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.requests import Request
-from starlette.responses import StreamingResponse
+from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 from transformers import AutoTokenizer
 
@@ -43,23 +44,33 @@ class Engine:
     def follow(self) -> None:
         self.catch_up()
         while True:
-            _, number, payload = self.subscriber.recv_multipart()
-            if msgspec.msgpack.decode(payload)[0] > self.time:  # others were replayed
+            if self.subscriber.poll(self.patience):
+                _, number, payload = self.subscriber.recv_multipart()
+                if msgspec.msgpack.decode(payload)[0] <= self.time:  # it was replayed
+                    continue
                 if int.from_bytes(number, "big") == self.next:
                     self.apply(number, payload)
-                else:  # batches were lost, or the engine was restarted
-                    self.catch_up()
+                    continue
+            elif [msgspec.msgpack.decode(batch)[0] for _, batch in self.replayed(self.next - 1)] == [self.time]:
+                continue  # the last batch of the engine has been applied
+            self.catch_up()  # batches were lost, or the engine was restarted
 
     def catch_up(self) -> None:
-        self.blocks.clear()
+        if batches := list(self.replayed(0)):
+            self.blocks, self.keys = {}, {}
+        for batch in batches:
+            self.apply(*batch)
+
+    def replayed(self, first: int) -> Iterator[list[bytes]]:
+        """Ask for the batches from a number on, and yield the number and the payload of each."""
         # A new socket gets no late replies to an earlier request.
         replayer: zmq.Socket[bytes]
         with zmq.Context.instance().socket(zmq.DEALER) as replayer:
             replayer.setsockopt(zmq.LINGER, 0)
             replayer.connect(self.replay)
-            replayer.send_multipart([b"", bytes(8)])
+            replayer.send_multipart([b"", max(first, 0).to_bytes(8, "big")])
             while replayer.poll(self.patience) and (batch := replayer.recv_multipart())[3]:
-                self.apply(*batch[2:])
+                yield batch[2:]
 
     def apply(self, number: bytes, payload: bytes) -> None:
         self.next = int.from_bytes(number, "big") + 1
@@ -98,7 +109,10 @@ def router(model: str, engines: list[Engine]) -> Starlette:
         headers = {"content-type": reply.headers["content-type"], "x-engine": engine.url}
         return StreamingResponse(reply.aiter_raw(), reply.status_code, headers, background=BackgroundTask(reply.aclose))
 
-    return Starlette(routes=[Route("/v1/chat/completions", chat, methods=["POST"])])
+    async def known(request: Request) -> JSONResponse:
+        return JSONResponse({one.url: {"blocks": len(one.blocks), "chats": one.prompts} for one in engines})
+
+    return Starlette(routes=[Route("/v1/chat/completions", chat, methods=["POST"]), Route("/engines", known)])
 
 
 if __name__ == "__main__":
