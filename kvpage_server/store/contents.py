@@ -31,7 +31,7 @@ from kvpage_server.system.text import monotonic_ms
 
 # -- lost strings ------------------------------------------------------------------------------------------------------
 #
-# Records of removed strings: the reason, the time, and the policy or quota.
+# Records of removed strings: the reason, the time, the policy or quota, and the limit.
 #
 # A key has at most one record, of its last removal. All records together take at most `most_bytes`. When they exceed
 # that, the oldest records are dropped, and `since` becomes the time of the newest dropped one. To add, find or drop a
@@ -43,11 +43,12 @@ _RECORD = 320  # bytes of a record without its key
 
 
 class Loss(NamedTuple):
-    """The last removal of a string: the reason, the time in unix milliseconds, and the policy or quota."""
+    """The last removal of a string: the reason, the time in unix milliseconds, the policy or quota, and the limit."""
 
     reason: str  # expired, evicted, over quota, deleted, overwritten or corrupt
     at: int
     by: str = ""  # a policy, or the pattern of a quota; empty for other reasons
+    limit: str = ""  # "maxmemory" or "maxdisk" if that limit was reached; empty for other reasons
 
 
 class LostStrings:
@@ -63,12 +64,12 @@ class LostStrings:
     def __len__(self) -> int:
         return len(self._losses)
 
-    def remember(self, key: bytes, reason: str, by: str = "") -> None:
+    def remember(self, key: bytes, reason: str, by: str = "", limit: str = "") -> None:
         """Record the removal of a string."""
         name = _name(key)
         if name not in self._losses:
             self.bytes += _RECORD + len(name)
-        self._losses.append(name, Loss(reason, unix_ms(), by))
+        self._losses.append(name, Loss(reason, unix_ms(), by, limit))
         while self.bytes > self._most_bytes:
             name, oldest = self._losses.popitem()
             self.bytes -= _RECORD + len(name)
@@ -102,6 +103,7 @@ _ORPHANS_PER_STEP = 256  # blocks that stop being orphans in one step
 NEVER_STORED = "never stored"
 OVER_QUOTA = "over quota"
 BlockListener = Callable[[BlockKeys, Iterator[tuple[str, bytes]]], None]  # changed keys; (event, key) pairs, lazily
+_LIMITS = {"memory": "maxmemory", "disk": "maxdisk"}  # limits by the `room` of an eviction
 _REASONS = {"del": "deleted", "set": "overwritten", "evicted": "evicted", "expired": "expired"}
 
 
@@ -742,12 +744,13 @@ class Contents:
         block = cast(Block, page.unit) if page is not None else None
         return block if block is not None and block.pages == 1 else None
 
-    def remove(self, key: bytes, event: str, reason: str = "", by: str = "") -> None:
+    def remove(self, key: bytes, event: str, reason: str = "", by: str = "", limit: str = "") -> None:
         """Remove an existing key.
 
-        A string's record has `reason`, or the reason that belongs to `event`, and `by`, the policy or quota.
+        A string's record has `reason`, or the reason that belongs to `event`, `by`, the policy or quota, and `limit`,
+        the limit that was reached.
         """
-        self._take(key, event, reason, by)
+        self._take(key, event, reason, by, limit)
         self.notify(event, key)
 
     def remove_corrupt(self, key: bytes) -> None:
@@ -756,11 +759,11 @@ class Contents:
         self._take(key, "corrupt")
         self.notify("del", key)
 
-    def _take(self, key: bytes, event: str, reason: str = "", by: str = "") -> None:
+    def _take(self, key: bytes, event: str, reason: str = "", by: str = "", limit: str = "") -> None:
         entry = self.catalogue.pop(key)
         self.forget(key, entry, None, event)
         if not is_page(entry):
-            self.lost.remember(key, reason or _REASONS.get(event, event), by)
+            self.lost.remember(key, reason or _REASONS.get(event, event), by, limit)
         self.tier.removed(key)
 
     def forget(self, key: bytes, old: Entry, new: Entry | None, event: str = "set") -> None:
@@ -907,11 +910,11 @@ class Contents:
             room = "quota"
         self._any_evicted = True
         self.eviction_order.units.evicted(unit)
-        keys, reason = 1, OVER_QUOTA if room == "quota" else ""
+        keys, reason, limit = 1, OVER_QUOTA if room == "quota" else "", _LIMITS.get(room, "")
         if isinstance(unit, Block):
-            keys = self.remove_block(unit, "evicted", reason, "" if reason else f"max{room}")
+            keys = self.remove_block(unit, "evicted", reason, limit)
         else:
-            self.remove(unit, "evicted", reason, self._who(unit, "evicted", reason))
+            self.remove(unit, "evicted", reason, self._who(unit, "evicted", reason), limit)
         self.counters.evicted += keys
         cause = self.eviction_order.policy, room
         self.counters.evictions[cause] = self.counters.evictions.get(cause, 0) + keys

@@ -303,6 +303,18 @@ def test_why_reports_the_state_of_an_agent(server: RunningServer, client: redis.
     ]
 
 
+def test_why_names_the_limit_that_removed_strings_and_manifests() -> None:
+    with start_server("--maxmemory", "1mb", "--maxmemory-policy", "allkeys-lru") as server, server.client() as client:
+        client.mset({"manifest:alice:f1": b"x" * 1000, "chunk": b"x" * 1000})
+        for number in range(200):
+            client.set(f"filler {number}", bytes(10_000))
+        code, shown, _ = kvpage("why", "chunk", url=server.url)
+        assert (code, shown.split(",")[0]) == (1, "evicted by allkeys-lru at maxmemory")
+        code, shown, _ = kvpage("why", "alice", url=server.url)
+        assert code == 1
+        assert " is missing: its manifest was evicted by allkeys-lru at maxmemory, " in shown
+
+
 def test_an_impossible_query_is_one_line(redis_server: RunningServer, server: RunningServer) -> None:
     port = free_port()
     code, _, errors = kvpage("status", url=f"redis://127.0.0.1:{port}")

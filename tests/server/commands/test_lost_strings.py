@@ -49,7 +49,7 @@ def test_a_string_replaced_by_a_page_was_overwritten(client: redis.Redis) -> Non
     assert lost(client, "*") == {"kv:r:0:0:0:0": "overwritten"}
 
 
-def test_an_evicted_string_names_its_policy_or_quota() -> None:
+def test_an_evicted_string_names_policy_and_limit_or_quota() -> None:
     value = random.Random(1).randbytes(10_000)
     options = ("--maxmemory", "1mb", "--maxmemory-policy", "allkeys-lru", "--quota", "tenant:*", "64kb")
     with start_server(*options) as server, server.client() as client:
@@ -60,7 +60,8 @@ def test_an_evicted_string_names_its_policy_or_quota() -> None:
         for number in range(300):
             client.set(f"chunk@{number:03}", value)
         (evicted,) = ask(client, "KVLOST", "chunk@000")["strings"]
-        assert (evicted[b"reason"], evicted[b"policy"]) == (b"evicted", b"allkeys-lru")
+        assert (evicted[b"reason"], evicted[b"policy"], evicted[b"limit"]) == (b"evicted", b"allkeys-lru", b"maxmemory")
+        assert b"limit" not in over
 
 
 def test_misses_of_strings_are_counted_by_reason() -> None:

@@ -326,8 +326,9 @@ _LOST_STEP = 1000  # keys that a step compares with patterns
 def kvlost(client: Client, args: list[Argument]) -> Reply:
     """Return a map. `strings` has a map for each removed string whose key matches, the latest first, at most COUNT (1
     to 1000, by default 100): its `key`, the `reason` (expired, evicted, over quota, deleted, overwritten or corrupt),
-    `at`, when it was removed (unix milliseconds), and the `policy` or the pattern of the `quota` that evicted it. A
-    pattern does not find keys of more than 512 bytes; such a key is found by its whole name.
+    `at`, when it was removed (unix milliseconds), and the `policy` or the pattern of the `quota` that evicted it, with
+    the `limit` that was reached (maxmemory or maxdisk). A pattern does not find keys of more than 512 bytes; such a key
+    is found by its whole name.
 
     `since` says from when on the server remembers all removals (unix milliseconds): a restart forgets them, and the
     oldest are dropped when all take more than 16 MB.
@@ -371,4 +372,6 @@ def _count(words: list[bytes]) -> int:
 def _described(key: bytes, loss: Loss) -> dict[str, Reply]:
     """Return KVLOST's map of a removed string."""
     by: dict[str, Reply] = {"quota" if loss.reason == OVER_QUOTA else "policy": loss.by} if loss.by else {}
+    if loss.limit:
+        by["limit"] = loss.limit
     return {"key": key, "reason": loss.reason, "at": loss.at, **by}
