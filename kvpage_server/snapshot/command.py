@@ -172,32 +172,41 @@ def _keys(server: redis.Redis, selection: Selection) -> int | None:
 
 
 def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
-    """Run `kvpage restore`. Return whether the dump is finished, and no key was damaged, refused or without room.
-    Raises DumpError.
+    """Run `kvpage restore`. Return whether the dump is finished, and no key was damaged, refused, without room, or
+    evicted again. Raises DumpError.
     """
     before = _evictions(server)
     nbytes = size_of(args.directory)
     started = time.monotonic()
     with RunningStore(args.url) as store, _bar("restoring", nbytes, in_bytes=True) as done:
-        restored = restore(store, args.directory, _requests(args), replace=args.replace, done=done)
+        restored = restore(
+            store,
+            args.directory,
+            _requests(args),
+            replace=args.replace,
+            done=done,
+            evicted=lambda: _evicted_since(before, _evictions(server))[0],
+        )
     if args.request and not restored.amount.pages + restored.there + restored.expired + restored.corrupt.count:
         raise DumpError(f"{args.directory} has no page of what --request names")
     evicted, limits = _evicted_since(before, _evictions(server))
     if args.json:
         names = {name: getattr(restored, name).texts for name in ("corrupt", "no_room", "refused")}
-        counts = {"there": restored.there, "expired": restored.expired, "evicted": evicted}
+        counts = {"there": restored.there, "expired": restored.expired, "evicted": evicted, "lost": restored.lost}
         print_json(
             {"url": shown(args.url)} | _counts(restored.amount) | counts | names | {"finished": restored.finished}
         )
-        return restored.finished and not any((restored.corrupt.count, restored.no_room.count, restored.refused.count))
+        failures = restored.corrupt.count, restored.no_room.count, restored.refused.count, restored.lost
+        return restored.finished and not any(failures)
     out.print(f"{_amount_text(restored.amount)} restored, {time.monotonic() - started:.1f} s")
     if restored.there:
         out.print(f"{plural(restored.there, 'key')} there already, left unchanged")
     if restored.expired:
         out.print(f"{plural(restored.expired, 'key')} had expired by the end of the dump")
     if evicted:
-        gone = plural(evicted, "key")
-        out.print(f"[red]{gone} evicted meanwhile: the dump may be larger than {' and than '.join(limits)}[/]")
+        of_dump = f", {restored.lost:,} of them from the dump" if restored.lost else ""
+        may_be = f"the dump may be larger than {' and than '.join(limits)}"
+        out.print(f"[red]{plural(evicted, 'key')} evicted meanwhile{of_dump}: {may_be}[/]")
     if not restored.finished:
         out.print("[red]the dump was never finished: this is what there was of it[/]")
     fitted = _print_failures("did not fit into the store, and were not restored", restored.no_room)
@@ -207,6 +216,7 @@ def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
         and fitted
         and taken
         and restored.finished
+        and not restored.lost
     )
 
 

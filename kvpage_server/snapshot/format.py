@@ -325,9 +325,11 @@ def _folded(values: list[Any]) -> Any:
 
 
 def _unfolded(value: Any, count: int, kind: type[T]) -> list[T]:
-    values = value if isinstance(value, list) else [value] * count
+    """Return the `count` values of a field: one for all, or a list. Raises ValueError, also for a list of one value."""
+    values = value if isinstance(value, list) and count > 1 else [value] * count
     if len(values) != count or not all(type(value) is kind for value in values):
-        raise ValueError(f"{count} pages need {count} of {kind.__name__}")
+        or_list = f", or a list of {count}" if count > 1 else ""
+        raise ValueError(f"one value of type {kind.__name__} is allowed{or_list}")
     return values
 
 

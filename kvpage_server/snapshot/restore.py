@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import BufferedReader
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ from kvpage_server.snapshot.format import (
     text_of,
 )
 from kvpage_server.snapshot.store import BATCH_BYTES, Amount, RunningStore, Writes, Written, read_ahead
+from kvpage_server.system.text import monotonic_ms
 
 # -- Parts of a file, which fit into memory: the planes of a block together, unless they are too large -----------------
 
@@ -289,6 +291,7 @@ class Restored:
     no_room: Failures = field(default_factory=Failures)  # pages and strings for which the server has no space
     refused: Failures = field(default_factory=Failures)  # pages and strings that the server refuses
     finished: bool = True  # whether the dump is finished
+    lost: int = 0  # keys of the dump that existed during the restore, and were evicted before its end
 
 
 def restore(
@@ -298,14 +301,16 @@ def restore(
     *,
     replace: bool = False,
     done: Done = lambda count: None,
+    evicted: Callable[[], int] = lambda: 0,
 ) -> Restored:
     """Send the values of a dump, or only the pages of some request ids, to a server. Return the counts.
 
-    Existing keys are kept, or with `replace` overwritten. `done` is called with numbers of processed bytes. Raises
-    DumpError for a directory without a dump, OSError, and the errors of `kvpage_server.client.errors`.
+    Existing keys are kept, or with `replace` overwritten. `done` is called with numbers of processed bytes. `evicted`
+    is called at the end, and returns how many keys the server has evicted since the start: with 0, no key is lost.
+    Raises DumpError for a directory without a dump, OSError, and the errors of `kvpage_server.client.errors`.
     """
     with format.locked(path, to_write=False):
-        return _Restore(store, path, frozenset(requests), replace).run(done)
+        return _Restore(store, path, frozenset(requests), replace).run(done, evicted)
 
 
 class _Write(NamedTuple):
@@ -314,6 +319,11 @@ class _Write(NamedTuple):
     keys: list[bytes]
     are_pages: bool
     nbytes: int
+
+
+def _age_ms(summary: Summary | None, contents: FileContents) -> int:
+    """Return the milliseconds from the start of the dump that wrote a file to the last update of the directory."""
+    return max(summary.dumped_ms - contents.of.dumped_ms, 0) if summary else 0
 
 
 class _Restore:
@@ -326,26 +336,56 @@ class _Restore:
         self._largest = store.largest_command()
         self._writes = Writes()
         self._waiting: list[_Write] = []
+        self._began_ms = monotonic_ms()
+        self._summary: Summary | None = None
 
-    def run(self, done: Done) -> Restored:
+    def run(self, done: Done, evicted: Callable[[], int]) -> Restored:
         for nbytes, part in read_ahead(self._plans()):
             for start in range(0, len(part.blocks), _BLOCKS_PER_QUERY):
                 self._send_blocks(part.blocks[start : start + _BLOCKS_PER_QUERY])
             self._send_items(part.items)
             self._flush()
             done(nbytes)
+        if count := evicted():
+            self._restored.lost = min(self._count_missing(), count)
         return self._restored
+
+    def _count_missing(self) -> int:
+        """Return how many keys of the dump were written or existed, and do not exist now.
+
+        Keys whose TTL has ended meanwhile do not count. Keys that exist although they were left out lower the result.
+        """
+        missing = self._restored.amount.pages + self._restored.amount.strings + self._restored.there
+        keys = self._unexpired_keys()
+        while some := [*islice(keys, _KEYS_PER_QUERY)]:
+            took_ms = monotonic_ms() - self._began_ms
+            for (_, left_ms), exists in zip(some, self._store.exist([key for key, _ in some]), strict=True):
+                missing -= exists is not False or FOREVER < left_ms <= took_ms
+        return max(missing, 0)
+
+    def _unexpired_keys(self) -> Iterator[tuple[bytes, int]]:
+        """Yield the wanted keys of all readable files that had not expired by the end of the dump, and the TTLs."""
+        for _, contents in format.read_all(format.files_of(self._path, self._summary), self._summary):
+            if isinstance(contents, BadFile):
+                continue
+            age_ms = _age_ms(self._summary, contents)
+            for entry, _, _ in filter(self._is_wanted, contents.spans):
+                keys = map(bytes, entry.keys()) if isinstance(entry, PageTensor) else iter([entry.key])
+                for key, left_ms in zip(keys, entry.ttl_left_ms, strict=True):
+                    if left_ms == FOREVER or left_ms > age_ms:
+                        yield key, left_ms if left_ms == FOREVER else left_ms - age_ms
 
     def _plans(self) -> Iterator[tuple[int, Plan]]:
         """Yield the bytes and the plan of each part of each file. Report damaged files and values."""
-        summary, corrupt = self._read_summary(), self._restored.corrupt
+        self._summary = summary = self._read_summary()
+        corrupt = self._restored.corrupt
         for file, contents in format.read_all(format.files_of(self._path, summary), summary):
             if isinstance(contents, BadFile):
                 corrupt.add(f"{file.name}: {contents}")
                 continue
             for bad in contents.bad:
                 corrupt.add(f"{bad}, in {file.name}")
-            age_ms = max(summary.dumped_ms - contents.of.dumped_ms, 0) if summary else 0
+            age_ms = _age_ms(summary, contents)
             wanted = (span for span in contents.spans if self._is_wanted(span) and self._fits(span))
             try:
                 with opened(contents) as data:

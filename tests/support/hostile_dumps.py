@@ -216,7 +216,10 @@ ENTRIES = [
     Hostile("checksum", _string(note=NOTE | {"checksum": "0x" + DIGEST[2:]}), "a checksum has 16 hexadecimal digits"),
     Hostile("checksum number", _string(note=NOTE | {"checksum": 7}), "a checksum has 16 hexadecimal digits"),
     Hostile("wrong checksum", _string(note=NOTE | {"checksum": "0" * 16}), f"bad in {BAD}: its bytes are not those"),
-    Hostile("ttl text", _string(note=NOTE | {"ttl_left_ms": "1"}), "1 pages need 1 of int"),
+    Hostile("ttl list", _string(note=NOTE | {"ttl_left_ms": [1]}), "string:bad: one value of type int is allowed"),
+    Hostile("ttl list of a page", _file(page(ttl_left_ms=[1])), "kv:r:0:0:7:0: one value of type int is allowed"),
+    Hostile("checksum list", _file(page(checksum=[DIGEST])), "kv:r:0:0:7:0: one value of type str is allowed"),
+    Hostile("ttl text", _string(note=NOTE | {"ttl_left_ms": "1"}), "one value of type int is allowed"),
     Hostile(
         "ttl 2^63", _string(note=NOTE | {"ttl_left_ms": 1 << 63}), "string:bad: -1 to 9223372036854775807 are allowed"
     ),
@@ -226,7 +229,7 @@ ENTRIES = [
         "it has 60000000 pages, and at most 131072",
     ),
     Hostile("layers", _file(page(layers=1 << 40)), "1 to 65536 are allowed"),
-    Hostile("float layers", _file(page(layers=1.0)), "1 pages need 1 of int"),
+    Hostile("float layers", _file(page(layers=1.0)), "one value of type int is allowed"),
     Hostile("last layer", _file(page("kv:r:65536:0:7:0", layer=65536)), "layer_idx must be between 0 and 65535"),
     Hostile("created", _file(page(created_ms=1 << 64)), f"0 to {(1 << 63) - 1} are allowed"),
     Hostile("ttl", _file(page(ttl=-1)), "0 to 140737488355327 are allowed"),

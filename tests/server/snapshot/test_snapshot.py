@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import re
@@ -454,8 +455,30 @@ def test_a_dump_larger_than_the_store_is_reported(server: RunningServer, client:
     kvpage("dump", str(tmp_path), "--url", server.url)
     with start_server("--maxmemory", "1mb") as small:
         code, shown, _ = kvpage("restore", str(tmp_path), "--url", small.url)
-    assert code == 0
-    assert "keys evicted meanwhile: the dump may be larger than maxmemory\n" in shown
+        with small.client() as other:
+            lost = client.dbsize() - other.dbsize()
+    assert code == 1
+    assert (
+        f"\n{lost} keys evicted meanwhile, {lost} of them from the dump: the dump may be larger than maxmemory\n"
+        in shown
+    )
+
+
+def test_a_restore_that_evicts_other_keys_is_complete(
+    server: RunningServer, client: redis.Redis, tmp_path: Path
+) -> None:
+    client.set("dumped", bytes(100_000))
+    client.set("short-lived", bytes(100_000), px=3_600_000)
+    kvpage("dump", str(tmp_path), "--url", server.url)
+    with start_server("--maxmemory", "1mb", "--maxmemory-policy", "allkeys-lru") as small, small.client() as other:
+        for number in range(20):
+            other.set(f"older {number}", bytes(100_000))
+        code, shown, _ = kvpage("restore", str(tmp_path), "--url", small.url)
+        assert other.exists("dumped", "short-lived") == 2
+    assert (code, re.search(r"^\d+ keys? evicted meanwhile: the dump may", shown, re.MULTILINE) is not None) == (
+        0,
+        True,
+    )
 
 
 @pytest.mark.parametrize("policy", ["noeviction", "allkeys-lru"])
@@ -474,8 +497,10 @@ def test_a_restore_names_maxdisk_if_the_disk_is_full(
         assert code == 1
         assert re.search(r"^  string \d+: OOM command not allowed when used disk > 'maxdisk': ", shown, re.MULTILINE)
     else:
-        assert code == 0
-        assert "keys evicted meanwhile: the dump may be larger than maxdisk\n" in shown
+        assert code == 1
+        assert re.search(
+            r"keys evicted meanwhile, \d+ of them from the dump: the dump may be larger than maxdisk\n", shown
+        )
 
 
 def test_a_restore_names_the_quota_that_evicts(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
@@ -484,8 +509,13 @@ def test_a_restore_names_the_quota_that_evicts(server: RunningServer, client: re
     kvpage("dump", str(tmp_path), "--url", server.url)
     with start_server("--quota", "string*", "1mb") as small:
         code, shown, _ = kvpage("restore", str(tmp_path), "--url", small.url)
-    assert code == 0
-    assert "keys evicted meanwhile: the dump may be larger than a quota\n" in shown
+        assert code == 1
+        assert re.search(
+            r"keys evicted meanwhile, \d+ of them from the dump: the dump may be larger than a quota\n", shown
+        )
+        found = json.loads(kvpage("restore", str(tmp_path), "--url", small.url, "--json")[1])
+        with small.client() as other:
+            assert found["lost"] == 100 - other.dbsize()
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="only Linux lets one process reach another's memory so")
