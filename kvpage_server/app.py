@@ -327,7 +327,8 @@ async def serve(server: Server, upstream: Upstream | None) -> None:
     if upstream is not None:
         jobs.append(upstream.begin())
     tasks = [asyncio.create_task(one) for one in jobs]
-    companion = asyncio.create_task(Companion(listener, http, token, config.web_origin).run()) if http else None
+    web = Companion(listener, http, token, config.web_origin, configured=bool(config.web_token)) if http else None
+    companion = asyncio.create_task(web.run()) if web else None
     try:
         await stopping.wait()
     finally:

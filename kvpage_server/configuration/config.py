@@ -190,7 +190,7 @@ class Config:
     web_token: str = option(
         token,
         "",
-        "token of /metrics and of the web page where no password is set; empty: a new one at each start",
+        "token of /metrics, also beside passwords, and of the page without a password; empty: a new one at each start",
         secret=True,
     )
     web_origin: list[str] = option(

@@ -318,7 +318,7 @@ async def _metrics(request: Request) -> Response:
         if who is None:
             observer = (await login_of(request)).observer
         elif not who[0]:
-            observer = logins.figures if logins.is_token(who[1]) else None
+            observer = await logins.figures_of_token(who[1], address_of(request))
         else:
             observer = (await logins.of_password(*who, address_of(request))).observer
         overview = await observer.overview() if observer is not None else None

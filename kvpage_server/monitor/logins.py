@@ -3,9 +3,10 @@
 Each user has a connection to the store, so that the store limits the data to the user's keys. All viewers with the same
 name and password share one connection, which queries the store once a second.
 
-A user without a password needs the token: `web-token`, or the one that the server prints when it starts. Requests from
-this machine need it, too: behind a reverse proxy, the requests of all clients come from this machine, and may have no
-header that shows the client's address (nginx adds none by default).
+A user without a password needs the token: `web-token`, or the one that the server prints when it starts. `web-token` is
+the credential of Prometheus, too: it opens /metrics also if the default user has a password. Requests from this machine
+need the token, too: behind a reverse proxy, the requests of all clients come from this machine, and may have no header
+that shows the client's address (nginx adds none by default).
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from kvpage_server.system.process import send_socket
 
 CLIENT_NAME = "kvpage-monitor"
 MONITOR = "monitor"  # the text with a socket for metrics
+CONFIGURED = "configured"  # the first word from the server if the token is `web-token`
 WITH_TOKEN = "token "  # before the address, if the viewer has logged in with the token
 ANSWER_SECONDS = 10.0  # timeout of a reply of the store
 
@@ -148,8 +150,9 @@ class Logins:
     removed.
     """
 
-    def __init__(self, connector: StoreConnector, token: str) -> None:
+    def __init__(self, connector: StoreConnector, token: str, *, configured: bool) -> None:
         self._token = token.encode()
+        self._is_configured = configured
         self.engines = Engines()
         self.figures = Observer(connector.store(MONITOR), MONITOR, self.engines)
         self._connector = connector
@@ -175,6 +178,17 @@ class Logins:
     async def of_password(self, user: str, password: str, address: str) -> Login:
         """Return the login for a password that is sent with each request. Raises as `log_in`."""
         return self._logins[await self._enter(user, password, address, time.monotonic() - CHECKED_SECONDS)]
+
+    async def figures_of_token(self, word: str, address: str) -> Observer | None:
+        """Return the observer of all figures if `word` is the token, else None.
+
+        Raises as `log_in` if the server has made the token, and the default user has a password now.
+        """
+        if not self.is_token(word):
+            return None
+        if not self._is_configured:
+            await self.of_password(DEFAULT, word, address)
+        return self.figures
 
     def is_token(self, word: str) -> bool:
         """Return whether `word` is the token. The comparison takes the same time for all words, so nobody can guess it

@@ -24,6 +24,7 @@ from kvpage_server.system.process import receive_socket
 PROGRAM = "kvpage_server.web"
 NEEDS = ("prometheus_client", "starlette", "uvicorn")  # packages that the process imports
 MONITOR = "monitor"  # the text that is sent with a socket for metrics
+CONFIGURED = "configured"  # the first word to the process if the token is `web-token`; otherwise it is empty
 WITH_TOKEN = "token "  # the prefix of the text for a viewer with the valid token
 ENGINES = b"kvpage:engines*"  # the channels on which engines publish statistics
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before a restart; the pause doubles with each restart
@@ -43,15 +44,24 @@ class Companion:
     """The HTTP process. `run` starts it, and starts it again after it has ended."""
 
     def __init__(
-        self, listener: Listener, sockets: Sequence[socket.socket], token: str, origins: Sequence[str] = ()
+        self,
+        listener: Listener,
+        sockets: Sequence[socket.socket],
+        token: str,
+        origins: Sequence[str] = (),
+        *,
+        configured: bool,
     ) -> None:
         """Take ownership of the listening `sockets`, which `run` closes at its end.
 
-        `token` authenticates viewers if the store needs no password. `origins` are the origins, such as
-        https://store.example, under which proxies serve the page.
+        `token` authenticates viewers, and opens /metrics, if the store needs no password. A `configured` token, which
+        is `web-token`, opens /metrics in any case. `origins` are the origins, such as https://store.example, under
+        which proxies serve the page.
         """
         self._listener = listener
-        self._first = " ".join([token, *origins]).encode()  # the first message to each process
+        self._first = " ".join(
+            [CONFIGURED if configured else "", token, *origins]
+        ).encode()  # the first message to each process
         self._sockets = sockets
         commands = [b"+info", b"+ping", b"+hello", b"+client|setinfo", b"+client|setname", b"+psubscribe"]
         self._user = User(MONITOR.encode()).changed(

@@ -14,7 +14,7 @@ import redis
 
 from kvpage_server.http import ConnectionLimiter, HttpServer
 from kvpage_server.monitor.app import HEALTH, make_app
-from kvpage_server.monitor.logins import MONITOR, Logins, StoreConnector
+from kvpage_server.monitor.logins import CONFIGURED, MONITOR, Logins, StoreConnector
 from kvpage_server.observe.engines import ALL_CHANNELS, Engines
 from kvpage_server.system.text import log_to_standard_error
 from kvpage_server.web.routes import ROUTES
@@ -49,8 +49,9 @@ def main() -> None:
     """Run the HTTP process until the server has ended.
 
     `sys.argv` has the descriptors of the channel to the server and of the listening sockets. The first message on the
-    channel is the token, followed by the sites under which proxies serve the page, separated by spaces. SIGINT, SIGTERM
-    and SIGHUP are ignored: a terminal sends them to the server as well, and this process ends with the server.
+    channel has, separated by spaces, CONFIGURED or nothing, the token, and the sites under which proxies serve the
+    page. SIGINT, SIGTERM and SIGHUP are ignored: a terminal sends them to the server as well, and this process ends
+    with the server.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -58,17 +59,18 @@ def main() -> None:
     channel, *listening = (socket.socket(fileno=int(word)) for word in sys.argv[1:])
     # Not uvloop: with io_uring, libuv 1.52 aborts if a socket pair is closed in the turn in which it was opened.
     with asyncio.Runner() as runner:
-        token, *origins = channel.recv(LONGEST_MESSAGE).decode().split(" ")
-        runner.run(_serve(channel, token, origins, listening))
+        words = channel.recv(LONGEST_MESSAGE).decode().split(" ")
+        runner.run(_serve(channel, words, listening))
 
 
-async def _serve(channel: socket.socket, token: str, origins: Sequence[str], listening: list[socket.socket]) -> None:
+async def _serve(channel: socket.socket, words: Sequence[str], listening: list[socket.socket]) -> None:
+    source, token, *origins = words
     closed: Counter[str] = Counter()
     limiter = ConnectionLimiter(
         CONNECTIONS, PER_ADDRESS, closed=lambda reason: closed.update([reason]), always=[HEALTH]
     )
     connector = StoreConnector(channel)
-    logins = Logins(connector, token)
+    logins = Logins(connector, token, configured=source == CONFIGURED)
     server = HttpServer(make_app(logins, closed, ROUTES, origins), limiter, grace=GRACE_SECONDS)
     listening_to_engines = asyncio.create_task(listen(connector, logins.engines))
     server_ended = asyncio.Event()

@@ -148,6 +148,30 @@ def test_no_secret_is_printed_or_an_argument_of_the_process(seen: SeenServer) ->
         assert browser.get("/", params={"token": TOKEN}).headers["location"] == "/login?wrong"
 
 
+def test_web_token_opens_only_metrics_beside_passwords() -> None:
+    with start_seen_server("--requirepass", "secret") as locked, locked.stranger() as browser:
+        bearer = {"Authorization": f"Bearer {TOKEN}"}
+        assert "kvpage_blocks" in browser.get("/metrics", headers=bearer).text
+        assert browser.get("/page/events", headers=bearer).status_code == 303
+        assert browser.post("/login", data={"password": TOKEN}).headers["location"] == "/login?wrong"
+
+
+def test_the_printed_token_opens_nothing_beside_passwords() -> None:
+    port = free_port()
+    with start_server("--metrics-port", str(port)) as server, server.client() as client:
+        until(lambda: answers(port), "an answer over HTTP")
+        found = re.search(r"token=(\S{32})$", server.log, re.MULTILINE)
+        assert found, server.log
+        bearer = {"Authorization": f"Bearer {found[1]}"}
+
+        def status() -> int:
+            return httpx.get(f"http://127.0.0.1:{port}/metrics", headers=bearer, timeout=60).status_code
+
+        assert status() == 200
+        client.config_set("requirepass", "secret")
+        until(lambda: status() == 401, "a refusal")
+
+
 def test_a_short_token_is_refused() -> None:
     refusal = "must be empty, or 16 to 512 of A-Z a-z 0-9"
     with pytest.raises(RuntimeError, match=refusal), start_server("--web-token", "guess-me"):
