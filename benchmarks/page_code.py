@@ -90,9 +90,9 @@ def main(options: list[str] | None = None) -> None:
                     ("encode", ours.encode, theirs.encode, 8.0),
                     ("decode", ours.decode, theirs.decode, 3.5),
                 ):
-                    wanted = aim if tokens >= 128 else None
+                    at_least = aim if tokens >= 128 else None
                     measured = f"{a:.2f} / {b:.2f} GB/s"
-                    findings.append(Finding(work, "zstd 1", what, measured, a / b, at_least=wanted))
+                    findings.append(Finding(work, "zstd 1", what, measured, a / b, at_least=at_least))
     findings += at_rest(planes, rounds=1 if quick else 5)
     findings += in_memory(planes, rounds=1 if quick else 5)
     findings += over_links(planes, rounds=3 if quick else 9)
@@ -293,8 +293,8 @@ def over_links(planes: dict[str, Pages], *, rounds: int) -> Iterator[Finding]:
         for i, what in enumerate(("write", "load")):
             raw, coded, auto = (found[coding][i] for coding in ("never", "always", "auto"))
             measured = f"{raw:.3f} / {coded:.3f} s"
-            wanted = least if what == "load" else None
-            yield Finding(work, "raw blocks", f"{what} in the code", measured, raw / coded, at_least=wanted)
+            at_least = least if what == "load" else None
+            yield Finding(work, "raw blocks", f"{what} in the code", measured, raw / coded, at_least=at_least)
             if not rate:
                 yield Finding(work, "raw blocks", f"{what}, auto", f"{raw:.3f} / {auto:.3f} s", raw / auto)
 

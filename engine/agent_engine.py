@@ -331,12 +331,12 @@ class AgentEngine:
         self._take_up()
         self._wait_no_longer()
         self._join()
-        if wanted := self._batch.wanted:
-            self._make_room(*wanted)
+        if space := self._batch.needed_space:
+            self._make_room(*space)
         for done in self._batch.step_once():
             self._complete(done)
         if timeout > 0 and not self._batch.running and (self._jobs or not had_any):
-            look_again = self._batch.wanted or any(self._at(Stage.WAITING))
+            look_again = self._batch.needed_space or any(self._at(Stage.WAITING))
             self._woken.wait(min(timeout, LOOK_AGAIN_SECONDS) if look_again else timeout)
         self._woken.clear()
         return bool(self._jobs)
@@ -463,7 +463,7 @@ class AgentEngine:
     def _join(self) -> None:
         """Submit ready prompts to the batch, in order, until one has to wait there for blocks."""
         for job in self._at(Stage.READY):
-            if self._batch.wanted:
+            if self._batch.needed_space:
                 return
             job.joined = time.perf_counter()
             followers = [one for one in self._at(Stage.SUBMITTED) if one.leader is job and not one.error]

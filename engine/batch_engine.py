@@ -102,7 +102,7 @@ class BlockPoolBatchEngine:
         return len(self._running)
 
     @property
-    def wanted(self) -> tuple[int, int] | None:
+    def needed_space(self) -> tuple[int, int] | None:
         """Blocks and bytes that the first waiting prompt needs; None if no prompt waits for space in the pool."""
         if not self._waiting:
             return None
@@ -521,8 +521,8 @@ class BlockPoolBatchEngine:
     def _has_more(self, request: Request) -> bool:
         """Return whether `on_prompt` needs full blocks that are not made yet."""
         full = (len(request.prompt) - 1) // self.spec.block_tokens
-        wanted = request.on_prompt is not None or request.forks
-        return bool(wanted) and full > len(request.shared) and self._keeps(request)
+        is_needed = request.on_prompt is not None or request.forks
+        return bool(is_needed) and full > len(request.shared) and self._keeps(request)
 
     def _advance(self, response: Any) -> CompletedGeneration | None:
         """Add a generated token (mlx-lm's GenerationBatch.Response) to its request, and call `on_token`. Return the

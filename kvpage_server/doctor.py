@@ -280,27 +280,27 @@ def swap(patient: Patient) -> Iterator[Diagnosis]:
 def backlog(patient: Patient) -> Iterator[Diagnosis]:
     """Yield whether as many connections may wait as tcp-backlog says."""
     most = patient.kernel("proc/sys/net/core/somaxconn")
-    wanted = patient.config.tcp_backlog
+    needed = patient.config.tcp_backlog
     if not most.isdecimal():
         yield Diagnosis("backlog", "skipped", "no net.core.somaxconn on this system")
-    elif int(most) < wanted:
-        found = f"net.core.somaxconn is {most}, less than tcp-backlog {wanted}"
-        yield Diagnosis("backlog", "warning", found, f"sysctl net.core.somaxconn={wanted}")
+    elif int(most) < needed:
+        found = f"net.core.somaxconn is {most}, less than tcp-backlog {needed}"
+        yield Diagnosis("backlog", "warning", found, f"sysctl net.core.somaxconn={needed}")
     else:
-        yield Diagnosis("backlog", "ok", f"net.core.somaxconn {most}, tcp-backlog {wanted}")
+        yield Diagnosis("backlog", "ok", f"net.core.somaxconn {most}, tcp-backlog {needed}")
 
 
 def open_files(patient: Patient) -> Iterator[Diagnosis]:
     """Yield whether a server that is started here gets a file descriptor for each of maxclients."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    wanted = patient.config.maxclients + OWN_DESCRIPTORS
-    if hard != resource.RLIM_INFINITY and hard < wanted:
-        found = f"{hard:,} at most, and maxclients {patient.config.maxclients:,} needs {wanted:,}"
-        advice = f"ulimit -n {wanted}, LimitNOFILE={wanted} in a unit of systemd, or lower maxclients"
+    needed = patient.config.maxclients + OWN_DESCRIPTORS
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        found = f"{hard:,} at most, and maxclients {patient.config.maxclients:,} needs {needed:,}"
+        advice = f"ulimit -n {needed}, LimitNOFILE={needed} in a unit of systemd, or lower maxclients"
         yield Diagnosis("open files", "warning", found, advice)
     else:
         limit = "no limit" if hard == resource.RLIM_INFINITY else f"{hard:,} at most"
-        yield Diagnosis("open files", "ok", f"{limit}, {wanted:,} needed")
+        yield Diagnosis("open files", "ok", f"{limit}, {needed:,} needed")
 
 
 def file_size(patient: Patient) -> Iterator[Diagnosis]:

@@ -64,10 +64,10 @@ def from_mlx(layers: Sequence[Mapping[int, Array]], shape: BlockShape) -> bytear
     body = bytearray(shape.nbytes)
     if len(layers) != shape.layers:
         raise PageError(f"a block of this shape has {shape.layers} layers, got {len(layers)}")
-    for i, (given, wanted) in enumerate(zip(layers, to_mlx(body, shape), strict=True)):
-        if given.keys() != wanted.keys():
-            raise PageError(f"layer {i} must have the planes {sorted(wanted)}, got {sorted(given)}")
-        for kv_type, target in wanted.items():
+    for i, (given, targets) in enumerate(zip(layers, to_mlx(body, shape), strict=True)):
+        if given.keys() != targets.keys():
+            raise PageError(f"layer {i} must have the planes {sorted(targets)}, got {sorted(given)}")
+        for kv_type, target in targets.items():
             array = given[kv_type]
             if (array.shape, array.itemsize) != (target.shape, target.itemsize):
                 raise PageError(

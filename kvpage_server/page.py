@@ -55,8 +55,8 @@ _FIELDS = {
 def header_fields(*names: str) -> struct.Struct:
     """Return a struct that reads only these fields of a header, in the header's order; all fields without arguments."""
     passed_over = {name: f"{struct.calcsize('<' + code)}x" for name, code in _FIELDS.items()}
-    wanted = names or tuple(_FIELDS)
-    return struct.Struct("<" + "".join(_FIELDS[n] if n in wanted else passed_over[n] for n in _FIELDS))
+    kept = names or tuple(_FIELDS)
+    return struct.Struct("<" + "".join(_FIELDS[n] if n in kept else passed_over[n] for n in _FIELDS))
 
 
 def _places() -> Iterator[tuple[str, int]]:
@@ -452,13 +452,13 @@ class BlockShape:
         """Return the byte range of a page in the body. Raises PageError for a page outside the block's shape."""
         check_range("layer_idx", layer, 0, self.layers - 1)
         check_range("head_idx", head, 0, self.heads - 1)
-        wanted = self.plane(kv_type)
+        page_plane = self.plane(kv_type)
         start = layer * self.layer_nbytes
         for plane in self.planes:
-            if plane is wanted:
+            if plane is page_plane:
                 break
             start += self.heads * self.page_nbytes(plane)
-        size = self.page_nbytes(wanted)
+        size = self.page_nbytes(page_plane)
         return slice(start + head * size, start + (head + 1) * size)
 
 

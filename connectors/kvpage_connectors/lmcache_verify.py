@@ -31,8 +31,8 @@ def run_lmcache(job: Job) -> Job:
 
     adapter = KvpageL2Adapter({"url": job["url"], "lookup_seconds": WITHIN, "transfer_seconds": WITHIN})
     keys = [ObjectKey(at.to_bytes(32, "little"), job["model"], 0) for at in range(OBJECTS)]
-    wanted = [body_of(at, NBYTES) for at in range(OBJECTS)]
-    objects: list[Any] = [_Memory(bytearray(body) if job["step"] == "store" else bytearray(NBYTES)) for body in wanted]
+    bodies = [body_of(at, NBYTES) for at in range(OBJECTS)]
+    objects: list[Any] = [_Memory(bytearray(body) if job["step"] == "store" else bytearray(NBYTES)) for body in bodies]
     failures, seconds = list[str](), dict[str, float]()
 
     def timed(name: str, fd: int, task: int, query: Callable[[], Any]) -> Any:
@@ -55,7 +55,7 @@ def run_lmcache(job: Job) -> Job:
         load = adapter.submit_load_task(keys, objects)
         fd = adapter.get_load_event_fd()
         failures += _missing("loaded", timed("load", fd, load, lambda: adapter.query_load_result(load)), adapter)
-        different = sum(bytes(one.byte_array) != body for one, body in zip(objects, wanted, strict=True))
+        different = sum(bytes(one.byte_array) != body for one, body in zip(objects, bodies, strict=True))
         if different and not failures:
             failures.append(f"{different} of {OBJECTS} objects have other bytes")
         adapter.delete(keys)

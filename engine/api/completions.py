@@ -278,10 +278,10 @@ async def conversation(
     if breakpoints is not None:
         marks = [mark._replace(altered=mark.altered and volatile(mark.altered)) for mark in breakpoints]
     boundaries = sorted([Boundary(await _boundary(prompts, request, mark, tokens), mark.ttl) for mark in marks])
-    wanted = [(boundary.tokens, LIFETIMES[boundary.ttl]) for boundary in boundaries if boundary.ttl]
+    requested = [(boundary.tokens, LIFETIMES[boundary.ttl]) for boundary in boundaries if boundary.ttl]
     kept = (boundaries[-1].tokens if boundaries else 0) if body.prompt_cache_options.mode == "explicit" else None
     asked = [replace(prompt, boundaries=boundaries, kept_tokens=kept) for prompt in asked]
-    comparable.kept, comparable.wanted = kept, wanted
+    comparable.kept, comparable.requested_lifetimes = kept, requested
     comparable.unread = NOT_READ if kept == 0 else None
     log.add(reply_id, comparable)
     for before in filter(None, (*earlier, compared)):
@@ -289,7 +289,7 @@ async def conversation(
             ask = partial(_ask_why, model.engine.store, asked[0].agent_id, comparable, before)
             asyncio.get_running_loop().run_in_executor(None, ask)
     explain = partial(_explanation, log, reply_id, comparable, earlier)
-    asked[0] = replace(asked[0], explain=explain, lifetimes=Lifetimes(wanted, tenant.name, service.tokens.count))
+    asked[0] = replace(asked[0], explain=explain, lifetimes=Lifetimes(requested, tenant.name, service.tokens.count))
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
     streams = not (body.stop or body.stop_token_ids)
     several = body.parallel_tool_calls

@@ -72,8 +72,8 @@ async def get_item(request: Request) -> Response:
     """Reply to GET /v1/conversations/{id}/items/{item} with an item."""
     service, tenant = _service_and_tenant(request)
     conversation_id, stored = await _found(request)
-    wanted = [one for one in stored.items if one == request.path_params["item_id"]]
-    items = await service.conversations.items(tenant, conversation_id, wanted)
+    item_ids = [one for one in stored.items if one == request.path_params["item_id"]]
+    items = await service.conversations.items(tenant, conversation_id, item_ids)
     if not items:
         raise _no_item(request)
     return JSONResponse(items[0])

@@ -55,7 +55,7 @@ class AskedPrompt:
     answered: float = inf  # the time.monotonic() at which its answer was complete
     kept: int | None = None  # the number of its first tokens that may be kept; None for all
     unread: str | None = None  # the reason why kept tokens of earlier prompts were not read
-    wanted: Sequence[tuple[int, int]] = ()  # its lifetimes: pairs of first tokens and seconds
+    requested_lifetimes: Sequence[tuple[int, int]] = ()  # its lifetimes: pairs of first tokens and seconds
     # The lifetimes of its tokens. Prompts that continue it have the same list, and renew them for all.
     lifetimes: list[KeptTokens] = field(default_factory=list)
     found: Sequence[KeptTokens] = ()  # those of earlier prompts, when it was answered
@@ -184,8 +184,8 @@ class AskedPrompt:
             continues = same == len(before.tokens)
             self.lifetimes = before.lifetimes if continues else [one.shortened(same) for one in before.lifetimes]
         if kept := answer.kept:
-            wanted = (KeptTokens(tokens, kept.until / 1000, seconds) for tokens, seconds in self.wanted)
-            _begin(self.lifetimes, [one.shortened(kept.tokens).anew(now) for one in wanted])
+            requested = (KeptTokens(tokens, kept.until / 1000, seconds) for tokens, seconds in self.requested_lifetimes)
+            _begin(self.lifetimes, [one.shortened(kept.tokens).anew(now) for one in requested])
 
 
 class Stay(NamedTuple):

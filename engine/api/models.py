@@ -263,14 +263,14 @@ class Models:
             need = f"{as_gb(model.nbytes)} ({as_gb(model.weights)} of weights, {as_gb(model.contexts)} of contexts)"
             message = f"model: {model.name!r} needs {need}, and all models together have {as_gb(self._budget)}"
             raise ApiError(503, message, "model", "model_too_large", TOO_LARGE_SECONDS)
-        await self._make_room(model)
+        await self._unload_others(model)
         if self._closing:
             raise _stopped()
         assert self._renderer
         await model.load(self._renderer, self._report, sanitize=self._sanitize)
-        await self._make_room(model)  # weights can be larger than their files, such as those of FP8
+        await self._unload_others(model)  # weights can be larger than their files, such as those of FP8
 
-    async def _make_room(self, model: ServedModel) -> None:
+    async def _unload_others(self, model: ServedModel) -> None:
         """Unload other models until there is room for `model`: idle ones first, and the least recently used first."""
         while others := [other for other in self.loaded if other is not model]:
             if model.nbytes + sum(other.nbytes for other in others) <= self._budget:

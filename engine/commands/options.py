@@ -121,11 +121,11 @@ def options(args: argparse.Namespace, model: str, adapter: Path | None) -> Optio
 
 def open_engine(args: argparse.Namespace) -> Engine:
     """Open the engine, and report progress on stderr. Raises Failure."""
-    wanted = options(args, args.model, args.adapter)
+    chosen = options(args, args.model, args.adapter)
     from ..startup import CANNOT_OPEN, Engine
 
     try:
-        return Engine.open(wanted, report)
+        return Engine.open(chosen, report)
     except CANNOT_OPEN as error:
         raise Failure(str(error)) from error
 
@@ -144,8 +144,8 @@ def store_url(text: str) -> str:
     ArgumentTypeError.
     """
     if not text.startswith(STORES):
-        wanted = f"{', '.join(STORES[:-1])} or {STORES[-1]}"
-        raise argparse.ArgumentTypeError(f"a store's URL begins with {wanted}, got {shown(text)!r}")
+        beginnings = f"{', '.join(STORES[:-1])} or {STORES[-1]}"
+        raise argparse.ArgumentTypeError(f"a store's URL begins with {beginnings}, got {shown(text)!r}")
     try:
         url = with_credentials(text)
         PageClient(url).close()  # raises for an invalid URL; connects only at the first request

@@ -80,12 +80,12 @@ def _check(arrays: Arrays, shapes: Shapes, spec: ModelCacheSpec, what: str) -> N
         raise IncompatibleBlocksError(f"{what} of {spec.model_id!r} has {len(shapes)} layers, got {len(arrays)}")
     for i, (layer, kept) in enumerate(zip(arrays, shapes, strict=True)):
         found = [(array.shape, array.dtype) for array in layer]
-        wanted = [(matrices.shape, MLX_DTYPES[matrices.plane.dtype]) for matrices in kept]
-        if found != wanted:
-            raise IncompatibleBlocksError(f"layer {i} of {what} must hold {wanted}, got {found}")
+        expected = [(matrices.shape, MLX_DTYPES[matrices.plane.dtype]) for matrices in kept]
+        if found != expected:
+            raise IncompatibleBlocksError(f"layer {i} of {what} must hold {expected}, got {found}")
 
 
-def in_memory(memory: mx.array, shapes: Shapes) -> Arrays:
+def arrays_in(memory: mx.array, shapes: Shapes) -> Arrays:
     """Return arrays of these shapes as views of `memory`, a uint8 array with their bytes in the order of a block's
     body.
 

@@ -28,11 +28,11 @@ NOT_WRITTEN = KeptContext(0, 0, "the page server has not stored the context")
 class Lifetimes:
     """The lifetimes of a context, and the report of the kept part."""
 
-    def __init__(self, wanted: Sequence[tuple[int, int]], tenant: str = "", tenants: int = 1) -> None:
-        """Keep the first tokens of a context for some seconds: `wanted` has pairs of tokens and seconds. They count for
-        `tenant`, one of `tenants` with equal shares.
+    def __init__(self, requested: Sequence[tuple[int, int]], tenant: str = "", tenants: int = 1) -> None:
+        """Keep the first tokens of a context for some seconds: `requested` has pairs of tokens and seconds. They count
+        for `tenant`, one of `tenants` with equal shares.
         """
-        self.wanted = [pair for pair in wanted if pair[0]]
+        self.requested = [pair for pair in requested if pair[0]]
         self._inherited: Sequence[tuple[int, int]] = ()
         self.tenant = tenant
         self.tenants = tenants
@@ -42,7 +42,7 @@ class Lifetimes:
 
     def __bool__(self) -> bool:
         """Whether any tokens are to be kept."""
-        return bool(self.wanted or self._inherited)
+        return bool(self.requested or self._inherited)
 
     def inherit(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Keep the first tokens of the context for the lifetimes that they have from earlier requests, too."""
@@ -57,7 +57,7 @@ class Lifetimes:
     @property
     def tokens(self) -> int:
         """The number of tokens for which the request wants a lifetime. The report is about these."""
-        return max((tokens for tokens, _ in self.wanted), default=0)
+        return max((tokens for tokens, _ in self.requested), default=0)
 
     def seconds(self, start: int) -> int:
         """Return how long a block is kept whose first token has the position `start`; 0 if it is not."""
@@ -69,7 +69,7 @@ class Lifetimes:
 
     @property
     def _all(self) -> list[tuple[int, int]]:
-        return [*self.wanted, *self._inherited]
+        return [*self.requested, *self._inherited]
 
     def on_report(self, receive: Callable[[KeptContext], object]) -> None:
         """Call `receive` once, when the kept part is known, or after REPORT_SECONDS."""

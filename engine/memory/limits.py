@@ -26,12 +26,12 @@ class MemoryLimits(NamedTuple):
     cache: int  # freed buffers
     wired: int  # memory of the GPU that the system never pages out; 0 without a GPU
 
-    def contexts(self, weights: int, wanted: int | None, models: int = 1) -> int:
-        """Return the limit of a model's contexts: an equal part of `wanted`, or of a share of the machine's memory, or
+    def contexts(self, weights: int, limit: int | None, models: int = 1) -> int:
+        """Return the limit of a model's contexts: an equal part of `limit`, or of a share of the machine's memory, or
         less if the weights leave less room. The parts are those of `models` models.
         """
-        if wanted:
-            return max(1, wanted // models)
+        if limit:
+            return max(1, limit // models)
         return max(1, min(self.machine // CONTEXTS_SHARE // models, self.mlx - self.cache - weights))
 
     def described(self, weights: int, contexts: int) -> str:

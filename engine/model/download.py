@@ -289,15 +289,15 @@ def fetch_from_hub(name: str, revision: str | None, target: Path | None) -> Path
 
     Files that are there already are not downloaded again. Raises FetchError, with the reason.
     """
-    wanted: dict[str, Any] = {"revision": revision, "local_dir": target, "allow_patterns": PATTERNS}
+    options: dict[str, Any] = {"revision": revision, "local_dir": target, "allow_patterns": PATTERNS}
     try:
-        files = huggingface_hub.snapshot_download(name, dry_run=True, tqdm_class=_Silent, **wanted)
+        files = huggingface_hub.snapshot_download(name, dry_run=True, tqdm_class=_Silent, **options)
         for needed in NEEDED:
             if not any(fnmatch(file.filename, needed) for file in files):
                 raise FetchError(f"{name} is no model for mlx-lm: it has no {needed}")
         _check_room(target or Path(constants.HF_HUB_CACHE), sum(file.file_size for file in files if file.will_download))
         bar = tqdm if sys.stderr.isatty() else _Silent
-        return Path(huggingface_hub.snapshot_download(name, tqdm_class=bar, **wanted))
+        return Path(huggingface_hub.snapshot_download(name, tqdm_class=bar, **options))
     except FetchError:
         raise
     except Exception as error:  # the client raises exceptions of its HTTP library, which differs by version

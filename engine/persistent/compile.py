@@ -734,11 +734,11 @@ class _Compiler:
         variable = self._variable(access.name, access.at)
         if variable.section == "persistent":
             raise AccessError(f"{access.name} is persistent: cache.read takes values out of it", access.at)
-        wanted, given = variable.declaration.indices, access.indices
-        if len(given or ()) != len(wanted) or (given is None) != (not wanted):
-            takes = f"takes {len(wanted)} indices ({', '.join(wanted)})" if wanted else "takes no indices"
+        declared, given = variable.declaration.indices, access.indices
+        if len(given or ()) != len(declared) or (given is None) != (not declared):
+            takes = f"takes {len(declared)} indices ({', '.join(declared)})" if declared else "takes no indices"
             raise RankError(f"{access.name} {takes}, got {len(given or ())}", access.at)
-        if not wanted:
+        if not declared:
             return self.tensors.getter(variable), variable.dtype
         counts = []
         for index in given or ():

@@ -330,18 +330,18 @@ class Executor:
         if variable is None or variable.section != "dynamic":
             dynamic = [found.name for found in self.simulator.variables.values() if found.section == "dynamic"]
             raise InputError(f"{name} is no dynamic variable, those are {', '.join(dynamic) or 'none'}")
-        dtype, wanted = variable.dtype, f"{variable.dtype.name}{list(variable.shape)}"
+        dtype, expected = variable.dtype, f"{variable.dtype.name}{list(variable.shape)}"
         if isinstance(value, bool | int | float):
             literal = dtype.literal(float(value) if dtype.is_float else value)
             if literal is None:
-                raise InputError(f"{name} is {wanted}, got {value!r}")
+                raise InputError(f"{name} is {expected}, got {value!r}")
             value = dtype.number(literal)
         elif isinstance(value, np.ndarray | np.generic):
             value = mx.array(np.asarray(value), dtype=mx.float64 if value.dtype == np.float64 else None)
         if not isinstance(value, mx.array):
-            raise InputError(f"{name} is {wanted}, got {type(value).__name__}")
+            raise InputError(f"{name} is {expected}, got {type(value).__name__}")
         if value.dtype != dtype.mlx or value.shape != variable.shape:
-            raise InputError(f"{name} is {wanted}, got {named(value.dtype)}{list(value.shape)}")
+            raise InputError(f"{name} is {expected}, got {named(value.dtype)}{list(value.shape)}")
         try:
             mx.eval(value)
         except RuntimeError as error:

@@ -63,7 +63,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class LoadRequest:
     """A context to be loaded."""
 
     agent_id: str
@@ -135,7 +135,7 @@ class Loading:
     def __init__(
         self,
         sources: LoadSources,
-        wanted: Wanted,
+        request: LoadRequest,
         memory: Found,
         on_loaded: Callable[[Loaded, Sequence[int] | None], None],
         within: float,
@@ -144,8 +144,8 @@ class Loading:
         `within` is the time limit in seconds; if it is 0, only `memory` is used.
         """
         self._sources = sources
-        self._agent_id = wanted.agent_id
-        self._tokens = wanted.tokens
+        self._agent_id = request.agent_id
+        self._tokens = request.tokens
         self._memory = memory
         self._on_loaded = on_loaded
         self._started = time.perf_counter()
@@ -162,7 +162,7 @@ class Loading:
         self._ended: Future[float]  # seconds from the start of the load to SETTLED
         if within > 0:
             with self._span.current():
-                self._ended = self._start(within, named=wanted.named)
+                self._ended = self._start(within, named=request.named)
         else:
             self._state = LoadState.SETTLED
             self._ended = Future()

@@ -38,7 +38,7 @@ from ..spec import ModelCacheSpec
 from .cold import SafetensorsCacheAdapter
 from .flush import Flusher, Publication
 from .hot import CacheEntry, HotTier, LowerTier
-from .loading import Found, Loaded, Loading, LoadSources, Wanted, beginning
+from .loading import Found, Loaded, Loading, LoadRequest, LoadSources, beginning
 from .metrics import StoreMetrics, Tally, Tier, figures, publish_statistics
 from .pages import RESTORE_SECONDS, PageTier
 from .prefill_claims import Claim, Claims
@@ -205,7 +205,7 @@ class AgentCacheStore:
         within = within if (self._pages or self._cold) and not enough else 0.0
         loading = Loading(
             self._sources,
-            Wanted(agent_id, tokens, named),
+            LoadRequest(agent_id, tokens, named),
             memory,
             partial(self._keep_loaded, version, lifetimes),
             within,
@@ -257,8 +257,8 @@ class AgentCacheStore:
             adopted = self._tree.adopt(context)
             kept = self._keep_in_memory(adopted, lifetimes, written=written)
             stays = not written
-            wanted = bool(lifetimes and lifetimes.wanted)
-            written = written and (label is None or wanted or self._is_worth_writing(adopted))
+            has_lifetimes = bool(lifetimes and lifetimes.requested)
+            written = written and (label is None or has_lifetimes or self._is_worth_writing(adopted))
             self._tree.withhold(adopted, withheld=stays)
             if written:
                 self._tree.mark_stored(adopted)

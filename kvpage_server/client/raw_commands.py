@@ -105,9 +105,9 @@ def _read(raw_commands: Sequence[RawCommand], values: Sequence[Any]) -> list[Any
 # -- readers -----------------------------------------------------------------------------------------------------------
 
 
-def _expect(so: bool, wanted: str, value: Any) -> None:
+def _expect(so: bool, expected: str, value: Any) -> None:
     if not so:
-        raise WrongReply(f"instead of {wanted} came {value!r:.80}")
+        raise WrongReply(f"instead of {expected} came {value!r:.80}")
 
 
 def ok(value: Any) -> None:

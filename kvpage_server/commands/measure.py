@@ -35,10 +35,10 @@ class CallCounts:
         """Return an upper bound, in microseconds, of the time within which a share (0 to 1) of the calls ended; 0
         without calls. It is a power of two in nanoseconds.
         """
-        wanted, seen = share * self.count, 0
+        rank, seen = share * self.count, 0
         for bucket, calls in enumerate(self.histogram):
             seen += calls
-            if calls and seen >= wanted:
+            if calls and seen >= rank:
                 return float(1 << bucket) / 1000
         return 0.0
 

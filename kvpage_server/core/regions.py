@@ -98,8 +98,8 @@ def chunk_shape(slots: SlotShape, held: int) -> ChunkShape:
 
     The chunk is as large as these together, but between SMALLEST_CHUNK and LARGEST_CHUNK, and has at least one slot.
     """
-    wanted = min(max(held, SMALLEST_CHUNK), LARGEST_CHUNK)
-    count = max((wanted - slots.lead) // slots.pitch, 1)
+    nbytes = min(max(held, SMALLEST_CHUNK), LARGEST_CHUNK)
+    count = max((nbytes - slots.lead) // slots.pitch, 1)
     return ChunkShape(round_up(slots.lead + count * slots.pitch, mmap.PAGESIZE), count)
 
 
@@ -419,7 +419,7 @@ class Regions:
 
     def _shrink(self, most: int) -> int:
         """Return up to `most` spare bytes to the system, in at most _SPANS_PER_STEP parts. Return their number."""
-        wanted = left = max(most, 0) // HUGE * HUGE
+        goal = left = max(most, 0) // HUGE * HUGE
         spans = 0
         for region in reversed(self._regions):
             if region.is_sealed:
@@ -431,7 +431,7 @@ class Regions:
                 left -= stretch.size
                 spans += 1
                 self._pass_to_thread(stretch)
-        return wanted - left
+        return goal - left
 
     def _drop_sealed(self, region: Region, most: int) -> int:
         """Unmap a sealed region with at most `most` spare bytes if none of its bytes is in use. Return the spare bytes.

@@ -83,14 +83,14 @@ class Plans:
             (answer,) if isinstance(answer, memoryview) else None for answer in answers[: len(keys)]
         ]
         self._count_unavailable(answers[: len(keys)])
-        wanted = {
+        spans = {
             i: ranges for i, key in enumerate(keys) if (ranges := ranges_of_page(key, shapes[key.req_id, key.page]))
         }
         parts = [
-            get_range(block_key((keys[i].req_id, keys[i].page)), *part) for i, both in wanted.items() for part in both
+            get_range(block_key((keys[i].req_id, keys[i].page)), *part) for i, both in spans.items() for part in both
         ]
         pieces = yield from self.calls.router.ask(parts, end)
-        for i, header, body in zip(wanted, pieces[::2], pieces[1::2], strict=True):
+        for i, header, body in zip(spans, pieces[::2], pieces[1::2], strict=True):
             found[i] = None
             if isinstance(header, memoryview) and isinstance(body, memoryview):
                 found[i] = header, body

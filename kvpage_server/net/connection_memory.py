@@ -25,8 +25,8 @@ from kvpage_server.system.process import MMAP_THRESHOLD, trim_malloc, tune_mallo
 log = logging.getLogger("kvpage")
 
 _LARGE = 512 * 1024  # bytes: more than LMDB allocates for a piece of a value, which it frees at every commit
-_SMALL = 16 * 1024  # bytes: `make_room` closes only clients that hold more
-_GRACE = 1_000_000_000  # nanoseconds that `make_room` adds to the time since a client's last progress
+_SMALL = 16 * 1024  # bytes: `close_connections` closes only clients that hold more
+_GRACE = 1_000_000_000  # nanoseconds that `close_connections` adds to the time since a client's last progress
 
 
 def keep_large_blocks_apart() -> None:
@@ -56,7 +56,7 @@ def enforce_limits(client: Client) -> None:
     """Enforce the memory limits after a change of a client's memory.
 
     Close the client if it exceeds client-output-buffer-limit (hard) or client-query-buffer-limit. Otherwise, if all
-    connections together exceed maxmemory-clients, close connections with `make_room`.
+    connections together exceed maxmemory-clients, call `close_connections`.
     """
     connection, config = client.connection, client.server.config
     limit = output_limit(client)
@@ -67,7 +67,7 @@ def enforce_limits(client: Client) -> None:
         client.server.stats.overflown_inputs += 1
         connection.abort()
     elif client.server.in_flight > config.client_memory > 0:
-        make_room(client.server)
+        close_connections(client.server)
 
 
 def output_limit(client: Client) -> OutputLimit:
@@ -75,7 +75,7 @@ def output_limit(client: Client) -> OutputLimit:
     return client.server.config.client_output_buffer_limit["pubsub" if client.listens else "normal"]
 
 
-def make_room(server: Server) -> None:
+def close_connections(server: Server) -> None:
     """Close connections until all together hold no more than maxmemory-clients. O(n log n) in connections.
 
     First end TLS handshakes, the oldest first, because their clients have sent no command yet. Then repeatedly select
@@ -238,7 +238,7 @@ class Watch:
         if server.pause is not None and server.pause.ends <= now:
             server.end_pause()
         if server.in_flight > server.config.client_memory > 0:
-            make_room(server)  # memory of idle clients may have grown
+            close_connections(server)  # memory of idle clients may have grown
         yield from counted(server)
         self._measure(now)
         self._give_back_memory()

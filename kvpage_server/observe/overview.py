@@ -76,8 +76,8 @@ class CallFigures:
 
         `share` is from 0 to 1. Return 0 if there were no calls.
         """
-        wanted = share * self.count
-        found = next((bound for bound, calls in zip(BOUNDS, self.within, strict=False) if calls >= wanted), BOUNDS[-1])
+        rank = share * self.count
+        found = next((bound for bound, calls in zip(BOUNDS, self.within, strict=False) if calls >= rank), BOUNDS[-1])
         return found if self.count else 0.0
 
 

@@ -287,9 +287,9 @@ class _Dump:
         if self._selection.requests:
             return
         for found in self._store.strings(self._selection.match):
-            wanted = [(key, size) for key, size in found if string_name(key) not in self._kept]
-            self._done(len(found) - len(wanted))
-            for keys in batches(((key, size + KEY_COSTS) for key, size in wanted), BATCH_BYTES):
+            missing = [(key, size) for key, size in found if string_name(key) not in self._kept]
+            self._done(len(found) - len(missing))
+            for keys in batches(((key, size + KEY_COSTS) for key, size in missing), BATCH_BYTES):
                 values = self._store.values(keys)
                 self._report_lost([*set(keys).difference(value.key for value in values)])
                 for value in values:
@@ -316,10 +316,10 @@ class _Dump:
     def _without_kept(self, blocks: Iterable[Listed]) -> Iterator[tuple[list[PageKey], int]]:
         """Yield for each block its page keys that no kept file has, and the cost of their transfer in bytes."""
         for keys, nbytes in blocks:
-            wanted = [key for key in keys if not self._is_kept(key)] if self._kept else keys
-            self._done(len(keys) - len(wanted))
-            if wanted:
-                yield wanted, nbytes + len(wanted) * KEY_COSTS
+            missing = [key for key in keys if not self._is_kept(key)] if self._kept else keys
+            self._done(len(keys) - len(missing))
+            if missing:
+                yield missing, nbytes + len(missing) * KEY_COSTS
 
     def _tensors(self, block: list[tuple[PageKey, Value]]) -> list[Tensor]:
         """Return the tensors of a block's undamaged pages, and of strings that have replaced listed pages."""

@@ -364,12 +364,12 @@ class _Restore:
         return max(missing, 0)
 
     def _unexpired_keys(self) -> Iterator[tuple[bytes, int]]:
-        """Yield the wanted keys of all readable files that had not expired by the end of the dump, and the TTLs."""
+        """Yield the selected keys of all readable files that had not expired by the end of the dump, and the TTLs."""
         for _, contents in format.read_all(format.files_of(self._path, self._summary), self._summary):
             if isinstance(contents, BadFile):
                 continue
             age_ms = _age_ms(self._summary, contents)
-            for entry, _, _ in filter(self._is_wanted, contents.spans):
+            for entry, _, _ in filter(self._is_selected, contents.spans):
                 keys = map(bytes, entry.keys()) if isinstance(entry, PageTensor) else iter([entry.key])
                 for key, left_ms in zip(keys, entry.ttl_left_ms, strict=True):
                     if left_ms == FOREVER or left_ms > age_ms:
@@ -386,10 +386,10 @@ class _Restore:
             for bad in contents.bad:
                 corrupt.add(f"{bad}, in {file.name}")
             age_ms = _age_ms(summary, contents)
-            wanted = (span for span in contents.spans if self._is_wanted(span) and self._fits(span))
+            selected = (span for span in contents.spans if self._is_selected(span) and self._fits(span))
             try:
                 with opened(contents) as data:
-                    for part in parts(wanted, self._largest // _SHARE):
+                    for part in parts(selected, self._largest // _SHARE):
                         made = plan(part, read_part(data, contents, part), age_ms)
                         self._restored.expired += made.expired
                         for key in made.corrupt:
@@ -411,7 +411,7 @@ class _Restore:
         self._restored.finished = summary is not None
         return summary
 
-    def _is_wanted(self, span: EntrySpan) -> bool:
+    def _is_selected(self, span: EntrySpan) -> bool:
         return not self._requests or (isinstance(span.entry, PageTensor) and span.entry.first.req_id in self._requests)
 
     def _fits(self, span: EntrySpan) -> bool:

@@ -111,10 +111,10 @@ def raise_descriptor_limit(connections: int, others: int) -> int:
     Return the number of connections that fit into the limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = connections + others
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    needed = connections + others
+    if soft == resource.RLIM_INFINITY or soft >= needed:
         return connections
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     return min(max(allowed - others, 1), connections)
 

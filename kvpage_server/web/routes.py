@@ -253,10 +253,10 @@ def connected_clients() -> Reading[Shown | None]:
         return None
     rows = answer.rstrip(b"\n").split(b"\n", MOST_CLIENTS)[:MOST_CLIENTS]
     lines = [dict(word.partition("=")[::2] for word in text(row).split(" ")) for row in rows]
-    wanted = ("id", "addr", "name", "user", "age", "idle", "cmd", "lib-name", "flags")
+    fields = ("id", "addr", "name", "user", "age", "idle", "cmd", "lib-name", "flags")
     return {
         "count": answer.rstrip(b"\n").count(b"\n") + 1,
-        "clients": [{name: line.get(name, "")[:SHOWN_LETTERS] for name in wanted} for line in lines],
+        "clients": [{name: line.get(name, "")[:SHOWN_LETTERS] for name in fields} for line in lines],
     }
 
 

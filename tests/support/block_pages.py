@@ -11,7 +11,7 @@ import engine  # noqa: F401 - picks the BLAS before mlx is imported
 import mlx.core as mx
 import numpy as np
 
-from engine.memory.blocks import Arrays, in_memory
+from engine.memory.blocks import Arrays, arrays_in
 from engine.spec import Shapes
 from kvpage_server.page import Plane
 
@@ -49,4 +49,4 @@ def page_bodies(arrays: Arrays) -> Iterator[memoryview]:
 
 def from_body(body: bytes, shapes: Shapes) -> Arrays:
     """The arrays of `shapes` whose pages, one after the other in canonical order, are `body`."""
-    return in_memory(mx.array(np.frombuffer(body, np.uint8)), shapes)
+    return arrays_in(mx.array(np.frombuffer(body, np.uint8)), shapes)

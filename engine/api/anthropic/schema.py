@@ -290,8 +290,8 @@ class CountBody(RequestBody):
             "continue_final_message": messages[-1].role == "assistant",
             **self.more_fields(),
         }
-        if wanted := self.output_config.format:
-            schema = {"name": "answer", "schema": wanted.definition}
+        if output_format := self.output_config.format:
+            schema = {"name": "answer", "schema": output_format.definition}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return ChatBody.of(fields)
 

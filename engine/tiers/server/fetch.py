@@ -32,7 +32,7 @@ from kvpage_server.client.cluster.plan import GONE
 from kvpage_server.client.raw_commands import RawCommand, integer
 from kvpage_server.tracing import span
 
-from ...memory.blocks import AgentBlocks, Arrays, KVBlock, in_memory
+from ...memory.blocks import AgentBlocks, Arrays, KVBlock, arrays_in
 from ...pool import PoolExhaustedError
 from ...spec import Shapes
 from .connection import OUTAGES
@@ -52,7 +52,7 @@ class Receiver:
         """Start with nothing received. `digests` are by seal."""
         self.plan = plan
         self.arrays: dict[BlockPlace, Arrays] = {}  # received blocks that match their seals
-        self.state = next(iter(lookup.in_memory.states), None)  # the furthest usable state, at first from memory
+        self.state = next(iter(lookup.plan_in_memory.states), None)  # the furthest usable state, at first from memory
         self._lookup = lookup
         self._report = lookup.report
         self._connection = lookup.remote.connection
@@ -78,7 +78,7 @@ class Receiver:
 
     async def receive(self) -> None:
         """Receive the planned blocks that are not in memory. Raises an outage that interrupted it."""
-        wanted = self._layout.nbytes(*self._lookup.wanted(self.plan))
+        planned_bytes = self._layout.nbytes(*self._lookup.missing(self.plan))
         missing = [place for place in self.plan.blocks if place not in self._lookup.held]
         self._begun = time.perf_counter()
         before, mapped = self._coded_bytes(), self._connection.server.mapped_bytes
@@ -92,7 +92,7 @@ class Receiver:
                     self._outage = None  # break the reference cycle: its traceback has this frame
             await self._receive_state()
         finally:
-            self._connection.rates.received(self._report.nbytes, time.perf_counter() - self._begun, wanted)
+            self._connection.rates.received(self._report.nbytes, time.perf_counter() - self._begun, planned_bytes)
             raw, coded = (now - then for now, then in zip(self._coded_bytes(), before, strict=True))
             self._report.coded = raw / coded if coded > 0 else None
             self._report.mapped = self._connection.server.mapped_bytes > mapped
@@ -141,7 +141,7 @@ class Receiver:
         """Raise Miss if the rest is computed faster than received, at the rate of this fetch so far."""
         if self._lookup.whole_context or self._report.nbytes < LEAST_BYTES:
             return
-        rest = [place for place in self._lookup.wanted(self.plan) if place not in self.arrays]
+        rest = [place for place in self._lookup.missing(self.plan) if place not in self.arrays]
         rate = self._report.nbytes / (time.perf_counter() - self._begun)
         again = self._connection.rates.decide(self.plan.reach - self.reach, self._layout.nbytes(*rest), rate)
         if rest and not again.fetch:
@@ -196,7 +196,7 @@ def _verified(
 ) -> dict[BlockPlace, Arrays]:
     """Return the arrays of all blocks that match their seals, in the memory in which they were received."""
     return {
-        place: in_memory(body, shapes)
+        place: arrays_in(body, shapes)
         for place, body in bodies
         if place.digest([np.asarray(body).data]) == digests[place.seal]
     }
@@ -259,7 +259,7 @@ class Fetch:
         self._request = request
         self._pool = remote.pool
         self._lookup = Lookup(remote, request, self.report)
-        self._received = Receiver(self._lookup, self._lookup.in_memory, {})  # until there is a plan
+        self._received = Receiver(self._lookup, self._lookup.plan_in_memory, {})  # until there is a plan
         self._ids: list[int] = []  # ids in the pool of the blocks to be received
         self._pool.share((block.block_id for block in request.held), request.agent_id)
         self._lock = threading.Lock()  # of the state
@@ -363,13 +363,13 @@ class Fetch:
         with span("kvpage.lookup") as seen:
             digests = await self._lookup.ask()
             plan = await self._lookup.lease(digests)
-            wanted = self._lookup.wanted(plan)
-            nbytes = self._lookup.remote.layout.nbytes(*wanted)
+            missing = self._lookup.missing(plan)
+            nbytes = self._lookup.remote.layout.nbytes(*missing)
             if not plan.blocks and not self._request.beyond and not self.report.reasons:
                 self.report.missed("absent")
-            seen.set(tokens=plan.reach, blocks=len(wanted), bytes=nbytes, reason=self.why)
+            seen.set(tokens=plan.reach, blocks=len(missing), bytes=nbytes, reason=self.why)
         try:
-            blocks = sum(not place.of_state for place in wanted)
+            blocks = sum(not place.of_state for place in missing)
             self._ids = self._pool.allocate(blocks, self._request.agent_id, nbytes)
         except PoolExhaustedError:
             self.report.missed("pool")

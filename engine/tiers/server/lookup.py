@@ -82,12 +82,12 @@ class Lookup:
             remote.spec, prompt, None, self._chain, remote.layout.together
         )  # of the prompt only, so far
         self.held = dict(zip(self._offer.full, request.held, strict=False))
-        self.in_memory = self._offer.plan(self.digests_in_memory, self.limit)
+        self.plan_in_memory = self._offer.plan(self.digests_in_memory, self.limit)
 
     @property
     def limit(self) -> int:
         """The most tokens of a context that ends in a state. One token of a prompt is left to compute."""
-        return len(self._offer.wanted) - (not self.whole_context)
+        return len(self._offer.tokens) - (not self.whole_context)
 
     @cached_property
     def digests_in_memory(self) -> dict[str, str]:
@@ -95,7 +95,7 @@ class Lookup:
         blocks = dict.fromkeys((place.seal for place in self.held), "")
         return blocks | {place.state().seal: "" for place, block in self.held.items() if block.state is not None}
 
-    def wanted(self, plan: Plan) -> list[BlockPlace]:
+    def missing(self, plan: Plan) -> list[BlockPlace]:
         """Return the places to fetch for a plan: the blocks that are not in memory, and the furthest state if it is
         not.
         """
@@ -116,9 +116,9 @@ class Lookup:
         records = dict(zip(parents, found[len(keys) :], strict=False))
         digests = dict(zip(seals, found[len(keys) + len(parents) :], strict=True))
         branches, in_records = self._branches(records, parents)
-        wanted = manifest.tokens if manifest and self.whole_context else self._offer.wanted
-        chain = spec.chain(manifest.owner if manifest else agent_id, wanted)
-        self._offer = Offer(spec, wanted, manifest, chain, self.remote.layout.together, branches)
+        tokens = manifest.tokens if manifest and self.whole_context else self._offer.tokens
+        chain = spec.chain(manifest.owner if manifest else agent_id, tokens)
+        self._offer = Offer(spec, tokens, manifest, chain, self.remote.layout.together, branches)
         # Second request: the digests of blocks that only the manifest names.
         if more := [place.seal for place in self._offer.places if place.seal not in digests]:
             digests |= dict(zip(more, await connection.read(more, self.report.missed), strict=True))
@@ -135,19 +135,19 @@ class Lookup:
         found = set[BlockPlace]()
         while True:
             plan = self._offer.plan(digests, self.limit)
-            beyond = max(self.in_memory.reach, self._request.beyond)
+            beyond = max(self.plan_in_memory.reach, self._request.beyond)
             if self._request.beyond and min(plan.reach, self.limit) <= beyond:
-                return self.in_memory
-            wanted = self.wanted(plan)
-            if not wanted:
+                return self.plan_in_memory
+            missing = self.missing(plan)
+            if not missing:
                 return plan
             if not self.whole_context:
-                tokens, nbytes = plan.reach - beyond, self.remote.layout.nbytes(*wanted)
+                tokens, nbytes = plan.reach - beyond, self.remote.layout.nbytes(*missing)
                 self.report.decision = self.remote.connection.rates.decide(tokens, nbytes)
                 if not self.report.decision.fetch:
                     self.report.missed("recompute")
-                    return self.in_memory
-            stored = [place for place in wanted if self.remote.layout.nbytes(place)]
+                    return self.plan_in_memory
+            stored = [place for place in missing if self.remote.layout.nbytes(place)]
             if found.issuperset(stored):
                 return plan
             leased, lost = await self._lease_all(plan, stored)
@@ -173,7 +173,7 @@ class Lookup:
     def _parents(self) -> dict[str, Parent]:
         """Return the keys of the records that may have more of the prompt than memory has, with the parents of their
         blocks: one for each full block, and the records of the prompt's first tokens."""
-        spec, prompt = self.remote.spec, self._offer.wanted
+        spec, prompt = self.remote.spec, self._offer.tokens
         names = tuple(place.name for place in self._offer.full)
         parents = [Parent(names[:count], self._chain, self.remote.layout.together) for count in range(len(names) + 1)]
         starts = range(0, len(prompt), spec.block_tokens)
@@ -200,13 +200,13 @@ class Lookup:
                 continue
             parent = parents[key]
             start = len(parent.names) * spec.block_tokens
-            rest = self._offer.wanted[start : self.limit]
+            rest = self._offer.tokens[start : self.limit]
             near = nlargest(MOST_BRANCHES, ((tail.usable(rest, spec), i) for i, tail in enumerate(tails)))
             for usable, i in near:
                 if usable:
                     block, *states = places = tails[i].places(parent, spec)
-                    tokens = (*self._offer.wanted[:start], *tails[i].tokens)
-                    common = start + common_prefix(tails[i].tokens, self._offer.wanted[start:])
+                    tokens = (*self._offer.tokens[:start], *tails[i].tokens)
+                    common = start + common_prefix(tails[i].tokens, self._offer.tokens[start:])
                     branches.append(StoredBranch(len(parent.names), tokens, block, common, tuple(states)))
                     digests |= {place.seal: digest for place, digest in places.items()}
         return branches, digests

@@ -103,14 +103,14 @@ async def _change(connection: ServerConnection, keys: Sequence[str], change: Cal
     def raw_commands(values: Sequence[bytes | None]) -> list[RawCommand]:
         nonlocal dropped
         stored = dict(zip(keys, values, strict=True))
-        wanted = change(stored)
-        before = Counter(name for key in wanted for name in names_in(stored[key], key))
-        after = Counter(name for key, manifest in wanted.items() for name in names_in(manifest, key))
+        changed = change(stored)
+        before = Counter(name for key in changed for name in names_in(stored[key], key))
+        after = Counter(name for key, manifest in changed.items() for name in names_in(manifest, key))
         added, removed = after - before, before - after
         dropped = list(removed)
         counted.update(added, removed)
-        puts = [RawCommand(["SET", key, manifest], ok) for key, manifest in wanted.items() if manifest is not None]
-        deleted = [key for key, manifest in wanted.items() if manifest is None and stored[key] is not None]
+        puts = [RawCommand(["SET", key, manifest], ok) for key, manifest in changed.items() if manifest is not None]
+        deleted = [key for key, manifest in changed.items() if manifest is None and stored[key] is not None]
         return [
             *puts,
             *(RawCommand(["DEL", key], integer) for key in deleted),

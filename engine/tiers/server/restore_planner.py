@@ -57,9 +57,9 @@ class Rates:
         """Note that the server has answered a request without a body in `seconds`."""
         self._requests.observe(1, seconds)
 
-    def received(self, nbytes: int, seconds: float, wanted: int) -> None:
-        """Note that `nbytes` of `wanted` bytes have arrived in `seconds`, unless `wanted` is less than LEAST_BYTES."""
-        if wanted >= LEAST_BYTES:
+    def received(self, nbytes: int, seconds: float, planned: int) -> None:
+        """Note that `nbytes` of `planned` bytes have arrived in `seconds`. Less than LEAST_BYTES are not measured."""
+        if planned >= LEAST_BYTES:
             self._link.observe(nbytes, seconds)
             self._link_seen = self._clock()
 
@@ -122,7 +122,7 @@ class Offer:
     def __init__(
         self,
         spec: ModelCacheSpec,
-        wanted: tuple[int, ...],
+        tokens: tuple[int, ...],
         manifest: ContextManifest | None,
         chain: Chain = SHARED,
         together: int = 0,
@@ -131,10 +131,10 @@ class Offer:
         """Collect the places. `chain` is the chain of the prompt; `together` is as for BlockLayout. The digests of
         `branches` are known."""
         size = spec.block_tokens
-        names = chain_hashes(spec.fingerprint, wanted, size, chain)
+        names = chain_hashes(spec.fingerprint, tokens, size, chain)
         self.spec = spec
-        self.wanted = wanted
-        self.common = common_prefix(manifest.tokens, wanted) if manifest else 0
+        self.tokens = tokens
+        self.common = common_prefix(manifest.tokens, tokens) if manifest else 0
         self.full = [
             BlockPlace(name, size, (i + 1) * size, tag=tag_of(names, i, together)) for i, name in enumerate(names)
         ]
@@ -167,7 +167,7 @@ class Offer:
         `limit` is the most tokens of a prefix that ends in a state: all but one of a prompt.
         """
         stored = self.stored(digests)
-        plans = [self._plan(self.wanted, stored, digests, limit, len(self.wanted), self._inner)]
+        plans = [self._plan(self.tokens, stored, digests, limit, len(self.tokens), self._inner)]
         for branch in [self._own, *self._branches] if self._own else self._branches:
             if branch.block.seal in digests and len(stored) >= branch.before:
                 blocks = [*stored[: branch.before], branch.block]

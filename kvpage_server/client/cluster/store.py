@@ -382,13 +382,13 @@ class ClusterCalls:
         for i, answer in zip(absent, there, strict=True):
             missed[i] = GONE if isinstance(answer, Failed) else missed[i]
         absent = [i for i, answer in zip(absent, there, strict=True) if answer == 1]
-        wanted = [(i, key, rooms[i].body[span]) for i in absent for key, _, span in pages_of_block(names[i], shape)]
+        pages = [(i, key, rooms[i].body[span]) for i in absent for key, _, span in pages_of_block(names[i], shape)]
         found = yield from self._read_pages(
-            [key for _, key, _ in wanted], [Place(_memory(HEADER_SIZE), body) for *_, body in wanted], end, {}
+            [key for _, key, _ in pages], [Place(_memory(HEADER_SIZE), body) for *_, body in pages], end, {}
         )
         for i in absent:
             missed[i] = None
-        for (i, _, _), reason in zip(wanted, found, strict=True):
+        for (i, _, _), reason in zip(pages, found, strict=True):
             missed[i] = missed[i] or reason
 
     def _with_blocks(

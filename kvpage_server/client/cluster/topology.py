@@ -78,13 +78,13 @@ def options_of(query: str, *, tls: bool) -> dict[str, Any]:
             raise ValueError(f"unknown option {name!r:.60} in a cluster's URL; allowed: {', '.join(allowed)}")
         if name in found:
             raise ValueError(f"the option {name} is given twice in a cluster's URL")
-        read, wanted = allowed[name]
+        read, form = allowed[name]
         try:
             if not text:
                 raise ValueError
             found[name] = read(text)
         except (KeyError, ValueError):
-            raise ValueError(f"the option {name} of a cluster's URL must be {wanted}, got {text!r:.60}") from None
+            raise ValueError(f"the option {name} of a cluster's URL must be {form}, got {text!r:.60}") from None
     return found
 
 
@@ -193,27 +193,27 @@ class Address:
     def __init__(self, url: str) -> None:
         """Parse a URL. Raises ValueError."""
         parts = urlsplit(url)
-        wanted = "a cluster's URL is valkey-cluster://host:port,host:port (or redis-cluster://, rediss-cluster://)"
+        form = "a cluster's URL is valkey-cluster://host:port,host:port (or redis-cluster://, rediss-cluster://)"
         if parts.scheme not in SCHEMES or not parts.netloc:
-            raise ValueError(f"{wanted}, got {parts.scheme or url}")
+            raise ValueError(f"{form}, got {parts.scheme or url}")
         if parts.path not in ("", "/", "/0") or parts.fragment:
-            raise ValueError(f"{wanted}; a cluster has one database, 0, got {parts.path!r}")
+            raise ValueError(f"{form}; a cluster has one database, 0, got {parts.path!r}")
         user, _, hosts = parts.netloc.rpartition("@")
         self._scheme, self._user = SCHEMES[parts.scheme], f"{user}@" if user else ""
         self.options = options_of(parts.query, tls=self._scheme == "rediss")
-        self.seeds = [_node(host, wanted) for host in hosts.split(",")]
+        self.seeds = [_node(host, form) for host in hosts.split(",")]
 
     def url(self, node: Node) -> str:
         """Return the URL of a node."""
         return f"{self._scheme}://{self._user}{node}"
 
 
-def _node(text: str, wanted: str) -> Node:
+def _node(text: str, form: str) -> Node:
     found = urlsplit(f"//{text}")
     try:
         host, port = found.hostname, found.port
     except ValueError as error:
-        raise ValueError(f"{wanted}; {text!r}: {error}") from None
+        raise ValueError(f"{form}; {text!r}: {error}") from None
     if not host or port == 0:
-        raise ValueError(f"{wanted}; {text!r} has no host or port")
+        raise ValueError(f"{form}; {text!r} has no host or port")
     return Node(host, 6379 if port is None else port)

@@ -349,8 +349,8 @@ def check_url(url: str) -> None:
     parts = urlsplit(url)
     allowed = _ALLOWED.get(parts.scheme) if url.startswith(f"{parts.scheme}://") else None
     if allowed is None:
-        wanted = "redis://, rediss:// or unix://, and that of a cluster with valkey-cluster://"
-        raise ValueError(f"a server's URL begins with {wanted}, got {shown(url)!r}")
+        schemes = "redis://, rediss:// or unix://, and that of a cluster with valkey-cluster://"
+        raise ValueError(f"a server's URL begins with {schemes}, got {shown(url)!r}")
     for name in parse_qs(parts.query, keep_blank_values=True).keys() - allowed:
         if name in _OF_TLS:
             raise ValueError(f"the option {name} of a server's URL needs rediss://")

@@ -137,9 +137,9 @@ class Values:
     # -- receiving -----------------------------------------------------------------------------------------------------
 
     def _buffers(self) -> list[memoryview]:
-        return [*self._into, self._scratch[: self._wanted_behind()]] if self._into else [self._scratch]
+        return [*self._into, self._scratch[: self._bytes_behind()]] if self._into else [self._scratch]
 
-    def _wanted_behind(self) -> int:
+    def _bytes_behind(self) -> int:
         """Return the number of bytes that one receive call reads after the end of a long string.
 
         If the next string has a `Place`, these bytes end where its body begins, so that the body is received directly

@@ -475,13 +475,13 @@ def rejected(client: Client, spec: Spec | None, words: Command, error: ReplyErro
         message = "%s speaks HTTP: its connection ends, the rest of it may be commands"
         client.server.seldom.log(logging.WARNING, message, client.address)
         client.connection.abort()
-    wanted = spec_of(words)
-    if wanted is not None and wanted.runs_queued:
+    row = spec_of(words)
+    if row is not None and row.runs_queued:
         client.end_transaction()
         error = ReplyError(f"EXECABORT Transaction discarded because of: {str(error).removeprefix('ERR ')}")
     elif client.transaction is not None:
         client.transaction.refused = True
-    end_caching(client, wanted)
+    end_caching(client, row)
     return bare(error)
 
 

@@ -81,9 +81,9 @@ class KeyEvents:
 
     def _listen(self) -> None:
         """Register for the keyspace's events if any of them is used here, otherwise end the registration."""
-        wanted = self._watchers or self.tracking or ("K" in self._notified or "E" in self._notified)
-        self._keyspace.contents.on_event = self._distribute if wanted else None
-        self._keyspace.contents.on_block = self._distribute_for_block if wanted else None
+        is_needed = self._watchers or self.tracking or ("K" in self._notified or "E" in self._notified)
+        self._keyspace.contents.on_event = self._distribute if is_needed else None
+        self._keyspace.contents.on_block = self._distribute_for_block if is_needed else None
 
     def watch(self, client: Recipient, key: bytes) -> None:
         """Make the client's next transaction fail if `key` changes."""

@@ -416,8 +416,8 @@ class Bodies:
         are not the expected reply, or OSError.
         """
         direct = self._rest_of_long_body()
-        self._make_room()
-        ahead = self._scratch[self._end : min(SCRATCH_BYTES, self._end + self._wanted(direct))]
+        self._move_to_start()
+        ahead = self._scratch[self._end : min(SCRATCH_BYTES, self._end + self._ahead(direct))]
         try:
             count = os.readv(fd, [direct, ahead] if direct else [ahead])
         except BlockingIOError:
@@ -435,7 +435,7 @@ class Bodies:
         """Parse bytes that another function has received. Raise WrongAnswer if they are not the expected reply."""
         rest = memoryview(data)
         while rest:
-            self._make_room()
+            self._move_to_start()
             some = rest[: SCRATCH_BYTES - self._end]
             self._scratch[self._end : self._end + len(some)] = some
             self._end += len(some)
@@ -454,27 +454,27 @@ class Bodies:
         place = self._places[self._item]
         return place[len(place) - self._left :][:LARGEST_STEP_BYTES]
 
-    def _make_room(self) -> None:
+    def _move_to_start(self) -> None:
         """Move the unparsed bytes, at most a line, to the beginning of the scratch memory."""
         left = bytes(self._scratch[self._start : self._end])
         self._scratch[: len(left)] = left
         self._start, self._end = 0, len(left)
 
-    def _wanted(self, direct: memoryview) -> int:
+    def _ahead(self, direct: memoryview) -> int:
         """Return the number of bytes to receive into the scratch memory: up to the line before the next long body.
 
         `direct` is the memory of the current body that the same call receives into.
         """
-        wanted = MAX_FRAME
+        size = MAX_FRAME
         item = self._item
         if self._next in (Bodies._take_body, Bodies._take_dropped, Bodies._take_crlf):
-            wanted += self._left - len(direct) + 2
+            size += self._left - len(direct) + 2
             item += 1
         for place in self._places[item : item + ITEMS_AHEAD]:
-            wanted += MAX_FRAME + (0 if self._names is None else HEADER_SIZE)
+            size += MAX_FRAME + (0 if self._names is None else HEADER_SIZE)
             if len(place) >= LONG_BYTES:
-                return wanted
-            wanted += len(place)
+                return size
+            size += len(place)
         return SCRATCH_BYTES
 
     # -- parsers: each parses bytes from the start, and returns their number, or -1 if it needs more -------------------

@@ -496,7 +496,7 @@ class Disk:
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def make_room(self, changes: Iterable[Change]) -> None:
+    def commit_removals(self, changes: Iterable[Change]) -> None:
         """Commit removals when the disk is full. Removals in the order of names are the fastest.
 
         LMDB needs free pages for a removal, too, so the reserve file is deleted first. If `maxdisk` has no space for
@@ -729,9 +729,9 @@ class Disk:
         """
         found = [*self.records(after, _DECODED)]
         coded = [record for _, record in found if isinstance(record, Record) and record.body.coded]
-        wanted = [(record.name, np.empty(record.body.size, np.uint8).data) for record in coded]
+        copies = [(record.name, np.empty(record.body.size, np.uint8).data) for record in coded]
         writes, damaged = list[Write](), list[bytes]()
-        for record, (name, body), outcome in zip(coded, wanted, self.read(wanted), strict=True):
+        for record, (name, body), outcome in zip(coded, copies, self.read(copies), strict=True):
             if outcome is True:
                 writes.append(Write(name, record.meta, body, record.expires, record.used, record.body.digest))
             else:
@@ -808,34 +808,34 @@ class Disk:
             if cursor.set_range(start) if start else cursor.first():
                 yield from (found for _, found in zip(range(most), cursor, strict=False))
 
-    def read(self, wanted: Sequence[tuple[bytes, memoryview]]) -> list[Outcome]:
+    def read(self, values: Sequence[tuple[bytes, memoryview]]) -> list[Outcome]:
         """Copy the bodies of values into memory, and return the outcome of each, in order. Raises DiskError.
 
-        `wanted` has names and memory. A value of another size than its memory counts as absent. The GIL is released
+        `values` has names and memory. A value of another size than its memory counts as absent. The GIL is released
         while bodies are copied or read from disk.
         """
         with lmdb_errors(self.path), self._env.begin(buffers=True) as txn:
-            bodies = self._bodies(txn, len(wanted))
-            return [bodies.read(name, into) for name, into in wanted]
+            bodies = self._bodies(txn, len(values))
+            return [bodies.read(name, into) for name, into in values]
 
-    def find(self, wanted: Sequence[tuple[bytes, int]]) -> tuple[object, list[Found]]:
+    def find(self, values: Sequence[tuple[bytes, int]]) -> tuple[object, list[Found]]:
         """Return a transaction, and views of the bodies of values in the map, which are valid as long as it is open.
 
-        `wanted` has names and sizes in bytes. All bytes were read and checked with the GIL released, so they are in the
+        `values` has names and sizes in bytes. All bytes were read and checked with the GIL released, so they are in the
         system's page cache. Raises DiskError.
         """
         with lmdb_errors(self.path):
             txn = self._env.begin(buffers=True)
-            bodies = self._bodies(txn, len(wanted))
-            return txn, [bodies.find(name, size) for name, size in wanted]
+            bodies = self._bodies(txn, len(values))
+            return txn, [bodies.find(name, size) for name, size in values]
 
-    def _bodies(self, txn: ReadTxn, wanted: int) -> StoredBodies:
-        """Return `StoredBodies` for `wanted` lookups. It caches the `Body` of pages until the next commit."""
+    def _bodies(self, txn: ReadTxn, count: int) -> StoredBodies:
+        """Return `StoredBodies` for `count` lookups. It caches the `Body` of pages until the next commit."""
         commit, (since, known) = txn.id(), self._page_cache
         if since != commit or len(known) > _MOST_KNOWN:
             known = {}
             self._page_cache = commit, known  # another thread may have set it, too; either cache is valid
-        return StoredBodies(txn, self._records, self._pieces, known, whole_sheets=wanted >= _MANY)
+        return StoredBodies(txn, self._records, self._pieces, known, whole_sheets=count >= _MANY)
 
     def check(self, name: bytes) -> int:
         """Read a value's body and check it. Return its size in bytes; 0 if there is none. Raises Damaged, DiskError."""

@@ -28,7 +28,7 @@ T = TypeVar("T")
 THREADS = 2
 
 Coded = tuple[Sequence[memoryview], int]  # the parts of a code in memory, and the XXH3-64 of its body
-Wanted = Sequence[tuple[bytes, memoryview, Coded | None]]  # names, the memory for their bodies, and their codes
+Reads = Sequence[tuple[bytes, memoryview, Coded | None]]  # names, the memory for their bodies, and their codes
 
 
 class DiskReader:
@@ -48,21 +48,21 @@ class DiskReader:
         for thread in self._threads:
             thread.start()
 
-    def fetch(self, wanted: Wanted, done: Callable[[list[Outcome]], None]) -> None:
+    def fetch(self, values: Reads, done: Callable[[list[Outcome]], None]) -> None:
         """Copy bodies into memory, or decode them if they are coded in memory, then call `done` on the loop with the
         outcomes.
 
         The caller keeps the memory alive.
         """
-        self._begin(partial(self._outcomes, wanted), done)
+        self._begin(partial(self._outcomes, values), done)
 
     def find(
-        self, wanted: Sequence[tuple[bytes, int, Coded | None]], done: Callable[[tuple[object, list[Found]]], None]
+        self, values: Sequence[tuple[bytes, int, Coded | None]], done: Callable[[tuple[object, list[Found]]], None]
     ) -> None:
         """Find values in the map and check them, then call `done` on the loop with the result of `Disk.find`. Values
         that are coded in memory are decoded instead.
         """
-        self._begin(partial(self._found, wanted), done)
+        self._begin(partial(self._found, values), done)
 
     def _begin(self, work: Callable[[], T], done: Callable[[T], None]) -> None:
         ticket = next(self._tickets)
@@ -77,26 +77,26 @@ class DiskReader:
             self._loop.call_soon_threadsafe(deliver)
             del deliver
 
-    def _outcomes(self, wanted: Wanted) -> list[Outcome]:
-        outcomes: list[Outcome] = [code is not None and _decodes(code, body) for _, body, code in wanted]
+    def _outcomes(self, values: Reads) -> list[Outcome]:
+        outcomes: list[Outcome] = [code is not None and _decodes(code, body) for _, body, code in values]
         rest = [at for at, outcome in enumerate(outcomes) if outcome is False]
         read: list[Outcome] = []
         if rest:
             try:
-                read = self._disk.read([wanted[at][:2] for at in rest])
+                read = self._disk.read([values[at][:2] for at in rest])
             except DiskError as error:
                 read = [DiskError(str(error))] * len(rest)  # without the traceback, which refers to memory
         for at, outcome in zip(rest, read, strict=True):
             outcomes[at] = outcome
         return outcomes
 
-    def _found(self, wanted: Sequence[tuple[bytes, int, Coded | None]]) -> tuple[object, list[Found]]:
-        found: list[Found] = [False if code is None else _decoded(code, size) for _, size, code in wanted]
+    def _found(self, values: Sequence[tuple[bytes, int, Coded | None]]) -> tuple[object, list[Found]]:
+        found: list[Found] = [False if code is None else _decoded(code, size) for _, size, code in values]
         rest = [at for at, pieces in enumerate(found) if pieces is False]
         txn, read = None, list[Found]()
         if rest:
             try:
-                txn, read = self._disk.find([wanted[at][:2] for at in rest])
+                txn, read = self._disk.find([values[at][:2] for at in rest])
             except DiskError as error:
                 read = [DiskError(str(error))] * len(rest)  # without the traceback, which refers to memory
         for at, pieces in zip(rest, read, strict=True):

@@ -230,7 +230,7 @@ class Changes:
         """Return the change that stores a value. Called in the thread that commits."""
         return change_of(name, value)
 
-    def make_room(self, error: DiskFull, size: int) -> Iterator[None]:
+    def evict_for_full_disk(self, error: DiskFull, size: int) -> Iterator[None]:
         """Evict, because the disk is full and `size` bytes wait. Yields after each unit."""
         return self._account.evict_for_full_disk(error, size)
 

@@ -175,10 +175,10 @@ class DiskUsage:
             self._replaced[name] = size
             self.replaced += size
 
-    def found(self, units: Iterable[bytes], in_memory: Collection[bytes], size: int) -> None:
+    def found(self, units: Iterable[bytes], loaded: Collection[bytes], size: int) -> None:
         """Set the units that the start has found, in the order of eviction, and the sum of their footprints."""
         for unit in units:
-            if unit not in in_memory:
+            if unit not in loaded:
                 self._on_disk_only.append(unit, None)
         self.used = self.expected = size
 

@@ -166,7 +166,7 @@ class DiskWriter(Generic[T]):
         """
         try:
             if makes_room:
-                self._disk.make_room(self._changes(batch))
+                self._disk.commit_removals(self._changes(batch))
             else:
                 batch.coded = self._disk.write(self._changes(batch))
         except (DiskFull, DiskError) as error:
@@ -303,7 +303,7 @@ class Owner(Protocol[T]):
     def note_stored(self, batch: Batch[T]) -> Iterator[None]:
         """Note that a batch was committed. Runs on the loop, and yields after each step."""
 
-    def make_room(self, error: DiskFull, size: int) -> Iterator[None]:
+    def evict_for_full_disk(self, error: DiskFull, size: int) -> Iterator[None]:
         """Evict values, because the disk is full and `size` bytes are queued.
 
         Runs on the loop; yields after each step.
@@ -565,7 +565,7 @@ class WriteBehind(Generic[T]):
             self._next = batch
         if isinstance(error, DiskFull):
             self._move(Event.FULL)
-            self._in_turns(self._owner.make_room(error, batch.size), lambda: self._remove(error))
+            self._in_turns(self._owner.evict_for_full_disk(error, batch.size), lambda: self._remove(error))
         else:
             self._fail(error)
 

@@ -475,7 +475,7 @@ def test_the_end_of_a_lifetime_is_named() -> None:
     """
     now = unix_ms()
     earlier, hit, prompt = asked(), asked(), asked()
-    earlier.wanted = [(50, 3600), (80, 300)]
+    earlier.requested_lifetimes = [(50, 3600), (80, 300)]
     earlier.begin_lifetimes(None, answered(0, KeptContext(80, now + 300_000)))
     hit.begin_lifetimes(earlier, answered(70))
     after = time.time()
@@ -497,7 +497,7 @@ def test_the_end_of_a_lifetime_is_named() -> None:
 def test_a_new_lifetime_does_not_hide_the_end_of_the_last() -> None:
     """A prompt that continues an earlier one, and has a lifetime again."""
     earlier, prompt, now = asked(), asked(), unix_ms()
-    earlier.wanted = prompt.wanted = [(80, 300)]
+    earlier.requested_lifetimes = prompt.requested_lifetimes = [(80, 300)]
     earlier.begin_lifetimes(None, answered(0, KeptContext(80, now + 300_000)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "time", lambda: now / 1000 + 600)
@@ -510,7 +510,7 @@ def test_a_new_lifetime_does_not_hide_the_end_of_the_last() -> None:
 def test_only_the_latest_lifetimes_are_noted() -> None:
     """Prompts that reuse fewer and fewer tokens do not make the notes longer."""
     earlier = asked(400)
-    earlier.wanted = [(400, 300)]
+    earlier.requested_lifetimes = [(400, 300)]
     earlier.begin_lifetimes(None, answered(0, KeptContext(400, unix_ms() + 300_000)))
     for reused in range(390, 0, -10):
         asked(400).begin_lifetimes(earlier, answered(reused))

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.caches import ArraysLayer, FullLayer, Matrices
-from engine.memory.blocks import block_names, in_memory
+from engine.memory.blocks import arrays_in, block_names
 from engine.spec import ModelCacheSpec
 from engine.tiers.server.manifest import BlockPlace, ContextManifest, block_shape
 from engine.tiers.server.restore_planner import Offer, Plan
@@ -155,7 +155,7 @@ def test_arrays_in_memory_are_the_bytes_that_lie_there() -> None:
     """Also if their position is no multiple of the element size."""
     for shapes in [ALIKE, *UNLIKE]:
         body = bytes(range(sum(of.nbytes for layer in shapes for of in layer)))
-        arrays = in_memory(mx.array(list(body), mx.uint8), shapes)
+        arrays = arrays_in(mx.array(list(body), mx.uint8), shapes)
         assert b"".join(page_bodies(arrays)) == body
         shaped = [[array.shape for array in layer] for layer in arrays]
         assert shaped == [[of.shape for of in layer] for layer in shapes]

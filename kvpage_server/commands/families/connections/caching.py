@@ -158,9 +158,11 @@ def client_caching(client: Client, args: list[Argument]) -> Reply:
         )
     if word not in (b"YES", b"NO"):
         raise ReplyError(SYNTAX_ERROR)
-    wanted = "OPTIN" if word == b"YES" else "OPTOUT"
+    mode_name = "OPTIN" if word == b"YES" else "OPTOUT"
     if not (mode.opt_in if word == b"YES" else mode.opt_out):
-        raise ReplyError(f"ERR CLIENT CACHING {word.decode()} is only valid when tracking is enabled in {wanted} mode.")
+        raise ReplyError(
+            f"ERR CLIENT CACHING {word.decode()} is only valid when tracking is enabled in {mode_name} mode."
+        )
     mode.caching_called = True
     return OK
 

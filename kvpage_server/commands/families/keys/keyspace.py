@@ -157,16 +157,16 @@ def scan(client: Client, args: list[Argument]) -> Reply:
     """
     keyspace = client.server.keyspace
     cursor = scan_cursor(plain(args[0]))
-    matches, count, wanted_type = scan_options(plain_all(args[1:]), has_maxlen=True)
+    matches, count, type_name = scan_options(plain_all(args[1:]), has_maxlen=True)
     count, step = min(count, MOST_SCANNED), _keys_of_a_step(client)
     groups: Iterator[list[bytes]]
-    if wanted_type == b"set":
+    if type_name == b"set":
         cursor, requests = keyspace.listing.scan_requests(cursor, count)
         keys = len(requests)
         groups = ([*map(index_key, requests[start : start + step])] for start in range(0, keys, step))
     else:
         cursor, places, keys = keyspace.listing.scan(cursor, count)
-        groups = keyspace.listing.groups(places if wanted_type == b"string" else (), step)
+        groups = keyspace.listing.groups(places if type_name == b"string" else (), step)
     if keys > _STEP or not client.sees_all:
         return Stream(None, _scanned(client, cursor, groups, matches))
     found = [*chain.from_iterable(groups)]
@@ -208,7 +208,7 @@ def scan_options(words: list[bytes], *, has_maxlen: bool = False) -> tuple[Match
 
     MAXLEN is allowed if `has_maxlen`. Raises ReplyError, PatternTooLong.
     """
-    matches, count, wanted_type, longest = None, 10, b"string", None
+    matches, count, type_name, longest = None, 10, b"string", None
     for option, value in zip_longest(words[::2], words[1::2]):
         if value is None:
             raise ReplyError(SYNTAX_ERROR)
@@ -217,12 +217,12 @@ def scan_options(words: list[bytes], *, has_maxlen: bool = False) -> tuple[Match
         elif option.upper() == b"MATCH":
             matches = matcher(value)
         elif option.upper() == b"TYPE":
-            wanted_type = value.lower()
+            type_name = value.lower()
         elif option.upper() == b"MAXLEN" and has_maxlen:
             longest = _scan_count(value)
         else:
             raise ReplyError(SYNTAX_ERROR)
-    return matches if longest is None else _limit_key_length(longest, matches), count, wanted_type
+    return matches if longest is None else _limit_key_length(longest, matches), count, type_name
 
 
 def _limit_key_length(longest: int, matches: Matches | None) -> Matches:

@@ -93,14 +93,14 @@ def sscan(client: Client, args: list[Argument]) -> Reply:
     if not keyspace.listing.has_pages(req_id):
         return [b"0", []]
     options = plain_all(args[2:])
-    matches, wanted, _ = scan_options(options)
+    matches, count, _ = scan_options(options)
     if b"TYPE" in (word.upper() for word in options[::2]):
         raise ReplyError(SYNTAX_ERROR)
 
     def steps() -> Iterator[Reply]:
         cursor, seen, found = 0, 0, list[bytes]()
         for page in keyspace.index.pages_from(req_id, start - 1):
-            if seen >= min(wanted, MOST_SCANNED):
+            if seen >= min(count, MOST_SCANNED):
                 cursor = page + 1
                 break
             block = keyspace.reader.block(req_id, page)

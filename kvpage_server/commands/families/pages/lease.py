@@ -44,14 +44,14 @@ MOST_TENANTS = 1_000_000
 _ROOMS = "maxmemory", "what maxdisk has for values", "what the index may take"  # in the order of `Bytes`
 
 
-def _exceeded(keyspace: Keyspace, unit: Unit, wanted: Bytes) -> str:
-    """Return why a unit cannot be protected: protected values would exceed their limit by `wanted`, the bytes to add.
+def _exceeded(keyspace: Keyspace, unit: Unit, added: Bytes) -> str:
+    """Return why a unit cannot be protected: protected values would exceed their limit by `added`, the bytes to add.
     The text names the first exceeded limit: of memory, the disk or the index.
     """
     most, beside = keyspace.protection.most(unit), keyspace.leases.protected_bytes(unit)
-    limits = zip(_ROOMS, wanted, most, beside, strict=True)
+    limits = zip(_ROOMS, added, most, beside, strict=True)
     exceeded = ((room, more, may) for room, more, may, had in limits if had + more > may)
-    room, more, may = next(exceeded, (_ROOMS[0], wanted.memory, most.memory))
+    room, more, may = next(exceeded, (_ROOMS[0], added.memory, most.memory))
     of_what = f"the quota, or of what quotas leave of {room}" if keyspace.eviction_order.quotas.all else room
     return f"leases, pins and lifetimes may take {may} bytes together, half of {of_what}: {more} more would be too many"
 
@@ -91,7 +91,7 @@ def kvpageprefix(client: Client, args: list[Argument]) -> Reply:
 
     def steps() -> Steps[Reply]:
         names = yield from each(args[3 : blocks.stop], block_names, 2)
-        wanted = yield from each(args[states.start : states.stop], state_names, 3)
+        needed_states = yield from each(args[states.start : states.stop], state_names, 3)
         keyspace.leases.settle(monotonic_ms())
         found: list[Block] = []
         for at, (req_id, page) in enumerate(names):
@@ -99,15 +99,15 @@ def kvpageprefix(client: Client, args: list[Argument]) -> Reply:
             if block is None or block.pages != pages_per_block:
                 yield from _count_misses(client, names[at:], pages_per_block)
                 break
-            if milliseconds and not wanted and not keyspace.protection.lease(block, milliseconds):
+            if milliseconds and not needed_states and not keyspace.protection.lease(block, milliseconds):
                 break
             found.append(block)
             if at % STEP == 0:
                 yield ()
         yield from note_chain(keyspace, found)
-        if not wanted:
+        if not needed_states:
             return len(found)
-        complete = yield from _complete_states(keyspace, wanted, len(found))
+        complete = yield from _complete_states(keyspace, needed_states, len(found))
         lengths = yield from _lease_longest(keyspace, found, pages_per_block, complete, milliseconds)
         encoded = yield from each(lengths, lambda some: [b":%d\r\n" % length for length in some])
         return Raw(b"*%d\r\n%b" % (len(lengths), b"".join(encoded)))
@@ -147,10 +147,10 @@ class _States(NamedTuple):
         return [self.first[length], *self.others.get(length, ())]
 
 
-def _complete_states(keyspace: Keyspace, wanted: Sequence[State], most: int) -> Steps[_States]:
+def _complete_states(keyspace: Keyspace, states: Sequence[State], most: int) -> Steps[_States]:
     """Return the states of each length up to `most` of which all states are complete."""
     complete, incomplete = _States({}, {}), set[int]()
-    for at, (req_id, page, need) in enumerate(wanted):
+    for at, (req_id, page, need) in enumerate(states):
         if need <= most and need not in incomplete:
             block = keyspace.reader.block(req_id, page)
             if block is None or not (yield from has_block(keyspace, block)):
@@ -177,10 +177,10 @@ def _lease_longest(
     if not (milliseconds and lengths):
         return lengths
 
-    def lease_all(wanted: Sequence[Block], is_whole: Callable[[Block], bool]) -> Steps[list[Granted]]:
+    def lease_all(candidates: Sequence[Block], is_whole: Callable[[Block], bool]) -> Steps[list[Granted]]:
         """Lease blocks in steps, from the first one to the first that cannot be leased."""
         leased: list[Granted] = []
-        for at, block in enumerate(wanted):
+        for at, block in enumerate(candidates):
             if at % STEP == 0:
                 yield ()
             is_there = keyspace.reader.block(block.req_id, block.page) is block
@@ -275,9 +275,9 @@ def kvpagepin(client: Client, args: list[Argument]) -> Reply:
         blocks = yield from named_blocks(client, args[0], args[1:])
         leases.settle(monotonic_ms())
         sizes = yield from each(blocks, lambda some: [protection.size_of(one) for one in some if one not in leases])
-        wanted = Bytes(*map(sum, zip(Bytes(0, 0), *sizes, strict=True)))
-        if blocks and not leases.have_room(blocks[0], wanted, protection.most(blocks[0])):
-            raise ReplyError(f"ERR {_exceeded(keyspace, blocks[0], wanted)}")
+        added = Bytes(*map(sum, zip(Bytes(0, 0), *sizes, strict=True)))
+        if blocks and not leases.have_room(blocks[0], added, protection.most(blocks[0])):
+            raise ReplyError(f"ERR {_exceeded(keyspace, blocks[0], added)}")
         new, gone = list[Block](), 0
         for at, block in enumerate(blocks):
             if not (few or keyspace.index.still_has(block)):
@@ -286,7 +286,7 @@ def kvpagepin(client: Client, args: list[Argument]) -> Reply:
                 if not protection.pin(block):
                     for one in new:
                         leases.unpin(one)  # other leases or pins took the room meanwhile
-                    raise ReplyError(f"ERR {_exceeded(keyspace, block, wanted)}")
+                    raise ReplyError(f"ERR {_exceeded(keyspace, block, added)}")
                 new.append(block)
             if at % STEP == STEP - 1:
                 yield ()

@@ -491,13 +491,13 @@ def kvpagestat(client: Client, args: list[Argument]) -> Reply:
     if wait := wait_for_checksums([page]):
         raise Postponed(wait)
     (header, checksum), guard, now = _header(page), keyspace.leases.of(block), unix_ms()
-    in_memory, coded_size = not is_only_on_disk(page), coded_size_of(page)
+    is_in_memory, coded_size = not is_only_on_disk(page), coded_size_of(page)
     return header_fields(header) | {
         "checksum": checksum,
         "ttl_left_ms": page.expires - now if page.expires else -1,
         "lease_left_ms": max(guard.until - monotonic_ms(), 0),
         **protection_fields(guard),
-        "tier": "memory" if in_memory or coded_size else "disk",
+        "tier": "memory" if is_in_memory or coded_size else "disk",
         "coded_size": coded_size,
     }
 

@@ -156,7 +156,7 @@ def _persistence(server: Server) -> Fields:
 
 def _disk(tiered: DiskTier) -> Fields:
     """Return the fields about the disk tier, a part of the section kvpage."""
-    behind, counts, coded, in_memory = tiered.behind, tiered.stored.counts, tiered.disk.coded, tiered.coder.counts
+    behind, counts, coded, coded_in_memory = tiered.behind, tiered.stored.counts, tiered.disk.coded, tiered.coder.counts
     return {
         "disk_values": tiered.values_on_disk,
         "disk_bytes": tiered.used_disk,
@@ -165,10 +165,10 @@ def _disk(tiered: DiskTier) -> Fields:
         "disk_coded_raw_bytes": coded.raw,
         "disk_coded_ratio": f"{coded.raw / coded.stored if coded.stored else 1:.2f}",
         "disk_format": tiered.disk.format,
-        "memory_coded_values": in_memory.values,
-        "memory_coded_bytes": in_memory.stored,
-        "memory_coded_raw_bytes": in_memory.raw,
-        "memory_coded_ratio": f"{in_memory.raw / in_memory.stored if in_memory.stored else 1:.2f}",
+        "memory_coded_values": coded_in_memory.values,
+        "memory_coded_bytes": coded_in_memory.stored,
+        "memory_coded_raw_bytes": coded_in_memory.raw,
+        "memory_coded_ratio": f"{coded_in_memory.raw / coded_in_memory.stored if coded_in_memory.stored else 1:.2f}",
         "memory_decoded_values": counts.decoded,
         "maxdisk": tiered.stored.maxdisk,
         "maxdisk_for_values": tiered.account.limit,
@@ -379,17 +379,17 @@ _DEFAULT = SECTIONS.keys() - {"commandstats", "familystats", "latencystats"}
 _TENANT = {"server": _server, "memory": _maxmemory, "replication": _replication, "cluster": _cluster}
 
 
-def info_text(client: Client, wanted: set[str]) -> str:
-    """Return the text of the sections named in `wanted`, in lower case; of the default ones if it is empty. Unknown
+def info_text(client: Client, names: set[str]) -> str:
+    """Return the text of the sections named in `names`, in lower case; of the default ones if it is empty. Unknown
     sections are ignored, as in Redis.
 
     A client that may not read every key gets only the sections in `_TENANT`. Sums over all connections are those of the
     last count, see `Server.totals`.
     """
-    chosen = set(wanted)
-    if not wanted or "default" in wanted:
+    chosen = set(names)
+    if not names or "default" in names:
         chosen |= _DEFAULT
-    if wanted & {"all", "everything"}:
+    if names & {"all", "everything"}:
         chosen |= SECTIONS.keys()
     sections = []
     for name, fields_of in (SECTIONS if client.sees_all else _TENANT).items():

@@ -33,11 +33,11 @@ def info(client: Client, args: list[Argument]) -> Reply:
     """Return the text of the named sections, or of the default ones: lines `name:value`. Users without access to every
     key do not see values about all keys.
     """
-    wanted = {word.decode("ascii", "replace").lower() for word in plain_all(args)}
+    names = {word.decode("ascii", "replace").lower() for word in plain_all(args)}
 
     def steps() -> Steps[Reply]:
         yield from counted(client.server)
-        return Verbatim(info_text(client, wanted).encode())
+        return Verbatim(info_text(client, names).encode())
 
     return stepwise(steps(), small=len(client.server.clients) <= STEP)
 

@@ -199,7 +199,7 @@ def test_sizes_of_coded_bodies_follow_every_change(tmp_path: Path) -> None:
     with disk._env.begin(write=True) as txn:
         txn.delete(b"klost", db=disk._records)
         disk._lost.note(txn)
-    disk.make_room([])
+    disk.commit_removals([])
     assert disk.coded == expected
     disk.write([Clear()])
     assert disk.coded == Coded()

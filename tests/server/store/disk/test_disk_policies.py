@@ -238,7 +238,7 @@ def test_many_removals_at_maxdisk_are_committed_in_parts(tmp_path: Path) -> None
         for written in range(0, len(names), 100):
             write(written)
     gone = sorted(names[:written])[::2]
-    disk.make_room(map(Delete, gone))
+    disk.commit_removals(map(Delete, gone))
     write(written)
     there = {record.name for _, record in disk.records() if isinstance(record, Record)}
     assert there == {*names[: written + 100]} - {*gone}

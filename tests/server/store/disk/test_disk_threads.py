@@ -42,7 +42,7 @@ async def behind(
     *,
     limit: int = 8 * MB,
     maxdisk: int = 0,
-    make_room: Callable[[DiskFull, int], Iterator[None]] = lambda error, size: iter(()),
+    evict_for_full_disk: Callable[[DiskFull, int], Iterator[None]] = lambda error, size: iter(()),
     noting: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[tuple[WriteBehind[bytes], Disk, list[set[bytes]]]]:
     """A write-behind, its disk, and the names in each batch that it has stored."""
@@ -60,8 +60,8 @@ async def behind(
             noting()
             yield
 
-        def make_room(self, error: DiskFull, size: int) -> Iterator[None]:
-            return make_room(error, size)
+        def evict_for_full_disk(self, error: DiskFull, size: int) -> Iterator[None]:
+            return evict_for_full_disk(error, size)
 
         def is_removed(self, name: bytes) -> bool:
             return True
@@ -179,12 +179,12 @@ async def test_at_maxdisk_the_least_valuable_value_is_evicted(tmp_path: Path) ->
     names = [b"k%d" % i for i in range(60)]
     oldest = iter(names)
 
-    def make_room(error: DiskFull, size: int) -> Iterator[None]:
+    def evict_for_full_disk(error: DiskFull, size: int) -> Iterator[None]:
         for _ in range(size // 200_000 + 4):
             writer.note(next(oldest), None, 0)
             yield
 
-    async with behind(tmp_path, "always", maxdisk=4 * MB, make_room=make_room) as (writer, disk, _):
+    async with behind(tmp_path, "always", maxdisk=4 * MB, evict_for_full_disk=evict_for_full_disk) as (writer, disk, _):
         for i, name in enumerate(names):
             writer.note(name, body(200_000, i), 200_000)
             await durable(writer)
@@ -199,14 +199,14 @@ async def test_while_room_is_made_others_have_their_turn(tmp_path: Path) -> None
     """A whole batch was evicted in one turn, which took a second for many small values."""
     steps = turns = 0
 
-    def make_room(error: DiskFull, size: int) -> Iterator[None]:
+    def evict_for_full_disk(error: DiskFull, size: int) -> Iterator[None]:
         nonlocal steps
         while steps < 20:
             steps += 1
             time.sleep(0.002)  # as long as a turn may take
             yield
 
-    async with behind(tmp_path, "always", maxdisk=2 * MB, make_room=make_room) as (writer, _, _):
+    async with behind(tmp_path, "always", maxdisk=2 * MB, evict_for_full_disk=evict_for_full_disk) as (writer, _, _):
         writer.note(b"kx", body(3 * MB), 3 * MB)
         while not writer.failing:
             turns += 0 < steps < 20
