@@ -66,6 +66,8 @@ a quarter of the machine's memory, and dir is {data_directory()}
 Try it:  kvpage-server --port 9221 --maxmemory 4gb &   redis-cli -p 9221 ping
 """
 
+_GATHER_EVENTS = 0.1  # seconds between two batches of KV events
+
 logger = logging.getLogger("kvpage")
 
 
@@ -150,12 +152,12 @@ def _kv_events(server: Server) -> Iterator[None]:
         yield
         return
     try:
-        events = KVEvents(config.kv_events, config.kv_events_replay, events_of_store)
+        events = KVEvents(config.kv_events, config.kv_events_replay, events_of_store, _GATHER_EVENTS)
     except KVEventsError as error:
         raise ConfigError(f"kv-events: {error}") from None
     server.dropped_events = lambda: events.dropped
-    events.put_all((True, req_id, page) for req_id, pages in index.requests.items() for page in pages)
-    index.on_change = events.put
+    events.put_slowly((True, req_id, page) for req_id, pages in index.requests.items() for page in pages)
+    index.on_change = events.put_all
     try:
         yield
     finally:

@@ -17,11 +17,13 @@ import os
 import re
 import threading
 import time
+from binascii import unhexlify
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
-from itertools import groupby
+from itertools import compress, islice
+from struct import unpack
 from typing import Any, Generic, TypeVar
 
 TOPIC = b"kvpage"
@@ -29,9 +31,9 @@ END = (-1).to_bytes(8, "big", signed=True)
 MOST_BATCHES = 10_000  # that can be sent again
 MOST_BYTES = 64 << 20  # of these batches
 MOST_UNREAD = 4 * MOST_BYTES  # bytes of replies that all subscribers together have not read
-MOST_CHANGES = 256  # in a batch, which takes less than a millisecond of Python's lock
+MOST_CHANGES = 1024  # in a batch, which takes less than a millisecond of Python's lock
 MOST_WAITING = 100_000  # changes that wait for the thread, as in vLLM
-_GATHER = 0.02  # seconds between two batches, in which changes gather
+_GATHER = 0.02  # seconds between two batches, in which changes gather, unless a publisher chooses others
 _UNREAD = MOST_BATCHES  # batches for a subscriber that does not read; it loses later ones
 _LONGEST_FRAME = 1024  # bytes of a frame that a subscriber sends; a longer one ends its connection
 _MOST_REQUESTS = 1000  # subscribers whose requests wait
@@ -55,7 +57,7 @@ class KVEventsError(ValueError):
 
 CLEARED: Event = {"type": "AllBlocksCleared"}
 
-_HASH = re.compile(rb"(?:(.*)\.)?[0-9a-f]{0,240}([0-9a-f]{16})\Z", re.DOTALL)
+_HASH = re.compile(rb"[0-9a-f]{16,256}")
 
 
 def hash_of(name: str) -> int:
@@ -113,39 +115,61 @@ def removed(
 
 # A change of the server's store: whether a block was added, its request and its page id. None if all were removed.
 Change = tuple[bool, bytes, int] | None
-_Run = tuple[bool, str, str, int | None] | None  # added, ownership, session, group
 
 
 def events_of_store(changes: Iterable[Change]) -> list[Event]:
-    """Return the events of a server's changes, in order, one for each run of changes of the same kind.
+    """Return the events of a server's changes: of each block that changed, the state after its last change.
 
     A name that ends with a hash of 16 or more hexadecimal digits is that of a block by its contents: the page id is the
     group of the KV cache, and the name before the hash belongs to the ownership. Other blocks belong to a session,
     which is the request, and their hash is the name ``REQUEST:PAGE``.
     """
-    events = list[Event]()
-    for run, blocks in groupby(map(_named, changes), key=lambda block: block[0]):
-        if run is None:
-            events.append(CLEARED)
+    events: list[Event] = []
+    groups: dict[tuple[bytes, int], dict[bytes, bool]] = {}  # by the name before the digits, and the page id
+    group, last_space, last_page = dict[bytes, bool](), b"", -1
+    for change in changes:
+        if change is None:
+            events, groups, last_page = [CLEARED], {}, -1
             continue
-        was_added, ownership, session, group = run
-        place: dict[str, Any] = {"medium": "STORAGE", "locality": "REMOTE", "ownership": ownership}
-        hashes = list(dict.fromkeys(found for _, found in blocks))
-        if was_added:
-            events.append(stored(hashes, group=group, session=session, **place))
-        else:
-            events.append(removed(hashes, group=group, **place))
+        was_added, req_id, page = change
+        space, dot, digits = req_id.rpartition(b".")
+        if page != last_page or space != last_space or not space:
+            group = groups.setdefault((space + dot, page), {})
+            last_space, last_page = space, page
+        group[digits] = was_added
+    sessions: dict[bytes, dict[int | bytes, bool]] = {}
+    for (before, page), group in groups.items():
+        if not _are_hashes(group):
+            for digits in [digits for digits in group if not _HASH.fullmatch(digits)]:
+                name = before + digits
+                sessions.setdefault(name, {})[b"%b:%d" % (name, page)] = group.pop(digits)
+        hashes = unpack(f">{len(group)}Q", unhexlify(b"".join([digits[-16:] for digits in group])))
+        ownership = f"kvpage:{_text(before[:-1])}" if before[:-1] else "kvpage"
+        events += _events(hashes, group.values(), ownership, page)
+    gone = [block for blocks in sessions.values() for block, was_added in blocks.items() if not was_added]
+    events += _events(gone, [False] * len(gone), "kvpage")
+    for name, blocks in sessions.items():
+        added = [block for block, was_added in blocks.items() if was_added]
+        events += _events(added, [True] * len(added), "kvpage", session=_text(name))
     return events
 
 
-def _named(change: Change) -> tuple[_Run, int | bytes]:
-    if change is None:
-        return None, 0
-    was_added, req_id, page = change
-    if found := _HASH.match(req_id):
-        space, digits = found.groups()
-        return (was_added, f"kvpage:{_text(space)}" if space else "kvpage", "", page), int(digits, 16)
-    return (was_added, "kvpage", _text(req_id), None), b"%b:%d" % (req_id, page)
+def _are_hashes(names: Collection[bytes]) -> bool:
+    """Return whether all names match _HASH. Faster than a match of each."""
+    lengths = [*map(len, names)]
+    return min(lengths) >= 16 and max(lengths) <= 256 and not b"".join(names).translate(None, b"0123456789abcdef")
+
+
+def _events(
+    hashes: Sequence[int | bytes], flags: Collection[bool], ownership: str, group: int | None = None, session: str = ""
+) -> Iterator[Event]:
+    """Yield the events of blocks in one place. `flags` says of each whether it was added."""
+    place: dict[str, Any] = {"medium": "STORAGE", "locality": "REMOTE", "ownership": ownership, "group": group}
+    new = [*compress(hashes, flags)]
+    if len(new) < len(hashes):
+        yield removed([block for block, was_added in zip(hashes, flags, strict=True) if not was_added], **place)
+    if new:
+        yield stored(new, session=session, **place)
 
 
 def _text(name: bytes) -> str:
@@ -161,16 +185,19 @@ class KVEvents(Generic[T]):
     If more than MOST_WAITING changes wait for the thread, the oldest are dropped. The next batch then leaves out a
     number, which no batch has. `dropped` is the number of changes without an event since the start.
 
-    `describe` returns the events of some changes, on this thread. Addresses are ZMQ's, such as
+    `describe` returns the events of some changes, on this thread. Changes gather for `gather` seconds: each batch costs
+    about as much as 500 changes. Addresses are ZMQ's, such as
     ``tcp://127.0.0.1:5557``, on which the publisher listens. With ``>`` before it, `endpoint` is the address of a
     subscriber that listens, to which the publisher connects.
     """
 
-    def __init__(self, endpoint: str, replay: str, describe: Callable[[list[T]], list[Event]]) -> None:
+    def __init__(
+        self, endpoint: str, replay: str, describe: Callable[[list[T]], list[Event]], gather: float = _GATHER
+    ) -> None:
         """Listen on `endpoint`, and on `replay` unless it is empty. Raises KVEventsError."""
         self._zmq, msgspec = _library("zmq", "pyzmq"), _library("msgspec", "msgspec")
         self._encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
-        self._describe = describe
+        self._describe, self._gather = describe, gather
         self._lock = threading.Lock()  # of the next four
         self._changes: deque[T] = deque(maxlen=MOST_WAITING)
         self.dropped = 0
@@ -200,21 +227,27 @@ class KVEvents(Generic[T]):
 
     def put(self, change: T) -> None:
         """Publish the events of a change soon. The events of one thread stay in their order. Thread-safe."""
+        self.put_all((change,))
+
+    def put_all(self, changes: Sequence[T]) -> None:
+        """Publish the events of all changes soon, like `put`."""
         with self._lock:
             if self._is_closing:
                 return
-            self.dropped += len(self._changes) == MOST_WAITING
-            self._changes.append(change)
+            if (surplus := len(self._changes) + len(changes) - MOST_WAITING) > 0:
+                self.dropped += surplus
+            self._changes.extend(changes)
             if not self._is_awake:
                 self._is_awake = True
                 os.write(self._waking, b"\0")
 
-    def put_all(self, changes: Iterable[T]) -> None:
+    def put_slowly(self, changes: Iterable[T]) -> None:
         """Publish the events of all changes: wait for the thread where `put` would drop some."""
-        for change in changes:
-            while len(self._changes) == MOST_WAITING and self._thread.is_alive():
-                time.sleep(_GATHER)
-            self.put(change)
+        rest = iter(changes)
+        while some := [*islice(rest, min(MOST_CHANGES, MOST_WAITING))]:
+            while len(self._changes) + len(some) > MOST_WAITING and self._thread.is_alive():
+                time.sleep(self._gather)
+            self.put_all(some)
 
     def close(self) -> None:
         """Send the events of all changes, and end. Later changes are not published."""
@@ -273,7 +306,7 @@ class KVEvents(Generic[T]):
                 if self._sleeping in ready:
                     os.read(self._sleeping, 64)
                     if not self._is_closing:
-                        time.sleep(_GATHER)
+                        time.sleep(self._gather)
                     self._is_awake = False  # before the changes are taken, so that none is left behind
                     self._publish()
             except Exception:

@@ -509,8 +509,8 @@ class PageIndex:
         self.unloaded_pages = 0  # number of pages in unloaded blocks
         self.name_bytes = 0  # sum of the lengths of `req_id` of all blocks
         self.on_load: Callable[[Block, bytes], None] | None = None  # adds the pages of such rows to a new block
-        # Called with each block that was added (True) or removed, its request and page id; with None for all.
-        self.on_change: Callable[[tuple[bool, bytes, int] | None], None] | None = None
+        # Called with some blocks that were added (True) or removed, their requests and page ids; with None for all.
+        self.on_change: Callable[[Sequence[tuple[bool, bytes, int] | None]], None] | None = None
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -530,7 +530,7 @@ class PageIndex:
             self.blocks += 1
             self.name_bytes += len(req_id)
             if self.on_change is not None:
-                self.on_change((True, req_id, page))
+                self.on_change([(True, req_id, page)])
         elif type(block) is not Block:
             block = self._load_block(req_id, page)
         return block
@@ -586,7 +586,7 @@ class PageIndex:
         if not request:
             del self.requests[block.req_id]
         if self.on_change is not None:
-            self.on_change((False, block.req_id, block.page))
+            self.on_change([(False, block.req_id, block.page)])
 
     def scan(self, cursor: int, count: int, now: int) -> tuple[int, list[bytes]]:
         """Return the next cursor, 0 at the end, and the requests in the next `count` places of the order of scans."""
@@ -628,8 +628,7 @@ class PageIndex:
         self.name_bytes += name_bytes
         self._order = None
         if self.on_change is not None:
-            for block in blocks:
-                self.on_change((True, block.req_id, block.page))
+            self.on_change([(True, block.req_id, block.page) for block in blocks])
 
     def of(self, req_id: bytes) -> list[Block]:
         """Return the blocks of a request in the order of their page ids, loaded."""
@@ -667,5 +666,5 @@ class PageIndex:
         self._order = None
         self.blocks = self.unloaded_pages = self.name_bytes = 0
         if self.on_change is not None:
-            self.on_change(None)
+            self.on_change([None])
         return old
