@@ -30,14 +30,16 @@ class EventLoop:
     calls of `asyncio.to_thread` use the loop's default executor: they encode, decode and copy bodies.
     """
 
-    def __init__(self) -> None:
-        """Start the loop's thread. The other threads start with their first work."""
-        self.files = ThreadPoolExecutor(FILE_THREADS, "kvpage-files")
-        self._blocks = ThreadPoolExecutor(1, "kvpage-blocks")
+    def __init__(self, owner: str) -> None:
+        """Start the loop's thread. The other threads start with their first work. `owner` is a part of the threads'
+        names: a model's name.
+        """
+        self.files = ThreadPoolExecutor(FILE_THREADS, f"kvpage-files {owner}")
+        self._blocks = ThreadPoolExecutor(1, f"kvpage-blocks {owner}")
         self._loop = uvloop.new_event_loop()
         self._open = True
         self._lock = threading.Lock()  # of `_open`
-        self._thread = threading.Thread(target=self._loop.run_forever, name="kvpage-loop", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"kvpage-loop {owner}", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # for a program that ends early: a destroyed task that is pending is an error
 

@@ -338,6 +338,11 @@ class ModelCacheSpec:
         )
 
     @property
+    def name(self) -> str:
+        """The last part of the model's id, for the names of threads."""
+        return self.model_id.rpartition("/")[2]
+
+    @property
     def tag(self) -> ModelTag:
         """Short description for people. Its heads and head_dim are those of a block's first page, 0 without pages."""
         first = next(chain.from_iterable(layer.matrices(1) for layer in self.layers), None)

@@ -46,7 +46,7 @@ class Records:
 
         Raises ValueError for an invalid URL.
         """
-        self._server = ServerConnection(url, min(DEADLINE, restore_within / 2)) if url else None
+        self._server = ServerConnection(url, "responses", min(DEADLINE, restore_within / 2)) if url else None
         self._kept: dict[str, bytes] = {}  # by key, the oldest first: values that are not on the page server
         self._bytes = 0
         self._writing_back: asyncio.Task[None] | None = None

@@ -176,7 +176,7 @@ class EngineThread:
         self._stop = threading.Event()
         self._closing = False  # whether the engine accepts nothing any more
         self.unsaved = 0  # contexts that could not be saved when the engine was closed
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"engine {model}", daemon=True)
 
     @property
     def pending(self) -> int:

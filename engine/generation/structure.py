@@ -123,11 +123,11 @@ def lark_of_json(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
 
 
-def compiling_thread() -> ThreadPoolExecutor:
-    """Return an executor with one thread, whose stack is large enough for every grammar within the limits."""
+def compiling_thread(model: str) -> ThreadPoolExecutor:
+    """Return an executor with one thread for a model. Its stack is large enough for every grammar within the limits."""
     usual = threading.stack_size(_STACK_BYTES)
     try:
-        executor = ThreadPoolExecutor(1, "constraints")
+        executor = ThreadPoolExecutor(1, f"constraints {model}")
         executor.submit(bool)  # starts the thread
     finally:
         threading.stack_size(usual)

@@ -128,7 +128,7 @@ class PageTier:
         self.save_failure: str | None = None  # the reason for which the last save failed; None if it succeeded
         self._spec = spec
         self._within = within
-        self._connection = ServerConnection(url, min(deadline, within / 2), code)
+        self._connection = ServerConnection(url, spec.name, min(deadline, within / 2), code)
         self._layout = BlockLayout(spec, SEGMENT if self._connection.several else 0)
         self._references: References = reference_marks if self._connection.several else reference_counts
         self._remote = Remote(self._connection, spec, self._layout, pool)

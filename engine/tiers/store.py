@@ -151,7 +151,7 @@ class AgentCacheStore:
         self._cold = cold
         self._tally = Tally()
         self._closed = False
-        self._loop = pages.loop if pages else EventLoop()
+        self._loop = pages.loop if pages else EventLoop(spec.name)
         self._hot = HotTier(pool, config.max_hot_agents, hot_bytes, queue_bytes)
         self._lock = self._hot.lock  # also of the tree, and of `_versions`
         self._tree = ContextTree(spec, pool, tree_bytes, publish)

@@ -77,7 +77,7 @@ class Prompts:
         self._sanitize = sanitize
         self._controls: dict[str | None, ControlTokens] = {}  # by template
         self._text_arguments: dict[str | None, bool] = {}  # by template: whether it takes a call's arguments as text
-        self._thread = ThreadPoolExecutor(1, "prompts")
+        self._thread = ThreadPoolExecutor(1, f"prompts {spec.name}")
         # long prompts on the thread; while there are any, the event loop does not use the tokenizer
         self._long: set[Future[Any]] = set()
         self.token_text = TokenText(self._tokenizer)
@@ -86,7 +86,7 @@ class Prompts:
         # Ends of lines and of the answer, as in mlx-lm's server.
         self.kept_by_xtc = frozenset([*tokenizer.eos_token_ids, *tokenizer.encode("\n", add_special_tokens=False)])
         self._constraints = Constraints(self._tokenizer, spec.vocab_size, tokenizer.eos_token_ids)
-        self._compiling = compiling_thread()
+        self._compiling = compiling_thread(spec.name)
         self._keeps_space: bool | None = None  # None before the first conversation
 
     async def prepare(self) -> None:

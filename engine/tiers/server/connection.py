@@ -185,8 +185,9 @@ class Reachability:
 class ServerConnection:
     """Connection to a page server, with an event loop. `server`, the client, may be used only on this loop."""
 
-    def __init__(self, url: str, deadline: float, code: Coding = "auto") -> None:
-        """Start the loop. `deadline` is in seconds, for a request or a chunk of blocks. `code` is as for PageClient.
+    def __init__(self, url: str, owner: str, deadline: float, code: Coding = "auto") -> None:
+        """Start the loop for `owner`. `deadline` is in seconds, for a request or a chunk of blocks. `code` is as for
+        PageClient.
 
         Raises ValueError for an invalid URL.
         """
@@ -206,7 +207,7 @@ class ServerConnection:
         self.rates = Rates()
         self._may_use_no_touch = True  # no refusal of CLIENT NO-TOUCH so far
         self._turns = asyncio.Semaphore(CONCURRENT_ATTEMPTS)
-        self.loop = EventLoop()
+        self.loop = EventLoop(owner)
 
     @property
     def answer_within(self) -> float:

@@ -331,7 +331,7 @@ def test_a_grammar_of_many_rules_is_refused(make: Callable[[], str], error: str)
 @pytest.mark.parametrize("make", [lambda: of_json(references(998)), lambda: of_grammar(rules(500))])
 def test_long_chains_of_rules_do_not_overflow_the_stack(make: Callable[[], str]) -> None:
     """llguidance follows them by recursion, and an overflow would end the process."""
-    with compiling_thread() as thread:
+    with compiling_thread("tiny") as thread:
         assert thread.submit(lambda: Constraints(letter_tokenizer(), 97, [96]).compile(make())).result()
 
 

@@ -216,7 +216,7 @@ def engines(
 
 @pytest.fixture
 def alone() -> Iterator[Claims]:
-    loop = EventLoop()
+    loop = EventLoop("tiny")
     claims = Claims(SPEC, None, loop)
     yield claims
     claims.close()

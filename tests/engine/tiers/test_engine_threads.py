@@ -45,9 +45,9 @@ def documented() -> dict[str, int]:
 
 
 def started_since(before: Set[threading.Thread]) -> Counter[str]:
-    """Return the number of threads that have been started, by name."""
+    """Return the number of threads that have been started, by name without the model's."""
     found = {*threading.enumerate()} - before
-    return Counter(re.sub(r"_\d+\Z", "", thread.name) for thread in found)
+    return Counter(re.sub(r"( .*)?(_\d+)?\Z", "", thread.name) for thread in found)
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_close_ends_the_threads_of_a_load_in_progress(
 
 
 def test_the_loop_does_not_wait_for_itself() -> None:
-    loop = EventLoop()
+    loop = EventLoop("tiny")
 
     async def nothing() -> None:
         pass
@@ -130,7 +130,7 @@ def test_the_loop_does_not_wait_for_itself() -> None:
 
 
 def test_work_that_is_started_during_close_is_refused() -> None:
-    loop, closing = EventLoop(), threading.Event()
+    loop, closing = EventLoop("tiny"), threading.Event()
 
     async def ends_slowly() -> None:
         try:
@@ -157,7 +157,7 @@ def test_a_program_without_close_leaves_no_pending_task() -> None:
     program = """
 from engine.event_loop import EventLoop
 import asyncio
-loop = EventLoop()
+loop = EventLoop("tiny")
 loop.start(asyncio.sleep(1000))
 """
     command = [sys.executable, "-c", program]
@@ -166,7 +166,7 @@ loop.start(asyncio.sleep(1000))
 
 
 def test_a_failure_in_the_background_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    loop = EventLoop()
+    loop = EventLoop("tiny")
 
     async def fail() -> None:
         raise ZeroDivisionError
