@@ -112,15 +112,18 @@ def encode_block_body(body: Buffer, shape: BlockShape) -> memoryview | None:
     return coded
 
 
-def decode_body(coded: Buffer, into: memoryview) -> None:
+def decode_body(coded: Buffer, into: memoryview, shape: BlockShape | None = None) -> None:
     """Decode the body of a page or a block into memory of its size.
 
     Raises PageError if the code is damaged, of another version, or of a body of another size. `into` is undefined then.
+    With `shape`, the code must be that of a block, and have the pages, page_size, head_dim and dtypes of this shape.
     """
     view = memoryview(coded).cast("B")
     code, size = _checked(view, _BLOCK)
     if size != len(into):
         raise PageError(f"the code is that of {size} bytes, not of {len(into)}")
+    if shape is not None and not (code == _BLOCK and _has_shape(view, shape)):
+        raise PageError("the code is that of a block with another shape or dtype")
     if code == _BLOCK:
         _decode_parts(view, into)
     else:
@@ -140,14 +143,35 @@ def seal_of(coded: Buffer) -> tuple[int, int]:
 
 def _parts(shape: BlockShape) -> Iterator[tuple[DType, int, int]]:
     """Yield dtype, head_dim and number of pages of the parts of a block's body, in order."""
-    kinds = ((plane.dtype, plane.head_dim) for _ in range(shape.layers) for plane in shape.planes)
-    for (dtype, channels), same in groupby(kinds):
-        left = shape.heads * sum(1 for _ in same)
+    for dtype, channels, left in _runs(shape):
         most = max(_LONGEST_PART // (shape.page_size * channels * dtype.itemsize), 1)
         while left:
             pages = min(left, most)
             left -= pages
             yield dtype, channels, pages
+
+
+def _runs(shape: BlockShape) -> Iterator[tuple[DType, int, int]]:
+    """Yield dtype, head_dim and number of consecutive pages of a block with equal ones, in order."""
+    kinds = ((plane.dtype, plane.head_dim) for _ in range(shape.layers) for plane in shape.planes)
+    for (dtype, channels), same in groupby(kinds):
+        yield dtype, channels, shape.heads * sum(1 for _ in same)
+
+
+def _has_shape(view: memoryview, shape: BlockShape) -> bool:
+    """Return whether the parts of a coded block describe the pages of a block of this shape, however they are cut."""
+    at = HASHED_FROM
+    for dtype, channels, left in _runs(shape):
+        while left > 0:
+            if len(view) - at < _PART.size:
+                return False
+            code, *_, pages, rows, columns, length = _PART.unpack_from(view, at)
+            at += _PART.size + length
+            kept = code in (0, _CODES.get(dtype)) and (rows, columns) == (shape.page_size, channels)
+            if not kept or not 0 < pages <= left or (not code and length != pages * rows * columns * dtype.itemsize):
+                return False
+            left -= pages
+    return at == len(view)
 
 
 def _encode_part(code: int, pages: int, rows: int, part: memoryview, room: memoryview) -> int:

@@ -105,7 +105,7 @@ class _Place(NamedTuple):
     def encode(self, array: Bits) -> memoryview | None:
         """Return the code of ``[heads, rows, dim]``, or None if it would save less than a tenth."""
         try:
-            shape = BlockShape(1, self.kept.heads, self.kept.rows, (self.kept.plane,))
+            shape = self._block_shape()
         except PageError:  # more heads than a block has pages
             return None
         return encode_block_body(array.reshape(-1).view(np.uint8).data, shape)
@@ -114,10 +114,13 @@ class _Place(NamedTuple):
         """Return ``[heads, rows, dim]`` from its code. Raises DamagedFileError."""
         array = np.empty(self.kept.shape, f"u{self.kept.plane.dtype.itemsize}")
         try:
-            decode_body(code.data, array.reshape(-1).view(np.uint8).data)
+            decode_body(code.data, array.reshape(-1).view(np.uint8).data, self._block_shape())
         except PageError as error:
             raise DamagedFileError(f"{self.name}: {error}") from None
         return array
+
+    def _block_shape(self) -> BlockShape:
+        return BlockShape(1, self.kept.heads, self.kept.rows, (self.kept.plane,))
 
 
 class _LoadCancelledError(Exception):

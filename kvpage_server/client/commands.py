@@ -617,7 +617,7 @@ class _Transfer:
         if int.from_bytes(code[4:8], "little") != len(place):
             return "size"
         try:
-            decode_body(code, place)
+            decode_body(code, place, self._shape)
         except PageError:
             return "code"
         if checksum(place) != digest:

@@ -268,10 +268,14 @@ class PageTensor:
         return Tensor(self, bodies) if code is None else Tensor(replace(self, code_size=len(code)), [code])
 
     def decoded(self, code: memoryview) -> memoryview | None:
-        """Return the bodies, from the bytes of the tensor, which has their code. None if these are damaged."""
+        """Return the bodies, from the bytes of the tensor, which has their code. None if these are damaged, or the code
+        of another shape.
+        """
         bodies = np.empty(len(self.checksums) * self.body_size, np.uint8).data
         try:
-            decode_body(code, bodies)
+            if (shape := self._block_shape()) is None:
+                return None
+            decode_body(code, bodies, shape)
         except PageError:
             return None
         return bodies

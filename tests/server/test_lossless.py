@@ -198,9 +198,9 @@ def block_of(shape: BlockShape, seed: int) -> bytes:
     return b"".join(parts)
 
 
-def decoded(coded: bytes | memoryview, size: int) -> bytes:
+def decoded(coded: bytes | memoryview, size: int, shape: BlockShape | None = None) -> bytes:
     into = bytearray(size)
-    decode_body(coded, memoryview(into))
+    decode_body(coded, memoryview(into), shape)
     return bytes(into)
 
 
@@ -226,7 +226,7 @@ def test_blocks_of_any_shape_are_exact(
     coded = encode_block_body(body, shape)
     if coded is not None:
         assert len(coded) <= 0.9 * len(body) + 1
-        assert decoded(coded, len(body)) == body
+        assert decoded(coded, len(body), shape) == body
     elif all(dtype is DType.BFLOAT16 and dim == 64 for dtype, dim in kinds):
         assert page_size < 16
 
@@ -238,7 +238,7 @@ def test_large_blocks_are_coded_in_several_parts() -> None:
     assert coded is not None
     assert len(body) > 7 << 20
     assert len(body) / len(coded) > 1.4
-    assert decoded(coded, len(body)) == body
+    assert decoded(coded, len(body), shape) == body
 
 
 def test_a_page_of_another_length_than_its_shape_stays() -> None:
@@ -260,6 +260,32 @@ def test_a_code_is_not_decoded_into_memory_of_another_size() -> None:
     for size in (0, 16383, 16385):
         with pytest.raises(PageError, match=f"16384 bytes, not of {size}"):
             decoded(coded, size)
+
+
+def test_the_code_of_another_shape_is_refused() -> None:
+    shape = BlockShape(2, 4, 16, (Plane(0, DType.BFLOAT16, 64), Plane(2, DType.FLOAT32, 8)))
+    body = block_of(shape, 1)
+    coded = encode_block_body(body, shape)
+    assert coded is not None
+    into = memoryview(bytearray(len(body)))
+    decode_body(coded, into, shape)
+    assert into == body
+    others = [
+        BlockShape(2, 4, 16, (Plane(0, DType.FLOAT16, 64), Plane(2, DType.FLOAT32, 8))),
+        BlockShape(2, 4, 16, (Plane(0, DType.BFLOAT16, 64), Plane(2, DType.BFLOAT16, 16))),
+        BlockShape(2, 4, 16, (Plane(0, DType.FLOAT32, 8), Plane(2, DType.BFLOAT16, 64))),
+        BlockShape(2, 4, 32, (Plane(0, DType.BFLOAT16, 32), Plane(2, DType.FLOAT32, 4))),
+        BlockShape(2, 2, 32, (Plane(0, DType.BFLOAT16, 64), Plane(2, DType.FLOAT32, 8))),
+        BlockShape(4, 2, 16, (Plane(0, DType.BFLOAT16, 64), Plane(2, DType.FLOAT32, 8))),
+    ]
+    for other in others:
+        assert other.nbytes == shape.nbytes
+        with pytest.raises(PageError, match="another shape or dtype"):
+            decode_body(coded, into, other)
+    page = encode_page_body(body[: 16 * 64 * 2], DType.BFLOAT16, 16, 64)
+    assert page is not None
+    with pytest.raises(PageError, match="another shape or dtype"):
+        decode_body(page, into[: 16 * 64 * 2], BlockShape(1, 1, 16, (Plane(0, DType.BFLOAT16, 64),)))
 
 
 @given(strategies.integers(0, 2**32 - 1), strategies.data())

@@ -116,9 +116,11 @@ def test_a_block_of_another_shape_is_a_miss(coded: Any, client: redis.Redis) -> 
     smaller = BlockShape(2, 4, 128, SHAPE.planes)
     coded.mset_blocks([(b"r", 0)], smaller, [body_of(smaller, 1)])
     coded.mset_blocks([(b"r", 1)], NOISE, [body_of(NOISE, 1)])
-    names = [(b"r", 0), (b"r", 1)]
-    assert coded.fetch_blocks_into(names, SHAPE, room(SHAPE, 2)) == ["size", "size"]
-    assert coded.misses == Counter({"size": 2})
+    half = BlockShape(4, 4, 128, tuple(Plane(plane.kv_type, DType.FLOAT16, 64) for plane in SHAPE.planes))
+    coded.mset_blocks([(b"r", 2)], half, [cache(1, 128, DType.FLOAT16, SHAPE.pages)])
+    names = [(b"r", 0), (b"r", 1), (b"r", 2)]
+    assert coded.fetch_blocks_into(names, SHAPE, room(SHAPE, 3)) == ["size", "size", "code"]
+    assert coded.misses == Counter({"size": 2, "code": 1})
 
 
 def test_damage_on_the_way_is_a_miss_or_an_error(kind: Any, server: RunningServer, client: redis.Redis) -> None:
@@ -132,9 +134,9 @@ def test_damage_on_the_way_is_a_miss_or_an_error(kind: Any, server: RunningServe
             passed, proxy.flip_at = proxy._passed, None
             into = room(SHAPE, 1)
             with kind(proxy.url, code="always", deadline=1, retry=NO_RETRY) as coded:
-                coded.prefix([(b"none", 0)], pages_per_block=1)  # connects
-                proxy.flip_at = proxy._passed - passed + at
                 try:
+                    coded.prefix([(b"none", 0)], pages_per_block=1)  # connects
+                    proxy.flip_at = proxy._passed - passed + at
                     [why] = coded.fetch_blocks_into(NAMES[:1], SHAPE, into)
                 except PageClientError as error:
                     why = type(error).__name__

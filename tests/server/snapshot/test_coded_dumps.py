@@ -18,7 +18,7 @@ from test_kvpage_cli import kvpage
 from test_snapshot import EVERYTHING
 
 from kvpage_server.lossless import decode_body, encode_block_body
-from kvpage_server.page import BlockShape, DType, PageKey, Plane, encode_page
+from kvpage_server.page import BlockShape, DType, PageKey, Plane, checksum, encode_page
 from kvpage_server.snapshot import restore as restoring
 from kvpage_server.snapshot.dump import dump
 from kvpage_server.snapshot.format import PageTensor, intact, opened, read_contents
@@ -174,7 +174,8 @@ def test_damage_of_a_code_restores_nothing_wrong(client: redis.Redis, store: Run
             assert now == {key: before[key] for key in now}
 
 
-CODE = encode_block_body(cache(3, 16), BlockShape(1, 1, 16, (Plane(0, DType.BFLOAT16, 64),)))
+BODY = cache(3, 16)
+CODE = encode_block_body(BODY, BlockShape(1, 1, 16, (Plane(0, DType.BFLOAT16, 64),)))
 NAME = "kv:r:0:0:7:0"
 
 
@@ -183,6 +184,8 @@ NAME = "kv:r:0:0:7:0"
     [
         ({"head_dim": 32}, f"{NAME} in {BAD}: its bytes are not those"),
         ({"dtype": "float16"}, f"{NAME} in {BAD}: its bytes are not those"),
+        ({"dtype": "float16", "checksum": f"{checksum(BODY):016x}"}, f"{NAME} in {BAD}: its bytes are not those"),
+        ({"page_size": 32, "head_dim": 32, "checksum": f"{checksum(BODY):016x}"}, "its bytes are not those"),
         ({"checksum": DIGEST}, f"{NAME} in {BAD}: its bytes are not those"),
         ({"page_size": 1 << 20}, ":coded: 134217728 bytes do not have a code of"),
         ({"page_size": 1 << 31}, ":coded: 274877906944 bytes do not have a code of"),

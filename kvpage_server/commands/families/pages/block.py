@@ -235,8 +235,8 @@ def _bodies(client: Client, args: list[Argument], *, coded: bool) -> Stream:
 )
 def kvblocksetcoded(client: Client, args: list[Argument]) -> Reply:
     """Return OK. `code` is a coded block (docs/page-code.md). `digest` is the XXH3-64 of the block's body, 16
-    hexadecimal digits. An error is the reply, and nothing is stored, if the code is damaged, or if the decoded body
-    does not match the digest.
+    hexadecimal digits. An error is the reply, and nothing is stored, if the code is damaged or that of another shape or
+    dtype, or if the decoded body does not match the digest.
     """
     req_id, page, ttl = request_name(args[0]), page_id(args[1]), integer_in("ttl", args[5], 0, MAX_TTL)
     shape, digest, code = read_shape(*plain_all([*args[2:5], *args[6:-2]])), plain(args[-2]), args[-1]
@@ -255,7 +255,7 @@ def kvblocksetcoded(client: Client, args: list[Argument]) -> Reply:
             raise ReplyError("OOM the system has no memory left for the block") from None
 
         def decoded() -> int:
-            decode_body(coded, slot.body)
+            decode_body(coded, slot.body, shape)
             return checksum(slot.body)
 
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -157,6 +158,22 @@ def test_wrong_arguments_are_named(client: redis.Redis) -> None:
         set_coded(client, "r", 0, other, body, code=bytes(encode_block_body(body, BFLOAT16) or b""))
     with pytest.raises(redis.ResponseError, match="KVBLOCKMGETCODED"):
         get_coded(client, "r", 0, "r")
+
+
+@pytest.mark.parametrize("shape", [BFLOAT16, LARGE], ids=["small", "large"])
+def test_a_code_of_another_shape_is_refused(client: redis.Redis, shape: BlockShape) -> None:
+    body = body_of(shape)
+    code = bytes(encode_block_body(body, shape) or b"")
+    others = [
+        replace(shape, planes=tuple(Plane(plane.kv_type, DType.FLOAT16, 64) for plane in shape.planes)),
+        replace(shape, page_size=2 * shape.page_size, planes=shape.planes[:1]),
+        replace(shape, planes=(Plane(0, DType.BFLOAT16, 128),)),
+    ]
+    for other in others:
+        assert other.nbytes == shape.nbytes
+        with pytest.raises(redis.ResponseError, match="the code is that of a block with another shape or dtype"):
+            set_coded(client, "r", 0, other, body, code=code)
+    assert client.dbsize() == 0
 
 
 def test_a_raw_block_replaces_a_coded_one(client: redis.Redis) -> None:
