@@ -517,7 +517,8 @@ class Coder:
 
     def _bodies_of(self, block: Block, at: int) -> tuple[list[_Body], int | None]:
         """Return the bodies of a block to encode, from its single page number `at` on, and the number of the page to go
-        on with; None if there is none. A page that waits to be written is examined again.
+        on with; None if there is none. If one of the pages waits to be written, none is encoded before that: those
+        without a code would be encoded again and again, as long as the disk fails.
         """
         extent, entries = block.extent, self._contents.catalogue.entries
         if extent is not None:
@@ -527,17 +528,14 @@ class Coder:
             if not self._is_stored(name):
                 return [], at
             return [_Body(block, extent, slot, cast(Write, change_of(name, extent)))], None
-        found, waits = list[_Body](), False
+        found = list[_Body]()
         keys = [*islice(block.page_keys(), at, at + _PAGES_PER_STEP)]
         for key in keys:
             page, name = entries.get(key), name_of_key(key)
             if isinstance(page, Slot) and page.size >= _LEAST_CODED:
-                if self._is_stored(name):
-                    found.append(_Body(block, key, page, cast(Write, change_of(name, page))))
-                else:
-                    waits = True
-        if waits:
-            return found, at
+                if not self._is_stored(name):
+                    return [], at
+                found.append(_Body(block, key, page, cast(Write, change_of(name, page))))
         return found, at + len(keys) if len(keys) == _PAGES_PER_STEP else None
 
     def _is_stored(self, name: bytes) -> bool:

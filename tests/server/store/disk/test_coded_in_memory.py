@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import sys
 from collections.abc import Iterator
@@ -25,7 +26,8 @@ from kvpage_server.commands.specs import TABLE
 from kvpage_server.lossless import decode_body, encode_block_body, seal_of
 from kvpage_server.page import BlockShape, DType, Plane, checksum
 from kvpage_server.store.disk import fetching
-from kvpage_server.store.disk.database import FILE
+from kvpage_server.store.disk.database import FILE, Disk
+from kvpage_server.store.disk.lmdb_file import DiskError
 from kvpage_server.store.memory.index import OnDisk
 
 BF16 = int(DType.BFLOAT16)
@@ -261,6 +263,38 @@ def test_blocks_that_are_used_or_protected_stay_raw(tmp_path: Path, monkeypatch:
         assert [size > 0 for size in sizes] == [False, False, False, True, True, True]
         client.execute_command("KVPAGEUNPIN", "b", 2)
         until(lambda: coded(client) == 5, "the code of all but the leased one")
+
+
+def test_pages_without_a_code_are_not_encoded_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One page of a block has no code, and another one waits for a disk that fails."""
+    encoded, swept = list[int](), list[int]()
+
+    def codes_of(bodies: Any, found: Any = fetching._codes_of) -> Any:
+        encoded.append(len(bodies))
+        return found(bodies)
+
+    def sweep(coder: fetching.Coder, run: Any = fetching.Coder.sweep) -> None:
+        swept.append(1)
+        run(coder)
+
+    def fail(*_: object) -> None:
+        raise DiskError("the disk fails")
+
+    monkeypatch.setattr(fetching, "_codes_of", codes_of)
+    monkeypatch.setattr(fetching.Coder, "sweep", sweep)
+    with server(tmp_path, "always") as (turns, client):
+        client.execute_command("KVPAGESET", "p", 0, 0, 0, 0, BF16, 64, 64, 0, random.Random(1).randbytes(8192))
+        settle(client)
+        until(lambda: sum(encoded) == 1, "the search for a code")
+        with monkeypatch.context() as patch:
+            patch.setattr(Disk, "write", fail)
+            client.execute_command("KVPAGESET", "p", 0, 1, 0, 0, BF16, 64, 64, 0, cache(1, 64))
+            keyspace = turns.server.keyspace
+            turns.on_loop(lambda: keyspace.tier.coder.add(keyspace.index.block(b"p", 0)))
+            swept.clear()
+            until(lambda: len(swept) > 3, "sweeps")
+            assert sum(encoded) == 1
+        until(lambda: coded(client) == 1, "the code of the other page")
 
 
 def test_a_damaged_code_is_replaced_from_disk(tmp_path: Path) -> None:
