@@ -15,6 +15,7 @@ from kvpage_server.commands.steps import Steps, stepwise
 from kvpage_server.core import Argument
 from kvpage_server.resp import Raw, Reply, ReplyError, Stream
 from kvpage_server.store.memory.entry import is_page
+from kvpage_server.store.memory.index import Block
 
 
 def _request(client: Client, raw: Argument) -> bytes:
@@ -56,12 +57,12 @@ def smembers(client: Client, args: list[Argument]) -> Reply:
 
 @_index("scard key", complexity="O(N) with N blocks", reply="integer", summary="Counts the pages of a request.")
 def scard(client: Client, args: list[Argument]) -> Reply:
-    """Return the number of pages, 0 if there is no such request."""
-    req_id = _request(client, args[0])
+    """Return the number of pages, 0 if there is no such request. They are those of one moment."""
+    req_id, requests = _request(client, args[0]), client.keyspace.index.requests
 
     def steps() -> Steps[int]:
-        blocks = yield from blocks_of(client, req_id)
-        return sum(block.pages for block in blocks if client.keyspace.index.still_has(block))
+        yield from blocks_of(client, req_id)  # removes expired pages; blocks may be stored between two steps
+        return sum(block.pages for block in requests.get(req_id, {}).values() if isinstance(block, Block))
 
     return stepwise(steps(), small=fit_one_step(client, req_id))
 

@@ -285,6 +285,18 @@ def test_a_block_stored_during_its_deletion_is_whole() -> None:
     assert here.call("KVBLOCKGET", "r", 0) == b"$%d\r\n%b\r\n" % (count, bytes(count))
 
 
+def test_scard_counts_the_pages_of_one_moment() -> None:
+    """Other clients add a page to a block, and a block, while the blocks of a long request are visited."""
+    here, count = Here(), 1100
+    described = [word for i in range(count) for word in (b"r", b"0", b"0", b"%d" % i, b"0", *b"8 1 1 0 x".split())]
+    here.call("KVPAGEMSET", count, *described)
+    counting = steps_of(here, [b"SCARD", b"kv:r:index"])
+    next(counting)
+    for page, kv_type in ((count - 1, 1), (count, 0)):
+        here.call("KVPAGESET", "r", 0, 0, page, kv_type, 8, 1, 1, 0, b"x")
+    assert [*counting][-1][1] == b":%d\r\n" % (count + 2)
+
+
 @pytest.mark.usefixtures("no_collections")
 @pytest.mark.parametrize("order", ["a block", "a block each", "a block stored whole", "absent", "every other absent"])
 def test_a_large_batch_is_worked_on_in_small_steps(order: str) -> None:
