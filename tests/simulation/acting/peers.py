@@ -48,6 +48,7 @@ class Asked:
     unsure: set[bytes] = field(default_factory=set)  # keys of unknown kind when it was run
     leases: dict[tuple[bytes, int], int] | None = None  # the ends of leases when it was run, of blocks that it names
     leasing: int = 0  # number of commands so far that may have leased blocks
+    unpins: int = 0  # `Model.unpins` when it was run
 
 
 @dataclass(eq=False)

@@ -120,6 +120,9 @@ class Run:
     def _connect(self, process: Process) -> None:
         if process is not self.process or process.over:
             return
+        if not (process.directory / SOCKET).exists():  # its start takes long, because each look at the clock costs time
+            self.machine.later(_ALIVE, lambda: self._connect(process))
+            return
         self._killed = False
         for peer in self.peers:
             self._enter(peer)

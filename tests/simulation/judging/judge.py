@@ -118,6 +118,7 @@ class Judge:
         self.commands += 1
         self.process.stored.clear()
         asked.ran, asked.elapsed = self.machine.clock.unix_ms, self.model.store.elapsed()
+        asked.unpins = self.model.unpins
         if asked.audit is not None:
             peer.unanswered.append(asked)
             return reply
@@ -348,6 +349,8 @@ class Judge:
                     self.fail(f"{shown(asked.words)} was answered {reply!r:.300} and leased {sorted(more)[:3]}, too")
         if name not in (b"kvpagepin", b"kvpagelease") or type(reply) is not int:
             return
+        if name == b"kvpagepin" and asked.unpins != model.unpins:
+            return  # a later command, whose reply follows, may have unpinned the blocks
         pages = [int(word) for word in asked.words[3 if name == b"kvpagelease" else 2 :]]
         blocks = {(asked.words[1], page) for page in model._blocks(asked.words[1], *pages)}
         if reply == len(blocks) and len(model.store.log) == asked.at:

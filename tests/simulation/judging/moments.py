@@ -18,7 +18,7 @@ from tests.simulation.model.values import Cell
 
 _READS = frozenset(
     b"""mget kvpagemget kvblockget kvblockmget kvblockmgetcoded kvpagemexists kvblockexists kvpageindex kvpageverify
-    scard""".split()
+    scard kvpagepin kvpagelease""".split()
 )
 _SETS = frozenset((b"keys", b"smembers", b"dbsize"))
 _OF_ONE_MOMENT = frozenset((b"mget",))  # though it waits for the disk

@@ -28,18 +28,19 @@ class Refusals:
 
         Call it before the model runs the command. It counts only keys that do not expire and of which the model is
         sure, and of a page only its body: a block that is stored whole has no header for each page. A server with a
-        disk is never required to refuse: it can drop values from memory without an eviction.
+        disk is never required to refuse: it can drop values from memory without an eviction. Unread replies raise the
+        limit by their bytes, which count for maxmemory-clients.
         """
         keyspace, spec = self._process.server.keyspace, named(words[0])
-        most = keyspace.memory.limit
-        if spec is None or not spec.stores or not most or self._process.server.tiered is not None:
+        memory = keyspace.memory
+        if spec is None or not spec.stores or not memory.limit or self._process.server.tiered is not None:
             return False
         if keyspace.eviction_order.policy != "noeviction":
             return False
         store = self._model.store
         unsure = store.doubtful() | store.fog
         sizes = (len(cell.data) for key, cell in store.keys.items() if key not in unsure and not cell.expires)
-        return sum(sizes) > most
+        return sum(sizes) > memory.limit + memory.unread
 
     def why(self, error: str, words: Words) -> str:
         """Why the server may refuse a command that is right, empty when it does not."""

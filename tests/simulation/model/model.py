@@ -82,6 +82,7 @@ class Model(Strings, Pages, AboutTheServer, Tracked):
         self.pushes: list[tuple[Conversation, Any]] = []  # that the last command has caused
         self.config: dict[bytes, bytes] = {}
         self.pinned: set[tuple[bytes, int]] = set()
+        self.unpins = 0  # how often blocks were unpinned
         self.leased: dict[tuple[bytes, int], int] = {}  # until milliseconds that nobody sets
         self.paused_until = 0  # of the milliseconds that nobody sets
         self.has_killed = False  # whether somebody has ended others, of whom some may have said nothing yet

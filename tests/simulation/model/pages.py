@@ -48,6 +48,7 @@ class Pages:
 
     store: Store
     pinned: set[tuple[bytes, int]]
+    unpins: int
     leased: dict[tuple[bytes, int], int]
     limited: bool
     rotted: set[bytes]
@@ -298,4 +299,5 @@ class Pages:
     def do_kvpageunpin(self, req: bytes, *pages: bytes) -> Any:
         blocks = {(req, page) for page in self._blocks(req, *map(int, pages))}
         self.pinned -= blocks
+        self.unpins += 1
         return between(0, len(blocks))

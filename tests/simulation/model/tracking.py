@@ -50,12 +50,14 @@ class Tracking:
     told_to: set[int] = field(default_factory=set)  # the ids of all that it has redirected to
     has_broadcast: bool = False
     broken: bool = False  # whether it certainly knows that its redirection's target has disconnected
-    breaks: bool = False  # whether it must receive that message
+    breaks: Owed | None = None  # that message, if it is required
 
     def need_not_tell(self, keys: Collection[bytes]) -> None:
         """It is unknown whether these keys have changed, or which client is notified."""
         for name in [name for name, owed in self.owed.items() if owed.cause in keys]:
             del self.owed[name]
+        if self.breaks is not None and self.breaks.cause in keys:
+            self.breaks, self.broken = None, False
 
     def may_tell(self, keys: Iterable[bytes]) -> None:
         """Permit messages for these possible changes, for each of the prefixes."""
@@ -161,7 +163,7 @@ class Tracked:
             tracking = one.tracking
             tracking.need_not_tell(lately)
             tracking.may_tell(lately)
-            tracking.breaks = tracking.breaks and not lately
+            tracking.breaks = tracking.breaks if not lately else None
             if _LIMIT in self.config:  # messages for its reads may have been sent before it was a recipient
                 tracking.read.clear()
 
@@ -210,7 +212,7 @@ class Tracked:
             return
         to = self._connection(mode.redirect) if mode.redirect else one
         if to is None and not self.store.expires:  # the server may notice it later
-            tracking.breaks = not tracking.broken and one.protocol == 3
+            tracking.breaks = Owed(one, cause) if not tracking.broken and one.protocol == 3 else None
             tracking.broken = True
         elif to is None:
             return
@@ -286,7 +288,7 @@ class Tracked:
 
     def track_broken(self, talk: Conversation, number: int) -> str:
         """Process the message that the redirection's target has disconnected. Return its error."""
-        talk.tracking.breaks = False
+        talk.tracking.breaks = None
         if _LIMIT in self.config:
             talk.tracking.read.clear()  # nobody knows which key it was that is not noted any more
         if number not in talk.tracking.told_to or self._connection(number) is not None:
@@ -299,7 +301,7 @@ class Tracked:
             for name, owed in one.tracking.owed.items():
                 if owed.to in there and owed.cause not in late:
                     yield owed.to, f"was not told that {name or 'everything'!r} has changed"
-            if one in there and one.tracking.breaks:
+            if one in there and one.tracking.breaks is not None:
                 yield one, "was not told that its redirection is broken"
 
     # -- commands --------------------------------------------------------------------------------------------------
