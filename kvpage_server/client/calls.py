@@ -124,7 +124,7 @@ class Calls:
             "mget_into",
             parts,
             lambda to, part: to.read_pages(names[part], into[part], self._verify),
-            lambda missed: self._hits(into.sizes, len(keys), parts, missed),
+            lambda missed: [why is None for why in self._reasons(into.sizes, len(keys), parts, missed)],
         )
 
     def mexists(self, keys: Sequence[PageKey]) -> Call[list[bool]]:
@@ -213,9 +213,6 @@ class Calls:
         if self._connections > 1:
             return cut(sizes(), self._connections)
         return [slice(0, count)] if count else []
-
-    def _hits(self, sizes: Sizes, count: int, parts: Sequence[slice], missed: Sequence[Missed]) -> list[bool]:
-        return [why is None for why in self._reasons(sizes, count, parts, missed)]
 
     def _reasons(self, sizes: Sizes, count: int, parts: Sequence[slice], missed: Sequence[Missed]) -> list[str | None]:
         found = {part.start + i: why for part, some in zip(parts, missed, strict=True) for i, why in some.items()}
