@@ -157,12 +157,12 @@ def wait_for_memory(tiered: DiskTier) -> None:
 
 
 def wait_for_write_behind(client: Client) -> Iterator[Reply]:
-    """Yield a Wait for space in the write-behind queue if the queue is full, else nothing. A transaction does
-    not wait.
+    """Yield Waits for space in the write-behind queue while the queue is full: the steps of a disconnected client go on
+    before the event. A transaction does not wait.
     """
-    tiered = client.server.tiered
-    if tiered is not None and tiered.behind.full:
-        yield Wait(tiered.behind.when_not_full, now=_nothing)
+    tiered, in_transaction = client.server.tiered, list[bool]()
+    while tiered is not None and tiered.behind.full and not in_transaction:
+        yield Wait(tiered.behind.when_not_full, now=lambda: in_transaction.append(True))
 
 
 def _start_loading(

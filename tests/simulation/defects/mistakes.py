@@ -575,8 +575,8 @@ MISTAKES = [
         "last-part-first",
         _COMMANDS + "families.pages.page",
         "_store_in_steps",
-        "client.keyspace.contents.set_pages(batches.popleft())",
-        "client.keyspace.contents.set_pages(batches.pop())",
+        "_not_replaced(client.keyspace, batches.popleft())",
+        "_not_replaced(client.keyspace, batches.pop())",
         "the last part of a batch is visible before the first one",
     ),
     Mistake(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -37,7 +38,7 @@ from kvpage_server.core import NAME, Argument, NewPages, PageNames, Slot, filled
 from kvpage_server.core import arguments as core
 from kvpage_server.core.arguments import NAME_WORDS, PAGE_WORDS, BadPage, PageName
 from kvpage_server.core.pieces import Piece
-from kvpage_server.page import PageError, PageHeader, unix_ms
+from kvpage_server.page import MAX_SINGLE_PAGES, PageError, PageHeader, unix_ms
 from kvpage_server.resp import OK, Raw, Reply, ReplyError, Stream
 from kvpage_server.store.contents import NEVER_STORED, OVER_QUOTA, BlockGrowth
 from kvpage_server.store.disk.borrowed_reads import VALUES_PER_COPY
@@ -207,7 +208,8 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
     A batch is stored in several steps if it has more than 128 pages, or if more than 4 MiB of its bodies were not
     hashed as they arrived, because the name is in mixed case, or `page-checksums` was turned on after the client had
     connected. Then other clients may see some pages before the rest, and a part may be stored if the server is killed
-    before it answers.
+    before it answers. If another client stores a block of more than 8192 pages as a whole meanwhile, this block
+    replaces all pages of the batch in it.
     """
     # 128 is the promise: a step usually stores up to 512 pages (`_pages_per_step`). A batch of more than 102 pages has
     # more than WORDS_PER_STEP words, so `dispatch.execute.begin` runs this function.
@@ -236,7 +238,7 @@ def _store_in_steps(
     client: Client, args: Sequence[Argument], count: int, batches: deque[NewPages], now: int
 ) -> Iterator[Reply]:
     """Parse the pages of KVPAGEMSET that are not in `batches` yet, in steps. Then store all `count` pages in steps, and
-    yield OK. Raises ReplyError, OverLimit or TooManyPages before a page is stored, ReplyError if the disk fails later.
+    yield OK. Raises ReplyError, OverLimit or TooManyPages before a page is stored.
     """
     read, at_once, growth = sum(map(len, batches)), _pages_per_step(client), BlockGrowth(client.keyspace.contents)
     for some in batches:
@@ -250,11 +252,39 @@ def _store_in_steps(
         yield from _split(client, batches)
         while batches:
             # another client may have stored some of the blocks as a whole, and they may have left memory
-            yield from fetched(client, partial(_extents_of, batches[0].blocks()))
+            with suppress(ReplyError):  # they stay on disk only
+                yield from fetched(client, partial(_extents_of, batches[0].blocks()))
             reservation.release_part()
-            client.keyspace.contents.set_pages(batches.popleft())
+            for pages in _not_replaced(client.keyspace, batches.popleft()):
+                client.keyspace.contents.set_pages(pages)
             yield ()
     yield OK
+
+
+def _not_replaced(keyspace: Keyspace, batch: NewPages) -> Iterator[NewPages]:
+    """Yield the pages of a batch without those of blocks that another client has stored as a whole meanwhile, if these
+    can't be split: they have too many pages, or can't be read from disk.
+
+    Such a block replaces all pages of the batch in it, as if they had been stored before. So the batch is not refused
+    after some of its pages were stored.
+    """
+    if not keyspace.has_extents(batch):
+        yield batch
+        return
+    blocks = {name: keyspace.index.block(*name) for name in batch.blocks()}
+    replaced = {name for name, block in blocks.items() if block is not None and not _can_be_split(block)}
+    if not replaced:
+        yield batch
+        return
+    for name, places in batch.runs(range(len(batch))):
+        if name not in replaced:
+            for at in places:
+                yield NewPages.one(batch.name(at), batch.slots[at], batch.expires(at))
+
+
+def _can_be_split(block: Block) -> bool:
+    """Return whether pages of a block can be stored one by one now: it has single pages, or can be split."""
+    return block.extent is None or (block.pages <= MAX_SINGLE_PAGES and type(block.extent.slot) is not OnDisk)
 
 
 def _split(client: Client, batches: Iterable[PageNames]) -> Iterator[Reply]:

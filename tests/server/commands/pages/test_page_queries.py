@@ -285,6 +285,29 @@ def test_a_block_stored_during_its_deletion_is_whole() -> None:
     assert here.call("KVBLOCKGET", "r", 0) == b"$%d\r\n%b\r\n" % (count, bytes(count))
 
 
+def test_a_batch_is_not_refused_after_a_part_of_it() -> None:
+    """Another client stores a block that cannot be split while a batch with pages of it is stored in steps."""
+    count = 1200
+    names = [
+        (b"other", b"0", b"0", b"%d" % i, b"0") if i % 2 else (b"r", b"%d" % i, *b"0 0 0".split()) for i in range(count)
+    ]
+    batch = [b"KVPAGEMSET", b"%d" % count, *(word for name in names for word in (*name, *b"8 1 1 0 x".split()))]
+    large = ("KVBLOCKSET", "r", 0, 9000, 1, 1, 0, 1, 0, 8, 1, bytes(9000))
+    answers = set()
+    for at in range(1, len([*steps_of(Here(), batch)])):
+        here = Here()
+        steps = steps_of(here, batch)
+        answer = b"".join(next(steps)[1] for _ in range(at))
+        begun = len(here.keyspace)
+        here.call(*large)
+        answer += b"".join(part for _, part in steps)
+        answers.add(answer[:4])
+        assert answer == b"+OK\r\n" if begun else answer[:4] in (b"+OK\r", b"-ERR")
+        assert here.call("SCARD", "kv:other:index") == b":%d\r\n" % (count // 2 if answer[:1] == b"+" else 0)
+        assert here.call("KVBLOCKGET", "r", 0) == b"$9000\r\n%b\r\n" % bytes(9000)
+    assert b"+OK\r" in answers
+
+
 def test_scard_counts_the_pages_of_one_moment() -> None:
     """Other clients add a page to a block, and a block, while the blocks of a long request are visited."""
     here, count = Here(), 1100

@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 from servers import RunningServer, start_server
 from test_tiered import settle
+from turns import measured
 from waiting import until
 from wire import Wire, encode_command, parse
+
+from kvpage_server.commands.dispatch.checks import wait_for_write_behind
+from kvpage_server.resp import Wait
 
 MB = 1024**2
 UNREADABLE = Path(__file__).parents[3] / "support" / "unreadable.py"
@@ -55,6 +60,31 @@ def test_a_block_removed_before_its_pin_or_lease_is_absent(command: str, other: 
             meanwhile(server, words(*command.split()), words(*other.split()), attempt / 1000)
             assert client.dbsize() == 0
             assert client.info("kvpage")["leased_or_pinned"] == 0
+
+
+def test_a_disconnected_clients_batch_waits_for_the_queue(tmp_path: Path) -> None:
+    """Its steps go on before the event that they wait for."""
+    options = ("--store", "tiered", "--write-behind-limit", "1mb")
+    with measured(*options, directory=tmp_path) as turns, redis.Redis(port=turns.server.port) as client:
+        client.ping()
+
+        def waits() -> tuple[int, int, bool]:
+            (one,) = turns.server.clients.values()
+            turns.server.keyspace.contents.set_string(b"s", bytes(2 * MB))
+            found = 0
+            for _ in zip(wait_for_write_behind(one), range(5), strict=False):
+                found += 1
+            steps, in_transaction = wait_for_write_behind(one), 0
+            for step in steps:
+                assert isinstance(step, Wait)
+                assert step.now is not None
+                in_transaction += 1
+                step.now()
+            return found, in_transaction, turns.server.tiered is not None and turns.server.tiered.behind.full
+
+        assert turns.on_loop(waits) == (5, 1, True)
+        client.save()
+        assert turns.on_loop(lambda: [*wait_for_write_behind(next(iter(turns.server.clients.values())))]) == []
 
 
 def test_a_block_removed_during_its_load_leaves_its_quota(tmp_path: Path) -> None:
