@@ -260,8 +260,11 @@ class KvpageHiCache(HiCacheStorage):
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
 
-    def _prefix(self, pool: _Pool, mark: bytes, keys: Sequence[str], end: float) -> int:
-        lookup = self._jobs.lookup(lambda: pool.named(mark, keys), len(keys), len(pool.sizes), end=end)
+    def _prefix(self, pool: _Pool, mark: bytes, keys: Sequence[str], end: float, lease_ms: int | None = None) -> int:
+        """Return the number of stored pages from the first one on. They are leased, unless `lease_ms` is 0."""
+        lookup = self._jobs.lookup(
+            lambda: pool.named(mark, keys), len(keys), len(pool.sizes), lease_ms=lease_ms, end=end
+        )
         while (count := lookup.answer(1.0)) is None:
             pass
         return count
@@ -275,21 +278,25 @@ class KvpageHiCache(HiCacheStorage):
     ) -> PoolTransferResult:
         end = time.monotonic() + self._jobs.lookup_seconds
         mark = self._mark(end)
-        longest = self._prefix(self._pool(), mark, keys, end)
-        hits, states = {str(PoolName.KV): longest}, []
+        whole, states = [self._pool()], list[StateName]()
+        longest = self._prefix(whole[0], mark, keys, end, lease_ms=0)
+        hits = {str(PoolName.KV): longest}
         for transfer in pool_transfers or []:
             pool = self._pool(transfer.name)
             if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
-                hits[str(transfer.name)] = found = self._prefix(pool, mark, keys[:longest], end)
-                longest = min(longest, found)
+                whole.append(pool)
+                hits[str(transfer.name)] = longest = self._prefix(pool, mark, keys[:longest], end, lease_ms=0)
             elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 states += _trailing(pool, mark, keys, max(1, len(transfer.keys or ())))
             else:
                 raise ValueError(f"the pool {transfer.name} has an unknown policy, {transfer.hit_policy}")
         lengths = [*range(1, longest + 1)]
         if states := [state for state in states if state[2] <= longest]:
-            pool = self._pool()
+            pool = whole.pop(0)
             lengths = self._jobs.lengths(pool.named(mark, keys[:longest]), states, len(pool.sizes), end)
+        for pool in whole:  # leases exactly the pages of the longest length, as `lengths` has
+            leased = self._prefix(pool, mark, keys[: lengths[-1]], end) if lengths else 0
+            lengths = [length for length in lengths if length <= leased]
         found = lengths[-1] if lengths else 0
         for transfer in pool_transfers or []:
             if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:

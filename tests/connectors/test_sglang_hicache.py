@@ -221,6 +221,30 @@ def test_a_pool_for_all_pages_shortens_the_prefix(server: RunningServer, client:
         assert one.batch_exists_v2(keys).restorable_prefix_pages == [1, 2, 3, 4]
 
 
+def leased(client: redis.Redis) -> int:
+    return int(client.info("kvpage")["leased_or_pinned"])
+
+
+def test_only_usable_pages_are_leased(server: RunningServer, client: redis.Redis, pool: Pool) -> None:
+    """Store six pages, of which one side pool has four. States are behind the second and the fifth."""
+    keys, before = hashes(6), leased(client)
+    states = [PoolTransfer(PoolName.MAMBA, keys=[keys[-1]], hit_policy=PoolHitPolicy.TRAILING_PAGES)]
+    side = [PoolTransfer(PoolName.INDEXER)]
+    with backend(server.url, pool, States()) as one:
+        one.register_mem_host_pool_v2(pool, PoolName.INDEXER)
+        one.batch_set_v1(keys, indices(*range(6)))
+        one.batch_set_v2([PoolTransfer(PoolName.INDEXER, indices(*range(4)), keys=keys[:4])])
+        assert one.batch_exists_v2(keys, states).kv_hit_pages == 0
+        assert leased(client) == before
+        one.batch_set_v2([PoolTransfer(PoolName.MAMBA, indices(0, 1, tokens=1), keys=[keys[1], keys[4]])])
+        assert one.batch_exists_v2(keys, [*side, *states]).kv_hit_pages == 2
+        assert leased(client) == before + 5, "two pages of two pools, and a state"
+        assert one.batch_exists_v2(keys, side).kv_hit_pages == 4
+        assert leased(client) == before + 9, "four pages of two pools, and the state"
+        assert one.batch_exists_v2(keys, states).kv_hit_pages == 5
+        assert leased(client) == before + 11
+
+
 def test_flat_pages_are_moved_too(server: RunningServer, client: redis.Redis) -> None:
     """Without "interface_v1", SGLang copies pages to flat tensors."""
     value, target = np.arange(100, dtype=np.float16), np.zeros(100, np.float16)
