@@ -4,9 +4,10 @@
         --unified-cache-external-linker-config '{"linker": "KvpageLinker", "linker_module_path": "sglang_linker",
         "linker_extra_config": {"url": "redis://127.0.0.1:9221"}}'
 
-It needs a CUDA GPU, without which it raises an error at the start. It was written for SGLang 0.5.23, and was not run on
-a GPU. Pages are copied to pinned memory, `_STAGED` at a time, which the HiCache backend stores and loads. So names,
-checksums, deadlines and misses are those of docs/sglang.md; HiCache's own pages have other names.
+SGLang 0.5.23 has linkers for hybrid and sparse models on GPUs. This one was not run on a GPU, but with SGLang's views
+of pools and its counters of layers on the CPU (tests/connectors/sglang_linker_host.py). Pages are copied to pinned
+memory, `_STAGED` at a time, which the HiCache backend stores and loads. So names, checksums, deadlines and misses are
+those of docs/sglang.md; HiCache's own pages have other names.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName,
 from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import resolve_hybrid_device_pool_group
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
 from sglang.srt.runtime_context import get_model, get_parallel
+from sglang.srt.utils import get_device_module
 
 logger = logging.getLogger("sglang.kvpage")
+
+_device = get_device_module()  # torch.cuda, or the module of another device
 
 _STAGED = 32  # pages of a pool that are copied at once
 
@@ -75,9 +79,9 @@ class KvpageLinker(UnifiedCacheLinker):
         extra_config: dict[str, Any],
         forward_stream: Any = None,
     ) -> None:
-        """Connect. `extra_config` is that of the HiCache backend. Raises RuntimeError without a CUDA GPU."""
-        if not torch.cuda.is_available():
-            raise RuntimeError("KvpageLinker needs a CUDA GPU; on a CPU, use HiCache's backend of docs/sglang.md")
+        """Connect. `extra_config` is that of the HiCache backend. Raises ValueError for a model without a pool of keys
+        and values.
+        """
         self.forward_stream = forward_stream
         self.group = resolve_hybrid_device_pool_group(
             kvcache=params.token_to_kv_pool_allocator.get_kvcache(),
@@ -86,6 +90,8 @@ class KvpageLinker(UnifiedCacheLinker):
             components=components,
         )
         self.pools = self.group.entry_map
+        if PoolName.KV not in self.pools:  # DeepSeek V4 has only pools for parts of them
+            raise ValueError(f"the model has no pool {PoolName.KV}, only {', '.join(self.pools)}")
         self.layer_done_counter = LayerWiseLoadCounter(self.group.num_layers)
         if PoolName.MAMBA in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
@@ -108,7 +114,7 @@ class KvpageLinker(UnifiedCacheLinker):
         self._staged = {name: StagedPool(entry) for name, entry in self.pools.items()}
         for name, pool in self._staged.items():
             self._backend.register_mem_host_pool_v2(pool, name)
-        self._stream = torch.cuda.Stream()
+        self._stream = _device.Stream()
         self._pending: dict[str, list[PoolTransfer]] = {}  # loads of the next batch
         self._worker = ThreadPoolExecutor(1, "kvpage-linker")  # one thread, since the staged pages are used by one job
         self._running: list[Future[None]] = []
@@ -136,7 +142,7 @@ class KvpageLinker(UnifiedCacheLinker):
             return -1
         loads, self._pending = [one for some in self._pending.values() for one in some], {}
         index = self.layer_done_counter.update_producer()
-        ready = torch.cuda.Event()
+        ready = _device.Event()
         ready.record()
 
         def run() -> None:
@@ -207,12 +213,18 @@ class KvpageLinker(UnifiedCacheLinker):
         """Copy pages between device and store. Return whether all were moved."""
         for event in ready:
             event.synchronize()
-        with torch.cuda.stream(self._stream):
+        with _device.stream(self._stream):
             return all(
                 self._moved_part(transfer, start, to_device)
                 for transfer in transfers
                 for start in range(0, len(transfer.keys or ()), _STAGED)
             )
+
+    def _synchronize(self) -> None:
+        """Wait for the copies."""
+        copied = _device.Event()
+        copied.record(self._stream)
+        copied.synchronize()
 
     def _moved_part(self, transfer: PoolTransfer, start: int, to_device: bool) -> bool:
         """Copy at most _STAGED pages, and wait for the copies."""
@@ -223,10 +235,10 @@ class KvpageLinker(UnifiedCacheLinker):
         staged = replace(transfer, keys=keys, host_indices=torch.arange(len(keys) * pool.page_size))
         if not to_device:
             pool.copy(rows, to_device=False)
-            self._stream.synchronize()
+            self._synchronize()
         move = self._backend.batch_get_v2 if to_device else self._backend.batch_set_v2
         moved = all(move([staged])[transfer.name])
         if to_device and moved:
             pool.copy(rows, to_device=True)
-            self._stream.synchronize()
+            self._synchronize()
         return moved

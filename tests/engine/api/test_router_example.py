@@ -139,7 +139,7 @@ def test_late_replies_do_not_hide_newer_batches(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_lost_batches_are_noticed_without_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No batch is published. The router asks for the batches after its last one when none has come for a while."""
+    """No batch is published. The router asks for the batches after its last one if none arrives for a while."""
     followed: Any = runpy.run_path(str(ROOT / "examples" / "router.py"))["Engine"]
     monkeypatch.setattr(followed, "patience", 10)
     batches = [(number.to_bytes(8, "big"), msgspec.msgpack.encode([number + 1.0, [], 0])) for number in range(3)]
