@@ -395,6 +395,10 @@ def disk_space(patient: Patient) -> Iterator[Diagnosis]:
     elif not limit:
         found = f"maxdisk is 0, no limit, and {as_size(free)} are free"
         yield Diagnosis("disk space", "warning", found, "maxdisk auto, or a size below that of the disk")
+    elif holds > limit:
+        found = f"the store takes {as_size(holds)} in {place}, more than maxdisk, {as_size(limit)}"
+        advice = "raise maxdisk, or shrink the file: docs/troubleshooting.md#the-disk-grows-or-is-full"
+        yield Diagnosis("disk space", "warning", found, advice)
     elif limit > free + holds:
         advice = "lower maxdisk, or free space: a full disk is worse than a full store"
         yield Diagnosis("disk space", "warning", found, advice)
@@ -719,6 +723,24 @@ def running_core(patient: Patient) -> Iterator[Diagnosis]:
             yield Diagnosis("running core", "warning", f"{url} runs the page core in Python, which is slower", advice)
 
 
+def limits(patient: Patient) -> Iterator[Diagnosis]:
+    """Yield whether the values of each server fit into maxmemory and maxdisk, which may have been lowered."""
+    for url, info in _running(patient):
+        excess = [
+            f"{name} is {as_size(limit)}, and values take {as_size(used)}"
+            for name, used, limit in (
+                ("maxmemory", info.get("used_memory", 0), info.get("maxmemory", 0)),
+                ("maxdisk", info.get("disk_bytes", 0), info.get("maxdisk", 0)),
+            )
+            if used > limit > 0
+        ]
+        if excess:
+            advice = "raise the limit, or delete values; a policy that may evict them does so at the next writes"
+            yield Diagnosis("limits", "warning", f"{url}: {'; '.join(excess)}", advice)
+        else:
+            yield Diagnosis("limits", "ok", "no store exceeds maxmemory or maxdisk")
+
+
 def disk_errors(patient: Patient) -> Iterator[Diagnosis]:
     """Yield failed writes and damaged values of each server."""
     for url, info in _running(patient):
@@ -789,7 +811,7 @@ def _is_local(url: str) -> bool:
 
 
 _OF_THE_SERVERS: tuple[Check, ...] = (
-    *(reached, versions, running_core, disk_errors, connections, round_trips, clocks, swapped),
+    *(reached, versions, running_core, limits, disk_errors, connections, round_trips, clocks, swapped),
 )
 
 

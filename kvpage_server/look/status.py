@@ -128,7 +128,7 @@ def _store_lines(now: Overview) -> Iterator[tuple[str, Any]]:
     )
     yield (
         "protected",
-        f"{plural(contents.protected, 'value')} leased or pinned, {as_size(contents.protected_bytes)}",
+        f"{plural(contents.protected, 'value')} leased, pinned or kept, {as_size(contents.protected_bytes)}",
     )
     if contents.kept:
         tenants = sorted(contents.kept_by_tenant.items(), key=lambda one: -one[1])[:_MAX_TENANTS]
@@ -152,7 +152,9 @@ def _disk_lines(disk: DiskFigures) -> Iterator[tuple[str, Any]]:
         f"{plural(disk.values, 'value')}, {as_size(disk.bytes)}{of_limit(disk.bytes, disk.for_values)}{limit}",
     )
     if disk.is_full:
-        yield "", Text(f"maxdisk is reached: {plural(disk.evicted, 'value')} evicted from disk", "red")
+        is_over = disk.bytes > disk.limit > 0
+        state = f"more than maxdisk by {as_size(disk.bytes - disk.limit)}" if is_over else "maxdisk is reached"
+        yield "", Text(f"{state}: {plural(disk.evicted, 'value')} evicted from disk", "red")
     if disk.coded_bytes:
         yield "", _saving(disk.coded_raw_bytes, disk.coded_bytes)
     waiting = f"{as_size(disk.waiting_bytes)} in the write queue" if disk.waiting_bytes else "write queue empty"

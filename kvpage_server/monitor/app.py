@@ -117,8 +117,8 @@ def _contents(overview: Overview) -> Iterator[Metric]:
     yield _gauge("blocks", "Stored blocks", contents.blocks)
     yield _gauge("keys", "Keys of pages and strings", contents.keys)
     yield _gauge("expiring_keys", "Keys with a TTL", contents.expiring)
-    yield _gauge("protected_blocks", "Leased or pinned blocks", contents.protected)
-    yield _gauge("protected_bytes", "Bytes of leased or pinned blocks", contents.protected_bytes)
+    yield _gauge("protected_blocks", "Leased, pinned or kept values", contents.protected)
+    yield _gauge("protected_bytes", "Bytes of leased, pinned or kept values", contents.protected_bytes)
     yield _gauge("kept_values", "Values with a lifetime", contents.kept)
     yield _gauge("kept_bytes", "Bytes of values with a lifetime", contents.kept_bytes)
 

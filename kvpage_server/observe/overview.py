@@ -122,7 +122,7 @@ class ContentFigures:
     blocks: int = _of("blocks")
     keys: int = 0
     expiring: int = 0  # keys that have a time to live
-    protected: int = _of("leased_or_pinned")  # blocks leased or pinned
+    protected: int = _of("leased_or_pinned")  # values leased, pinned, or with a lifetime
     protected_bytes: int = _of("leased_or_pinned_bytes")
     kept: int = _of("kept")  # values with a lifetime
     kept_bytes: int = _of("kept_bytes")

@@ -278,6 +278,22 @@ def test_another_version_and_core_of_a_server_is_reported(conf: Path) -> None:
     assert (found.state, f"{server.url} is 99.0" in found.found) == ("warning", True)
 
 
+def test_a_store_larger_than_a_lowered_maxdisk_is_reported(tmp_path: Path) -> None:
+    where = ("--dir", str(tmp_path), "--store", "tiered")
+    with start_server(*where, "--maxdisk", "100mb", directory=tmp_path) as server, server.client() as client:
+        for number in range(200):
+            client.set(f"s{number}", os.urandom(200_000))
+        client.save()
+        assert result(doctor.limits, *where, url=server.url).state == "ok"
+    lowered = (*where, "--maxdisk", "16mb", "--maxmemory-policy", "noeviction")
+    with start_server(*lowered, directory=tmp_path) as server:
+        found = result(doctor.limits, *lowered, url=server.url)
+        assert (found.state, "maxdisk is 16.0 MiB, and values take 38." in found.found) == ("warning", True)
+        assert "more than maxdisk by 22." in kvpage("status", url=server.url)[1]
+    found = result(doctor.disk_space, *lowered)
+    assert (found.state, "more than maxdisk, 16.0 MiB" in found.found) == ("warning", True)
+
+
 def test_a_disk_that_fails_is_an_error(conf: Path, tmp_path: Path) -> None:
     with small_disk(tmp_path / "small", 40) as place:
         options = "--store", "tiered", "--maxdisk", "1gb", "--save", ""
