@@ -4,13 +4,19 @@ second. So this module imports little. `python -m kvpage_server` is `kvpage-serv
 
 from __future__ import annotations
 
-from kvpage_server.system.program import ends_quietly
+import signal
+
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends the process without a traceback, until `ends_quietly`
+
+from kvpage_server.system.program import ends_quietly, interrupts_deferred
 
 
 def kvpage() -> None:
     """Run `kvpage`, see `cli.main`."""
     with ends_quietly("kvpage"):
-        from kvpage_server.cli import main  # imported here, so that Ctrl-C ends it quietly
+        with interrupts_deferred():
+            from kvpage_server.cli import main
 
         main()
 
@@ -18,7 +24,8 @@ def kvpage() -> None:
 def kvpage_server() -> None:
     """Run `kvpage-server`, see `app.main`."""
     with ends_quietly("kvpage-server"):
-        from kvpage_server.app import main  # imported here, so that Ctrl-C ends it quietly
+        with interrupts_deferred():
+            from kvpage_server.app import main
 
         main()
 
@@ -26,7 +33,8 @@ def kvpage_server() -> None:
 def kvpage_engine() -> int:
     """Run `kvpage-engine`, see `kvpage.engine.cli.main`. Return its exit code."""
     with ends_quietly("kvpage-engine"):
-        from kvpage.engine.cli import main  # imported here, so that Ctrl-C ends it quietly
+        with interrupts_deferred():
+            from kvpage.engine.cli import main
 
         return main()
 

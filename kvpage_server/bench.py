@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import redis
+from numpy.random import default_rng
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -49,7 +50,7 @@ class BatchMemory:
     """
 
     def __init__(self, count: int, nbytes: int, seed: int) -> None:
-        rng = np.random.default_rng(seed)
+        rng = default_rng(seed)
         self.written: Array = np.frombuffer(rng.bytes(count * nbytes), np.uint8).reshape(count, nbytes)
         self.read: Array = np.zeros_like(self.written)
 

@@ -75,6 +75,8 @@ def ends_quietly(program: str) -> Iterator[None]:
     On Ctrl-C, exit with a line on stderr and INTERRUPTED; on a closed pipe of standard output, with PIPE_CLOSED; on
     another OSError, with a line on stderr and 1. Characters that the encoding of the output lacks are replaced.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # `kvpage_server.__main__` has set it for its own imports
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     fit_streams()
     sys.unraisablehook = _repeat_lost_interrupt
     try:
@@ -91,6 +93,26 @@ def ends_quietly(program: str) -> Iterator[None]:
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(say(program, reason_of(error), 1))
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Run the caller's ``with`` block, which imports modules, to its end. Raise KeyboardInterrupt then if Ctrl-C was
+    pressed meanwhile.
+
+    An extension module whose import is interrupted may raise another error, ignore the interrupt, or crash.
+    """
+    before, pressed = signal.getsignal(signal.SIGINT), list[int]()
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
 
 
 def _repeat_lost_interrupt(dropped: UnraisableHookArgs) -> None:

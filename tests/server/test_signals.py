@@ -44,6 +44,20 @@ with ends_quietly("kvpage"):
 """
 
 
+# A program whose import is interrupted.
+INTERRUPTED_IMPORT = """
+import signal
+from kvpage_server.system.program import ends_quietly, interrupts_deferred
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with ends_quietly("kvpage"):
+    with interrupts_deferred():
+        signal.raise_signal(signal.SIGINT)
+        print("imported")
+    print("went on")
+"""
+
+
 # A server that reads from a pipe while it starts, so that the start lasts until the test goes on.
 SLOW_START = """
 import sys
@@ -258,6 +272,13 @@ def test_ctrl_c_in_a_finalizer_ends_a_program() -> None:
         [sys.executable, "-c", INTERRUPTED_FINALIZER], capture_output=True, encoding="utf-8", timeout=60
     )
     assert (ended.returncode, ended.stderr) == (130, "kvpage: interrupted\n")
+
+
+def test_an_interrupted_import_ends_before_the_program() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_IMPORT], capture_output=True, encoding="utf-8", timeout=60
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "imported\n", "kvpage: interrupted\n")
 
 
 def fates() -> dict[str, str]:
