@@ -46,8 +46,9 @@ from kvpage_server.look.status import status
 from kvpage_server.look.top import top
 from kvpage_server.look.why import stat, verify, why
 from kvpage_server.system.completion import SHELLS, completion_of, script
-from kvpage_server.system.program import ends_quietly, missing_extra, reason_of, say
+from kvpage_server.system.program import ends_quietly, interrupts_deferred, missing_extra, reason_of, say
 from kvpage_server.system.terminal import out, print_json
+from kvpage_server.system.text import name_of_text
 
 _ONE_SERVER_ONLY = {  # commands that take one server, with the advice for several
     "restore": "a dump of several has a directory for each, restore each into its server",
@@ -74,7 +75,9 @@ def main(arguments: list[str] | None = None) -> None:
     other failure or if data is missing or corrupt, otherwise with 0.
     """
     with ends_quietly("kvpage"):
-        args = parser().parse_args(arguments)
+        with interrupts_deferred():
+            command = parser()  # imports modules
+        args = command.parse_args(arguments)
         sys.exit(_run(args))
 
 
@@ -275,19 +278,19 @@ def parser() -> argparse.ArgumentParser:
     top_ = shows("top", top, "show rates, engines and memory by agent, until interrupted")
     top_.add_argument("--watch", default=1.0, help="seconds between updates (default: 1)", **watch)
     ls_ = shows("ls", ls, "list agents, shared prefixes and other requests, or the blocks of one request")
-    ls_.add_argument("req", metavar="REQ", nargs="?")
+    ls_.add_argument("req", metavar="REQ", nargs="?", type=_name)
     help = f"rows of each table, 0 for all (default: {ROWS}); --json prints all"
     ls_.add_argument("--limit", metavar="N", type=_rows, default=ROWS, help=help)
     shows("stat", stat, "show the metadata of a page, or the blocks of an agent").add_argument(
-        "key", metavar="KEY|AGENT", help="the key of a page is kv:REQ:LAYER:HEAD:PAGE:TYPE"
+        "key", metavar="KEY|AGENT", type=_name, help="the key of a page is kv:REQ:LAYER:HEAD:PAGE:TYPE"
     )
     verify_ = shows(
         "verify", verify, "check the checksums of a request's or an agent's pages, and remove corrupt pages"
     )
-    verify_.add_argument("req", metavar="REQ|AGENT")
+    verify_.add_argument("req", metavar="REQ|AGENT", type=_name)
     verify_.add_argument("pages", metavar="PAGE", nargs="*", type=_number(integer(0, 2**32 - 1)), default=[])
     why_ = shows("why", why, "explain why a read of a request, page or string, or a load of an agent, would miss")
-    why_.add_argument("req", metavar="REQ|AGENT|KEY")
+    why_.add_argument("req", metavar="REQ|AGENT|KEY", type=_name)
     why_.add_argument(
         "name", metavar="LAYER HEAD PAGE TYPE", nargs="*", type=_number(integer(0, 2**32 - 1)), default=[]
     )
@@ -331,6 +334,14 @@ def _seconds(word: str, least: float = 0.1) -> float:
     if not least <= seconds <= 86400:
         raise argparse.ArgumentTypeError(f"must be {least} to 86400 seconds, got {word}")
     return seconds
+
+
+def _name(word: str) -> bytes:
+    """Parse a name, which is written as `kvpage ls` prints it. Raises ArgumentTypeError."""
+    try:
+        return name_of_text(word)
+    except ValueError as error:  # also UnicodeEncodeError
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _object(word: str) -> dict[str, Any]:
@@ -413,8 +424,8 @@ def _plot(text: str) -> Path:
 
 def _add_snapshots(shows: Callable[..., argparse.ArgumentParser]) -> None:
     def of_requests(command: Any) -> None:
-        help = "only the pages of this request; can be given several times; %%XX stands for a byte"
-        command.add_argument("--request", metavar="REQ", action="append", default=[], help=help)
+        help = "only the pages of this request; can be given several times"
+        command.add_argument("--request", metavar="REQ", type=_name, action="append", default=[], help=help)
 
     dump_ = shows("dump", dump, "write the store's content to safetensors files; continues an interrupted dump")
     dump_.add_argument("directory", metavar="DIRECTORY", type=_path)
@@ -445,7 +456,8 @@ def doctor(args: argparse.Namespace) -> int:
 
     The checks open their own connections, because a server may be absent. Raises UsageError for a cluster.
     """
-    from kvpage_server.doctor import run_checks  # imported here, since the server's modules are slow to load
+    with interrupts_deferred():
+        from kvpage_server.doctor import run_checks  # imported here, since the server's modules are slow to load
 
     if args.url or args.user or args.askpass or os.environ.get(URL):
         args.url = _url(args)
@@ -495,21 +507,24 @@ def replay(store: redis.Redis, args: argparse.Namespace) -> bool:
 
 def dump(store: redis.Redis, args: argparse.Namespace) -> bool:
     """Write the store's pages and strings to files in `args.directory`. Return whether all were written."""
-    from kvpage_server.snapshot.command import run_dump  # imported here, since it is slow to load
+    with interrupts_deferred():
+        from kvpage_server.snapshot.command import run_dump  # imported here, since it is slow to load
 
     return run_dump(store, args)
 
 
 def restore(store: redis.Redis, args: argparse.Namespace) -> bool:
     """Load the dump in `args.directory` into the store. Return whether all of it was loaded."""
-    from kvpage_server.snapshot.command import run_restore
+    with interrupts_deferred():
+        from kvpage_server.snapshot.command import run_restore
 
     return run_restore(store, args)
 
 
 def inspect(store: redis.Redis, args: argparse.Namespace) -> bool:
     """Print the contents of a dump, without the store. Return whether it is intact."""
-    from kvpage_server.snapshot.command import run_inspect
+    with interrupts_deferred():
+        from kvpage_server.snapshot.command import run_inspect
 
     return run_inspect(args)
 
@@ -550,7 +565,8 @@ def bench(store: redis.Redis, args: argparse.Namespace) -> bool:
     Connections of its own are used, not `store`. Raises RedisError, OSError for a file that cannot be written, and
     LookError if a library for --plot is missing.
     """
-    from kvpage_server.bench import run  # imported here, since numpy and the page client are slow to load
+    with interrupts_deferred():
+        from kvpage_server.bench import run  # imported here, since numpy and the page client are slow to load
 
     urls = [args.url, *([args.against] if args.against else [])]
     try:

@@ -10,9 +10,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import quote, urlencode
 from urllib.request import Request, urlopen
 
-from rich.console import Console
-
-from kvpage_server.system.terminal import table_of
+from kvpage_server.system.terminal import out, readable, table_of
 from kvpage_server.system.text import as_size
 
 from . import Failure
@@ -85,6 +83,6 @@ def _print(agents: list[dict[str, Any]]) -> None:
     table = table_of("agent", "model", "tiers", "saved", "tokens", "bytes", numbers_from=4)
     for agent in agents:
         saved = "yes" if agent["saved"] else "no"
-        tiers = ", ".join(agent["tiers"])
-        table.add_row(agent["id"], agent["model"], tiers, saved, f"{agent['tokens']:,}", as_size(agent["bytes"]))
-    Console(width=None if Console().is_terminal else 120).print(table)
+        names, tiers = map(readable, (agent["id"], agent["model"])), ", ".join(agent["tiers"])
+        table.add_row(*names, tiers, saved, f"{agent['tokens']:,}", as_size(agent["bytes"]))
+    out.print(table, soft_wrap=False)

@@ -15,14 +15,13 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
 import redis
-from rich.console import Console
 
 from kvpage_server.address import shown
 from kvpage_server.client import names_several
 from kvpage_server.client.commands import BlockCode
 from kvpage_server.client.page import readable
 from kvpage_server.client.wire.connection import plain_client
-from kvpage_server.system.terminal import table_of
+from kvpage_server.system.terminal import out, table_of
 from kvpage_server.system.text import as_size
 
 from . import Failure
@@ -90,7 +89,7 @@ def bench(args: argparse.Namespace) -> int:
         seconds = answer.reuse.time_to_first_token
         sooner = cold.reuse.time_to_first_token / seconds
         table.add_row(name, f"{answer.reuse.tokens:,}", f"{1000 * seconds:,.0f} ms", f"{sooner:.1f}x sooner")
-    Console(width=None if Console().is_terminal else 100).print(table)
+    out.print(table, soft_wrap=False)
     print(f"Then {speed:.1f} tokens a second.")
     return 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -29,7 +28,7 @@ from kvpage_server.observe.memory_by_agent import (
 )
 from kvpage_server.page import KVType, check_req_id
 from kvpage_server.system.terminal import for_people, out, print_json, readable, table_of
-from kvpage_server.system.text import as_size, plural
+from kvpage_server.system.text import as_size, name_shown, plural
 
 LIMITS = LookLimits(agents=10_000, blocks=50_000, requests=10_000)
 ROWS = 50  # default of --limit: rows of each table
@@ -226,11 +225,11 @@ def as_json(holdings: Holdings, args: argparse.Namespace) -> dict[str, Any]:
 
 def _ls_request(store: QueriedStore, args: argparse.Namespace) -> bool:
     """Print the blocks of the request `args.req`. Return True. Raises LookError if it has no page."""
-    req = check_req_id(os.fsencode(args.req))
+    req = check_req_id(args.req)
     answer = store.execute_command("KVPAGEINDEX", req, "WITHSIZES")
     blocks = [named(block) for block in answer]
     if not blocks:
-        raise LookError(agent_hint(store, req) or f"request {args.req} has no page{why_hint(store, args.req)}")
+        raise LookError(agent_hint(store, req) or f"request {name_shown(req)} has no page{why_hint(store, req)}")
     if args.json:
         rows = [
             block

@@ -7,7 +7,6 @@ no scan, because their page id is 0, or 1 for a state.
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -31,7 +30,7 @@ from kvpage_server.look.multi_store import MultiStore, Pipeline
 from kvpage_server.observe.asking import Command, QueriedStore, ask
 from kvpage_server.observe.memory_by_agent import exact_pattern, holdings_of_agent
 from kvpage_server.page import HEADER_SIZE, PageError, PageHeader, PageKey, decode_page, index_key
-from kvpage_server.system.text import name_as_text
+from kvpage_server.system.text import name_shown
 
 Answers: TypeAlias = list[Any]
 # commands for strings that replace a page command, and the function that makes its reply from theirs
@@ -299,9 +298,10 @@ def _index_rows(keys: Sequence[PageKey], lengths: Sequence[int]) -> list[dict[st
 # -- Hints for the next command, which can be pasted into a shell ------------------------------------------------------
 
 
-def shell_word(name: str) -> str:
-    """Return a name, quoted for a shell; empty if it has unprintable characters, or looks like an option."""
-    return shlex.quote(name) if name.isprintable() and not name.startswith("-") else ""
+def shell_word(name: bytes) -> str:
+    """Return a name as `kvpage` prints and takes it, quoted for a shell."""
+    word = name_shown(name)
+    return shlex.quote(word.replace("-", r"\x2d", 1) if word.startswith("-") else word)  # it is no option
 
 
 def agent_hint(store: QueriedStore, name: bytes) -> str:
@@ -309,14 +309,13 @@ def agent_hint(store: QueriedStore, name: bytes) -> str:
     holdings = ask(store, holdings_of_agent(name))
     if not holdings.agents and not holdings.unreadable:
         return ""
-    word = shell_word(os.fsdecode(name))
-    shows = f": kvpage stat {word} shows its blocks, kvpage verify {word} checks them" if word else ""
-    return f"{name_as_text(name)} is an agent, and no request{shows}"
-
-
-def why_hint(store: QueriedStore, name: str, *page: str) -> str:
-    """Return the hint to use `kvpage why`; empty if the store records no reasons."""
     word = shell_word(name)
-    return (
-        f"; kvpage why {' '.join([word, *page])} may say why" if word and not isinstance(store, PagesOnStrings) else ""
-    )
+    shows = f"kvpage stat {word} shows its blocks, kvpage verify {word} checks them"
+    return f"{name_shown(name)} is an agent, and no request: {shows}"
+
+
+def why_hint(store: QueriedStore, name: bytes, *page: int) -> str:
+    """Return the hint to use `kvpage why`; empty if the store records no reasons."""
+    if isinstance(store, PagesOnStrings):
+        return ""
+    return f"; kvpage why {' '.join([shell_word(name), *map(str, page)])} may say why"

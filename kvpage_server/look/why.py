@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -29,25 +28,26 @@ from kvpage_server.observe.memory_by_agent import (
 )
 from kvpage_server.page import MAX_PAGE, DType, KVType, PageError, PageKey, check_range, check_req_id
 from kvpage_server.system.terminal import for_people, out, print_json, readable, table_of, when
-from kvpage_server.system.text import as_size, name_as_text, plural
+from kvpage_server.system.text import as_size, name_as_text, name_of_text, name_shown, plural
 
 # -- `kvpage stat` and `kvpage verify` ---------------------------------------------------------------------------------
 
 
 def stat(store: QueriedStore, args: argparse.Namespace) -> bool:
-    """Print the metadata of the page `args.key`, or the blocks of the agent's contexts. Return True.
+    """Print the metadata of the page `args.key`, or the blocks of the agent's contexts. Return whether none is missing.
 
     Raises LookError if there is no such page or agent, UsageError for the key of an index, PageError for a wrong key.
     """
-    if not args.key.startswith("kv:"):
+    if not args.key.startswith(b"kv:"):
         return _stat_agent(store, args)
-    if args.key.endswith(":index") and (word := shell_word(args.key[len("kv:") : -len(":index")])):
-        raise UsageError(f"{args.key} is the index of a request: kvpage ls {word} lists its blocks")
-    key = PageKey.parse(os.fsencode(args.key))
+    if args.key.endswith(b":index"):
+        word = shell_word(args.key[len("kv:") : -len(":index")])
+        raise UsageError(f"{name_shown(args.key)} is the index of a request: kvpage ls {word} lists its blocks")
+    key = PageKey.parse(args.key)
     name = (key.req_id, key.layer, key.head, key.page, key.kv_type)
     found = store.execute_command("KVPAGESTAT", *name)
     if found is None:
-        raise LookError(f"{args.key} is not there{why_hint(store, *args.key.split(':')[1:])}")
+        raise LookError(f"{name_shown(args.key)} is not there{why_hint(store, *name)}")
     page = named(found)
     dtype, plane = DType(page["dtype"]).name.lower(), KVType(page["type"]).name
     of_leases = page["pinned"] is not None
@@ -76,9 +76,12 @@ def stat(store: QueriedStore, args: argparse.Namespace) -> bool:
 
 
 def _stat_agent(store: QueriedStore, args: argparse.Namespace) -> bool:
-    """Print the contexts of the agent `args.key`. Return True. Raises LookError if the store has no such agent."""
+    """Print the contexts of the agent `args.key`. Return whether no block is missing.
+
+    Raises LookError if the store has no such agent.
+    """
     holdings = ask(store, holdings_of_store())
-    found = [agent for agent in holdings.agents if agent.agent_id == name_as_text(os.fsencode(args.key))]
+    found = [agent for agent in holdings.agents if agent.agent_id == name_as_text(args.key)]
     if not found:
         raise_if_scan_refused(store, holdings)
         raise LookError(_maybe_unreachable(args.key, args) or _no_agent(store, args.key))
@@ -86,30 +89,28 @@ def _stat_agent(store: QueriedStore, args: argparse.Namespace) -> bool:
     if args.json:
         described = [context_as_json(agent, places, args) for agent, places in contexts]
         print_json({"url": shown(args.url), "unreachable": args.unreachable(), "contexts": described})
-        return True
-    for agent, places in contexts:
-        _show_context(agent, places)
-    return True
+    else:
+        for agent, places in contexts:
+            _show_context(agent, places)
+    return not any(agent.missing for agent in found)
 
 
-def _no_agent(store: QueriedStore, name: str) -> str:
+def _no_agent(store: QueriedStore, name: bytes) -> str:
     """Return the error text for a name that is not an agent: it may be a request."""
     try:
-        blocks = store.execute_command("KVPAGEINDEX", os.fsencode(name))
+        blocks = store.execute_command("KVPAGEINDEX", name)
     except redis.ResponseError:  # not a valid request id either
         blocks = []
     if not blocks:
-        return f"{name} is no agent, and a page's key is kv:REQ:LAYER:HEAD:PAGE:TYPE"
-    page = named(blocks[0])["page"]
-    if not (word := shell_word(name)):
-        return f"{name} is a request, and no agent"
+        return f"{name_shown(name)} is no agent, and a page's key is kv:REQ:LAYER:HEAD:PAGE:TYPE"
+    word, page = shell_word(name), named(blocks[0])["page"]
     of_a_page = f"kvpage stat kv:{word}:LAYER:HEAD:{page}:TYPE shows a page"
-    return f"{name} is a request: kvpage ls {word} lists its blocks, {of_a_page}"
+    return f"{name_shown(name)} is a request: kvpage ls {word} lists its blocks, {of_a_page}"
 
 
-def _maybe_unreachable(name: str, args: argparse.Namespace) -> str:
+def _maybe_unreachable(name: bytes, args: argparse.Namespace) -> str:
     """Return the message for an agent that may be on an unreachable server; empty if all servers have answered."""
-    return f"{name} is not on the servers that answered" if args.unreachable() else ""
+    return f"{name_shown(name)} is not on the servers that answered" if args.unreachable() else ""
 
 
 def _show_context(agent: Agent, places: list[BlockPlace]) -> None:
@@ -131,6 +132,13 @@ def _show_context(agent: Agent, places: list[BlockPlace]) -> None:
         size, tokens = as_size(place.block.bytes), f"{place.block.tokens:,}"
         table.add_row(f"{i:,}", tokens, size, tier, plural(len(place.agents), "agent"), *[how for _ in protected])
     out.print(table, soft_wrap=False)
+    if agent.missing:
+        word = shell_word(name_of_text(agent.agent_id))
+        out.print(_missing_line(agent.missing, word))
+
+
+def _missing_line(count: int, word: str) -> Text:
+    return Text.assemble((f"{plural(count, 'block')} missing", "red"), readable(f": kvpage why {word} says why"))
 
 
 def context_as_json(agent: Agent, places: list[BlockPlace], args: argparse.Namespace) -> dict[str, Any]:
@@ -161,35 +169,36 @@ def verify(store: QueriedStore, args: argparse.Namespace) -> bool:
     """Check the checksums of the request's pages, or of all blocks of the agent's contexts, and remove corrupt pages.
 
     `args.req` names the request or agent, and `args.pages` limits the check to these page ids. Prints the counts, and
-    returns whether all are stored and intact. Raises LookError if there is nothing to check, PageError for a wrong
-    name.
+    returns whether all are stored and intact. Of a request, blocks are missing that have one of these page ids, or that
+    the store has removed. Raises LookError if there is nothing to check, PageError for a wrong name.
     """
-    name = check_req_id(os.fsencode(args.req))
+    name = check_req_id(args.req)
     for page in args.pages:
         check_range("page_id", page, 0, MAX_PAGE)
     with out.status("hashing"):
+        absent = _missing_blocks(store, name, args.pages)
         found = _verify_pages(store, name, args.pages)
         agents = () if any(found.values()) or args.pages else ask(store, holdings_of_agent(name)).agents
         blocks = dict.fromkeys(block.name for agent in agents for block in agent.blocks)
-        missing = sum(not block.complete for agent in agents for block in agent.blocks)
         for block in blocks:
             found = {count: found[count] + more for count, more in _verify_pages(store, block, ()).items()}
+        missing = len({block.name for agent in agents for block in agent.blocks if not block.complete})
+        missing = missing if agents else absent
     checked, unchecked, corrupt = found["checked"], found["unchecked"], found["corrupt"]
     if not (checked or corrupt or unchecked or agents):
-        no_page = f"request {args.req} has no such page{why_hint(store, args.req)}"
-        raise LookError((not args.pages and _maybe_unreachable(args.req, args)) or no_page)
+        no_page = f"request {name_shown(name)} has no such page{why_hint(store, name)}"
+        raise LookError((not args.pages and _maybe_unreachable(name, args)) or no_page)
     if args.json:
-        of_agent = {"url": shown(args.url), "agent": name, "missing_blocks": missing}
-        print_json((of_agent if agents else {"url": args.home(name), "request": name}) | found)
+        about = {"url": shown(args.url), "agent": name} if agents else {"url": args.home(name), "request": name}
+        print_json(about | {"missing_blocks": missing} | found)
         return not corrupt and not missing
     if unchecked:
         out.print(f"{plural(unchecked, 'page')} written without a checksum")
     if missing:
-        why = f": kvpage why {word} says why" if (word := shell_word(args.req)) else ""
-        out.print(f"{plural(missing, 'block')} missing{why}")
+        out.print(_missing_line(missing, shell_word(name)))
     if not corrupt:
-        of_blocks = f" in {plural(len(blocks), 'block')}" if agents else ""
-        out.print(f"{plural(checked, 'page')}{of_blocks} checked, all intact")
+        of_blocks = f" in {plural(len(blocks) - missing, 'block')}" if agents else ""
+        out.print(f"{plural(checked, 'page')}{of_blocks} checked, {'none corrupt' if missing else 'all intact'}")
         return not missing
     out.print(f"[red]corrupt, and removed: {len(corrupt):,} of {plural(checked, 'page')}[/]")
     for key in corrupt:
@@ -201,6 +210,20 @@ def _verify_pages(store: QueriedStore, req: bytes, pages: Sequence[int]) -> dict
     """Return KVPAGEVERIFY's counts `checked` and `unchecked`, and the keys of `corrupt` pages."""
     found = named(store.execute_command("KVPAGEVERIFY", req, *pages))
     return {count: found[count] for count in ("checked", "unchecked", "corrupt")}
+
+
+def _missing_blocks(store: QueriedStore, req: bytes, pages: Sequence[int]) -> int:
+    """Return how many blocks of a request are missing: of these page ids or, without them, of those up to the last one.
+
+    Without page ids, only a block that the store has removed is missing: a client may store single pages.
+    """
+    stored = {named(block)["page"] for block in store.execute_command("KVPAGEINDEX", req)}
+    if pages:
+        return len({*pages} - stored)
+    answer = _why_pages(store, req, ())
+    if answer["reason"] != "hole" or answer["cause"] in (*_UNKNOWN, "incomplete"):
+        return 0
+    return max(max(stored, default=-1) + 1 - len(stored), 1)
 
 
 _MOST_MISSING = 20  # missing blocks in the output
@@ -218,7 +241,7 @@ def why(store: QueriedStore, args: argparse.Namespace) -> bool:
     """
     if args.name and len(args.name) != 4:
         raise UsageError(f"a page is named by LAYER HEAD PAGE TYPE, got {len(args.name)} of the four")
-    name = os.fsencode(args.req)
+    name = args.req
     if args.name:
         PageKey(name, *args.name)  # raises PageError for a name or number that no page has
     elif (key := _parsed_key(name)) is not None:
@@ -226,10 +249,10 @@ def why(store: QueriedStore, args: argparse.Namespace) -> bool:
     try:
         answer = _why_pages(store, name, args.name)
     except redis.ResponseError as error:
-        found = _why_string(store, os.fsencode(args.req)) if str(error).startswith("WRONGTYPE") else None
+        found = _why_string(store, args.req) if str(error).startswith("WRONGTYPE") else None
         if found is None:
             raise
-        return _print_answer(args, {"url": args.home(name), "string": os.fsencode(args.req)}, found)
+        return _print_answer(args, {"url": args.home(name), "string": args.req}, found)
     if answer["reason"] in _UNKNOWN and not args.name:  # no request has this name
         holdings = ask(store, holdings_of_agent(name))
         losses, since = _removed_strings(store, b"%b%b:*" % (PREFIX, exact_pattern(name)))
@@ -329,7 +352,7 @@ def _removed_strings(store: QueriedStore, pattern: bytes) -> tuple[list[Answer],
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
-def _request_lines(req: str, answer: Answer) -> Iterator[str]:
+def _request_lines(req: bytes, answer: Answer) -> Iterator[str]:
     """Yield the lines that explain an answer about a request, a page or a string."""
     if answer["reason"] != "hole":
         yield _reason_text(answer["reason"], answer)
@@ -337,8 +360,7 @@ def _request_lines(req: str, answer: Answer) -> Iterator[str]:
     pages, block = answer["page_ids"], answer["block"]
     yield f"{plural(answer['pages'], 'page')} stored, in {_blocks(pages)}"
     if not answer["whole_blocks"]:  # a request that is read page by page
-        how = f": kvpage why {word} LAYER HEAD PAGE TYPE explains one page" if (word := shell_word(req)) else ""
-        yield f"no block is complete{how}"
+        yield f"no block is complete: kvpage why {shell_word(req)} LAYER HEAD PAGE TYPE explains one page"
     first = "nothing" if block == 0 else "block 0" if block == 1 else f"blocks 0 to {block - 1:,}"
     state = "is not complete" if block in pages else "is not there"
     yield f"a read from the start finds {first}; block {block:,} {state}: {_reason_text(answer['cause'], answer)}"
@@ -380,7 +402,7 @@ def _show_agent(store: QueriedStore, args: argparse.Namespace, holdings: Holding
     whole = any(not agent.missing for agent in holdings.agents)
     if args.json:
         found = [context_as_json(agent, places, args) for agent, places in contexts]
-        of_agent = {"agent": os.fsencode(args.req), "contexts": found, "unreadable": holdings.unreadable}
+        of_agent = {"agent": args.req, "contexts": found, "unreadable": holdings.unreadable}
         print_json({"url": shown(args.url), "unreachable": args.unreachable()} | of_agent | {"lost": losses})
         return whole
     for agent, places in contexts:

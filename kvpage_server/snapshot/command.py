@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote_to_bytes
 
 import redis
 from rich.console import Console
@@ -290,7 +289,7 @@ def _show_head(path: Path, found: Inspected) -> None:
 def _show_requests(found: Inspected) -> None:
     shown = table_of("request", "holds", "lives", "blocks", "pages", "size", numbers_from=3)
     for req_id, held in sorted(found.requests.items()):
-        shown.add_row(readable(text_of(req_id)), *_row(held, f"{len(held.blocks):,}"))
+        shown.add_row(readable(req_id), *_row(held, f"{len(held.blocks):,}"))
     if found.strings.count:
         shown.add_row("[italic]plain strings[/]", *_row(found.strings, ""))
     if shown.row_count:
@@ -342,7 +341,7 @@ def _print_failures(fate: str, failures: Failures) -> bool:
 
 
 def _requests(args: argparse.Namespace) -> tuple[bytes, ...]:
-    return tuple(unquote_to_bytes(os.fsencode(name)) for name in args.request)
+    return tuple(args.request)
 
 
 @contextmanager

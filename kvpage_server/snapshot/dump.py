@@ -41,6 +41,7 @@ from kvpage_server.snapshot.format import (
 )
 from kvpage_server.snapshot.store import BATCH_BYTES, KEY_COSTS, Amount, Listed, RunningStore, Value, read_ahead
 from kvpage_server.system.durable import private_directory, remove_unfinished
+from kvpage_server.system.text import name_shown
 
 # -- Comparison of a file with a server: pages by their headers, without their bodies; strings by their values ---------
 
@@ -105,7 +106,7 @@ class Selection:
 
     def __str__(self) -> str:
         if self.requests:
-            return shlex.join(chain.from_iterable(("--request", text_of(name)) for name in sorted(self.requests)))
+            return shlex.join(chain.from_iterable(("--request", name_shown(name)) for name in sorted(self.requests)))
         return "everything" if self.match == b"*" else shlex.join(("--match", text_of(self.match)))
 
 

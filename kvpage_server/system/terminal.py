@@ -12,14 +12,16 @@ from datetime import datetime
 from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
 from kvpage_server.system.program import as_printed, prints_every_character
 from kvpage_server.system.text import name_as_text, printable
 
-_NO_TERMINAL = 200  # columns of a pipe or a file, where no line has to wrap
+_NO_TERMINAL = 1 << 24  # columns of a pipe or a file, where no line wraps
+_PADDED = 64  # characters to which a column is padded at most in a pipe or a file
 
 
 class Terminal(Console):
@@ -34,7 +36,11 @@ out = Terminal(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty(
 
 
 class FittingTable(Table):
-    """A rich Table that removes columns and cuts text to fit into the terminal. Without a terminal, it wraps text."""
+    """A rich Table that removes columns and cuts text to fit into the terminal.
+
+    Without a terminal, each row is one line with its whole text. A cell that is wider than _PADDED does not widen its
+    column, so one long name does not make every line long.
+    """
 
     def __init__(self, drop: Sequence[str]) -> None:
         """Create a table without columns. `drop` has the headers of columns in the order in which they are removed.
@@ -45,10 +51,24 @@ class FittingTable(Table):
         self._drop = drop
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if not console.is_terminal:
+            return self._lines(console)
         shown = copy(self)
-        if console.is_terminal:
-            shown.columns = self._fitting(options.max_width)
+        shown.columns = self._fitting(options.max_width)
         return Table.__rich_console__(shown, console, options)
+
+    def _lines(self, console: Console) -> RenderResult:
+        """Yield the header and each row as a line."""
+        texts = [[_plain(console, cell) for cell in (column.header, *column.cells)] for column in self.columns]
+        widths = [max(width for text in some if (width := cell_len(text)) <= _PADDED) for some in texts]
+        for row in zip(*texts, strict=True):
+            padded = [
+                (text, " " * (width - cell_len(text)), column.justify == "right")
+                for column, text, width in zip(self.columns, row, widths, strict=True)
+            ]
+            cells = [f"{space}{text}" if is_number else f"{text}{space}" for text, space, is_number in padded]
+            yield Segment((" " * _GAP).join(cells).rstrip())
+            yield Segment.line()
 
     def _fitting(self, room: int) -> list[Column]:
         """Return copies of the columns that fit into `room` characters, each with its width set."""
@@ -73,6 +93,11 @@ class FittingTable(Table):
 
 _GAP = 2  # characters between two columns
 _LEAST_NAME = 12  # characters: a column of text is cut to this width before a column is dropped
+
+
+def _plain(console: Console, cell: RenderableType) -> str:
+    """Return the text of a table's cell without styles."""
+    return cell.plain if isinstance(cell, Text) else console.render_str(str(cell)).plain
 
 
 def _width(column: Column) -> int:
@@ -108,10 +133,12 @@ def print_json(found: Any) -> None:
 def readable(name: bytes | str, most: int | None = None) -> Text:
     """Return a name from a client, such as a request id, with escapes for characters that the terminal cannot print.
 
-    It is cut to `most` characters. The escapes are made here, before a table computes the width of its columns.
+    In a terminal, it is cut to `most` characters. The escapes are made here, before a table computes the width of its
+    columns.
     """
     printed = as_printed(printable(name_as_text(name) if isinstance(name, bytes) else name))
-    return Text(printed if most is None or len(printed) <= most else f"{printed[: most - 1]}…")
+    is_cut = most is not None and len(printed) > most and out.is_terminal
+    return Text(f"{printed[: most - 1]}…" if is_cut and most else printed)
 
 
 def when(unix_ms: int) -> str:

@@ -7,6 +7,8 @@ timestamps and everything on disk use the wall clock, `page.unix_ms`.
 from __future__ import annotations
 
 import logging
+import os
+import re
 import time
 from collections.abc import Sequence
 from itertools import accumulate
@@ -92,7 +94,36 @@ def _shown(letter: str) -> str:
         return letter
     if "\udc80" <= letter <= "\udcff":  # a byte, as `surrogateescape` decodes it
         return f"\\x{ord(letter) - 0xDC00:02x}"
+    if "\x80" <= letter <= "\xff":  # two bytes of UTF-8, and not the byte with this number
+        return f"\\u{ord(letter):04x}"
     return letter.encode("unicode_escape").decode()
+
+
+def name_shown(name: bytes) -> str:
+    """Return a name as `kvpage` prints it: `name_as_text`, with escapes for unprintable characters."""
+    return printable(name_as_text(name))
+
+
+_ESCAPE = re.compile(r"\\(?:[\\nrt]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|)")
+
+
+def name_of_text(text: str) -> bytes:
+    """Return the name that has this text; the inverse of `name_shown`.
+
+    The text may also have JSON's escapes, as a terminal that is not UTF-8 shows them, and bytes that are not UTF-8, as
+    `surrogateescape` decodes them. Raises ValueError for a backslash that begins no escape.
+    """
+    raw = (
+        _ESCAPE.sub(_unescaped, text).encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+    )  # joins pairs
+    return os.fsencode(raw)
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    if escape[0] == "\\":
+        raise ValueError("a backslash in a name is written \\\\, and a byte \\xNN, as kvpage ls prints them")
+    letter = escape[0].encode().decode("unicode_escape")
+    return chr(0xDC00 + ord(letter)) if escape[0].startswith("\\x") and letter >= "\x80" else letter
 
 
 # -- Log lines that clients cannot forge -------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ REQ = b"\xff\xfe\xc2\x9b31m\xe2\x80\xae"  # invalid UTF-8, and a control sequenc
 NO_TIERS = dict.fromkeys(TIERS, TierFigures())
 CLEARS = b"\x1bc\x07\xc2\x9b31m\xe2\x80\xae"  # resets a terminal, a bell, red, and right-to-left
 FOREIGN = b"\xff\xfe" + CLEARS
-SHOWN = "\\xff\\xfe\\x1bc\\x07\\x9b31m\\u202e"
+SHOWN = "\\xff\\xfe\\x1bc\\x07\\u009b31m\\u202e"
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,7 @@ def test_no_name_is_a_command_to_a_terminal(server: RunningServer, client: redis
     set_block(client, "r")
     client.execute_command("KVPAGESET", b"\xc2\x9b31mreq", 0, 0, 0, 0, 1, 64, 64, 0, bytes(8192))
     for words in (["ls"], ["why", "alice"], ["stat", "alice"], ["ls", "\x9b31mreq"]):
-        code = 1 if words[0] == "why" else 0  # a block is missing
+        code = 1 if words[0] in ("why", "stat") else 0  # a block is missing
         printed(*words, url=server.url, code=code)
         assert json.loads(printed(*words, "--json", url=server.url, code=code))
     agents = json.loads(printed("ls", "--json", url=server.url))["agents"]
@@ -165,10 +166,38 @@ def test_a_clock_that_is_ahead_is_no_age(server: RunningServer, client: redis.Re
     assert "1970" not in printed("why", "alice", url=server.url)
 
 
-def test_a_long_name_takes_a_few_lines_of_a_table(server: RunningServer, client: redis.Redis) -> None:
-    received = {"chain": ["r"], "block_tokens": 4, "count": 4, "model": "m" * 5000}
-    for agent in ("a" * 400, "b" * 400):
+def test_a_long_name_is_one_line_in_a_pipe_and_pads_no_other(server: RunningServer, client: redis.Redis) -> None:
+    for agent, model in (("a" * 400, "m" * 5000), ("b" * 400, "tiny"), ("carol", "tiny")):
+        received = {"chain": ["r"], "block_tokens": 4, "count": 4, "model": model}
         client.set(f"manifest:{agent}:00aa", "0" * 16 + json.dumps(received))
-    lines = printed("ls", url=server.url).splitlines()
-    assert len(lines) < 30
-    assert "…" in "".join(lines)
+    _, *lines = printed("ls", url=server.url).split("\n\n")[0].splitlines()
+    assert len(lines) == 3
+    assert {line.split()[0] for line in lines} == {"a" * 400, "b" * 400, "carol"}
+    assert min(map(len, lines)) < 200
+
+
+def test_printed_names_are_taken_by_the_commands(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
+    names = [
+        b"\xff",
+        rb"\xff",
+        b"\\\\n",
+        b"\xc2\x85",
+        b"\x85",
+        "\u200b\u202e\U000e0041".encode(),
+        b"a'b$c`%41",
+        "é😀".encode(),
+    ]
+    for name in names:
+        client.execute_command("KVPAGESET", name, 0, 0, 0, 0, 1, 64, 64, 0, bytes(8192))
+    rows = [line.split()[0] for line in printed("ls", url=server.url).splitlines()[1:]]
+    assert len({*rows}) == len(names)
+    found = json.loads(printed("ls", "--json", url=server.url))["requests"]
+    for name in [*rows, *(each["request"] for each in found)]:
+        for words in (["ls", name], ["verify", name], ["stat", f"kv:{name}:0:0:0:0"], ["why", name, *"0000"]):
+            printed(*words, url=server.url)
+        assert printed("why", name, "1", *"000", url=server.url, code=1).startswith("never stored")
+    assert printed("dump", str(tmp_path), *(f"--request={name}" for name in rows), url=server.url)
+    inspected = printed("inspect", str(tmp_path), url="").splitlines()
+    assert {line.split()[0] for line in inspected[2:]} == {*rows}
+    code, _, errors = kvpage("why", "a\\b", url=server.url)
+    assert (code, r"a backslash in a name is written \\, and a byte \xNN" in errors) == (2, True)

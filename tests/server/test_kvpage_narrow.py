@@ -172,7 +172,10 @@ def test_an_agent_can_be_verified(server: RunningServer, client: redis.Redis) ->
     client.execute_command("KVPAGEDEL", "b2")
     code, shown, _ = kvpage("verify", "alice", url=server.url)
     assert code == 1
-    assert shown == "1 block missing: kvpage why alice says why\n12 pages in 2 blocks checked, all intact\n"
+    assert shown == "1 block missing: kvpage why alice says why\n12 pages in 1 block checked, none corrupt\n"
+    code, shown, _ = kvpage("stat", "alice", url=server.url)
+    assert (code, shown.splitlines()[-1]) == (1, "1 block missing: kvpage why alice says why")
+    assert kvpage("stat", "alice", "--json", url=server.url)[0] == 1
     received = json.loads(kvpage("verify", "alice", "--json", url=server.url)[1])
     assert {key: received[key] for key in ("agent", "checked", "unchecked", "corrupt", "missing_blocks")} == {
         "agent": "alice", "checked": 12, "unchecked": 0, "corrupt": [], "missing_blocks": 1,

@@ -141,11 +141,11 @@ def test_any_keyspace_is_restored(
 def test_requests_are_dumped_and_restored_by_name(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
     fill(client)
     url = ("--url", server.url)
-    assert kvpage("dump", str(tmp_path / "some"), "--request", "chat-7", "--request", "r%FF%E9%2541*", *url)[0] == 0
+    assert kvpage("dump", str(tmp_path / "some"), "--request", "chat-7", "--request", r"r\xff\xe9%41*", *url)[0] == 0
     assert kvpage("dump", str(tmp_path / "all"), *url)[0] == 0
     for name in ("some", "all"):
         client.flushall()
-        assert kvpage("restore", str(tmp_path / name), "--request", "r%FF%E9%2541*", *url)[0] == 0
+        assert kvpage("restore", str(tmp_path / name), "--request", r"r\xff\xe9%41*", *url)[0] == 0
         assert list(client.scan_iter(_type="set")) == [b"kv:" + BINARY + b":index"]
         assert client.dbsize() == HALVES.pages
     client.flushall()
