@@ -13,7 +13,7 @@ from typing import NamedTuple
 import kvpage_server.commands.families  # noqa: F401  fills the table
 from kvpage_server.commands.context import MOST_QUEUED
 from kvpage_server.commands.specs import TABLE, WORDS_PER_STEP
-from kvpage_server.glob import LONGEST
+from kvpage_server.core import LONGEST_PATTERN
 from kvpage_server.lossless import encode_block_body
 from kvpage_server.page import MAX_SINGLE_PAGES, BlockShape, DType, Plane, checksum
 
@@ -21,7 +21,7 @@ MANY = 100_000
 _LAYERS, _HEADS = 125, 8  # layers and heads of a block with a thousand pages
 _PAGES = _LAYERS * _HEADS
 _MAPPED = (WORDS_PER_STEP - 3) // 2  # blocks in a KVMAP BLOCKMGET
-_LONG = b"[a-z]" * (LONGEST // 5 - 3)  # the part of a pattern that takes longest to compile
+_LONG = b"[a-z]" * (LONGEST_PATTERN // 5 - 3)  # the part of a pattern that takes longest to compile
 
 # The cost of these does not depend on their arguments or on existing keys.
 _PLAIN = """acl|cat acl|genpass acl|whoami client|caching client|getname client|getredir client|id client|info

@@ -203,7 +203,7 @@ def _read_quotas(words: list[str]) -> dict[str, int]:
         raise ValueError(f"takes 2 values a quota: a pattern of keys, bytes (0 for no limit); got {len(words)}")
     quotas: dict[str, int] = {}
     for pattern, limit in zip(words[::2], words[1::2], strict=True):
-        if not pattern or re.search(r"\s", pattern):
+        if pattern.split() != [pattern]:
             raise ValueError(f"pattern must not be empty or have spaces (use ? instead), got '{pattern}'")
         if pattern in quotas:
             raise ValueError(f"pattern '{pattern}' is given twice")

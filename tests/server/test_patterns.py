@@ -60,6 +60,12 @@ def test_patterns_are_found_as_if_each_was_looked_at(patterns: list[bytes], name
     for pattern in set(patterns[::3]):
         found.remove(pattern)
     left = set(patterns) - set(patterns[::3])
+    copy = found.copy()
+    for pattern in [*found][::2]:
+        found.remove(pattern)
+        found.add(pattern, pattern, glob(pattern))
+    for pattern in left:
+        copy.remove(pattern)  # which does not change the original
     assert sorted(found.matching(name)) == sorted(pattern for pattern in left if glob(pattern)(name))
     assert set(found) == left == set(found.copy())
     assert found.cost <= len(left)
@@ -71,3 +77,12 @@ def test_patterns_that_begin_alike_are_not_looked_at_one_by_one() -> None:
         tenants.add(b"tenant-%04d:*" % tenant, tenant, glob(b"tenant-%04d:*" % tenant))
     assert tenants.cost == 1
     assert list(tenants.matching(b"tenant-0042:key")) == [42]
+
+
+def test_patterns_with_other_openings_are_not_compared() -> None:
+    tenants: Patterns[int] = Patterns()
+    for tenant in range(10_000):
+        tenants.add(b"tenant-%04d:*:key?" % tenant, tenant, glob(b"tenant-%04d:*:key?" % tenant))
+    assert tenants.cost == 1
+    assert list(tenants.matching(b"tenant-0042:a:key1")) == [42]
+    assert len(list(tenants.compared(b"tenant-0042:a:key1"))) == 1

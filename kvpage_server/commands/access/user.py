@@ -479,8 +479,7 @@ class User:
 def change_of(rule: bytes) -> Change:
     """Return the function that applies an ACL rule to a user. It raises RuleError if the rule is invalid.
 
-    This call itself raises no error. It compiles the rule's pattern, which takes some milliseconds if the pattern is
-    long.
+    This call itself raises no error. It compiles the rule's pattern.
     """
     word = rule.lower()
     if word in _WORDS:

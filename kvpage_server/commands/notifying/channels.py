@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from time import monotonic_ns
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvpage_server.core.pieces import Piece
-from kvpage_server.glob import COMPARED, Patterns, channel_glob
+from kvpage_server.glob import COMPARED, Patterns, compiled
 from kvpage_server.resp import Push, Raw, Reply, Wait, encode
 
 # -- Interface of a client that receives messages ----------------------------------------------------------------------
@@ -95,7 +95,15 @@ MOST_WAITING = 8 << 20  # bytes of messages that wait to be sent; above it, comm
 _MESSAGE = 300  # bytes of a message that waits, in addition to its text
 _LISTENERS = 250  # bytes of a message for the listeners of a channel or pattern, in addition to its text
 _CHANNEL = 512  # bytes of a client's subscription to a channel, in addition to its name
-_COMPILED = 80  # bytes of a compiled pattern for each byte of the pattern
+_PATTERN = 700  # bytes of a client's subscription to a pattern, in addition to the pattern and its compiled form
+
+
+class Followed(NamedTuple):
+    """A pattern that clients are subscribed to."""
+
+    pattern: bytes
+    listeners: Listeners
+    nbytes: int  # memory of a subscription, at most
 
 
 @dataclass(slots=True)
@@ -110,7 +118,7 @@ class Channels:
 
     def __init__(self) -> None:
         self.by_name: dict[bytes, Listeners] = {}
-        self.by_pattern: Patterns[tuple[bytes, Listeners]] = Patterns()  # values: the pattern and its subscribers
+        self.by_pattern: Patterns[Followed] = Patterns()
         self._under_way: deque[tuple[Steps, int]] = deque()  # with the bytes of memory of each; the oldest first
         self._size = 0  # sum of these bytes
         self._compared = 0  # bytes of channels that were compared with patterns since the last steps
@@ -146,24 +154,23 @@ class Channels:
             self.by_name.pop(channel, None)
 
     def psubscribe(self, client: Recipient, pattern: bytes) -> None:
-        """Subscribe a client to every channel that matches a pattern. Raises PatternTooLong. The compilation of a new
-        pattern takes some milliseconds if it is long.
-        """
+        """Subscribe a client to every channel that matches a pattern. Raises PatternTooLong."""
         found = self.by_pattern.get(pattern)
         if found is None:
-            found = pattern, {}
-            self.by_pattern.add(pattern, found, channel_glob(pattern))
+            glob = compiled(pattern)
+            found = Followed(pattern, {}, _PATTERN + len(pattern) + glob.nbytes)
+            self.by_pattern.add(pattern, found, glob.matches)
         if pattern not in client.patterns:
-            client.keep(_size_of(pattern))
+            client.keep(found.nbytes)
         client.patterns[pattern] = None
-        found[1][client] = None
+        found.listeners[client] = None
         client.update_fast_path()
 
     def punsubscribe(self, client: Recipient, pattern: bytes) -> None:
         """End a client's subscription to a pattern, if it has one."""
         if pattern in client.patterns:
             del client.patterns[pattern]
-            client.keep(-_size_of(pattern))
+            client.keep(-self._size_of(pattern))
         self._leave_pattern(pattern, client)
         client.update_fast_path()
 
@@ -171,9 +178,14 @@ class Channels:
         """Remove a client from the subscribers of a pattern."""
         found = self.by_pattern.get(pattern)
         if found is not None:
-            found[1].pop(client, None)
-            if not found[1]:
+            found.listeners.pop(client, None)
+            if not found.listeners:
                 self.by_pattern.remove(pattern)
+
+    def _size_of(self, pattern: bytes) -> int:
+        """Return the bytes that the server keeps for a client's subscription to a pattern."""
+        found = self.by_pattern.get(pattern)
+        return 0 if found is None else found.nbytes
 
     def forget(self, client: Recipient) -> None:
         """Remove all subscriptions of a client. It gets no message of a channel after this call. If it has many
@@ -181,7 +193,7 @@ class Channels:
         """
         channels, patterns = client.channels, client.patterns
         client.channels, client.patterns = {}, {}
-        client.keep(-sum(map(len, channels)) - _CHANNEL * len(channels) - sum(map(_size_of, patterns)))
+        client.keep(-sum(map(len, channels)) - _CHANNEL * len(channels) - sum(map(self._size_of, patterns)))
         client.update_fast_path()
 
         def steps() -> Steps:
@@ -276,7 +288,7 @@ class Channels:
         listeners = self.by_name.get(channel)
         yield (listeners, [b"message", channel, message]) if listeners else None
         for found in self.by_pattern.compared(channel):
-            yield (found[1], [b"pmessage", found[0], channel, message]) if found else None
+            yield (found.listeners, [b"pmessage", found.pattern, channel, message]) if found else None
 
     # -- in turns ----------------------------------------------------------------------------------------------------
 
@@ -317,11 +329,6 @@ class Channels:
         """Add `size` bytes to the messages that wait, and update `is_full`."""
         self._size += size
         self.is_full = self._size > MOST_WAITING
-
-
-def _size_of(pattern: bytes) -> int:
-    """Return the bytes that the server keeps for a client's subscription to a pattern."""
-    return _CHANNEL + _COMPILED * len(pattern)
 
 
 def _push(recipients: Iterable[Group], about: bytes | None) -> Steps:

@@ -8,7 +8,7 @@ from kvpage_server.core.native.coding import decode_matrix, encode_matrix
 from kvpage_server.core.native.digests import copy_hashed, digest, fill_digests
 from kvpage_server.core.native.frames import Parser, Scratch
 from kvpage_server.core.native.gather import Outbox
-from kvpage_server.core.native.matching import find_classes
+from kvpage_server.core.native.matching import Glob
 from kvpage_server.core.native.memory import Memory
 from kvpage_server.core.native.outgoing import Outgoing
 from kvpage_server.core.native.page_keys import PageKeys
@@ -17,4 +17,4 @@ from kvpage_server.core.native.sent_pages import Chunk, SentPages
 from kvpage_server.core.native.slots import Arena, Part, Slot
 from kvpage_server.core.native.uses import enter, touch_many
 from kvpage_server.core.native.words import Words
-from kvpage_server.core.python import Columns, __all__
+from kvpage_server.core.python import LONGEST_PART, LONGEST_PATTERN, Columns, __all__

@@ -12,7 +12,7 @@ from kvpage_server.core.python.bodies import (
     fill_digests,
 )
 from kvpage_server.core.python.calls import Callee, Caller
-from kvpage_server.core.python.coding import decode_matrix, encode_matrix, find_classes
+from kvpage_server.core.python.coding import LONGEST_PART, LONGEST_PATTERN, Glob, decode_matrix, encode_matrix
 from kvpage_server.core.python.frames import Parser, Scratch, Words
 from kvpage_server.core.python.lru import Columns, enter, touch_many
 from kvpage_server.core.python.outgoing import Outgoing
@@ -20,12 +20,15 @@ from kvpage_server.core.python.pages import NewPages, PageNames, PageSet, filled
 from kvpage_server.core.python.slots import Arena, Part, Slot
 
 __all__ = [
+    "LONGEST_PART",
+    "LONGEST_PATTERN",
     "Arena",
     "Bodies",
     "Callee",
     "Caller",
     "Chunk",
     "Columns",
+    "Glob",
     "Memory",
     "NewPages",
     "Outbox",
@@ -46,7 +49,6 @@ __all__ = [
     "enter",
     "fill_digests",
     "filled",
-    "find_classes",
     "look_up",
     "touch_many",
 ]

@@ -1,10 +1,12 @@
-"""Loops over bytes: rows of the lossless code of docs/page-code.md, which stores exponents in three bits; and the
-search for a sequence of byte classes, the part of a glob pattern between two stars.
+"""Loops over bytes: rows of the lossless code of docs/page-code.md, which stores exponents in three bits; and
+glob patterns.
 """
 
 from __future__ import annotations
 
-from array import array
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -148,20 +150,141 @@ def _unpack(packed: NDArray[np.uint8], rows: int, channels: int) -> NDArray[np.u
     return numbers
 
 
-# -- Search for byte classes ------------------------------------------------------------------------------------------
+# -- Glob patterns ----------------------------------------------------------------------------------------------------
+
+LONGEST_PATTERN = 1024  # bytes
+LONGEST_PART = 64  # bytes that a part between two stars matches, if it has a ? or a class
+
+_STAR = b""  # a star from `_elements`; any other element is the regular expression of one byte
+_EVERY = bytes(range(256))
 
 
-def find_classes(masks: bytes, bit: int, size: int, string: bytes, start: int, end: int) -> int:
-    """Return the first position from `start` at which `size` successive bytes of a string, up to `end`, are each in
-    their class; -1 if there is none. `masks` has 256 uint64 in the order of the machine: bit `bit` + i of a byte's mask
-    says whether it is in class i. The other bits are for other searches.
+class Glob:
+    """A compiled pattern. Stars divide it into parts of a fixed length. The first and the last part are compared at the
+    two ends of a name, and each part between them at its first occurrence, without backtracking.
     """
-    if len(masks) != 2048 or not (0 <= bit < bit + size <= 64 and 0 <= start <= end <= len(string)):
-        raise ValueError("masks are 256 words of 64 bits, and the positions are within the string")
-    mask_of, matched, first, whole = array("Q", masks), 0, 1 << bit, 1 << (bit + size - 1)
-    within = (whole << 1) - first
-    for i in range(start, end):
-        matched = (matched << 1 | first) & mask_of[string[i]] & within
-        if matched & whole:
-            return i - size + 1
-    return -1
+
+    def __init__(self, pattern: bytes, ignore_case: bool = False) -> None:
+        """Compile a pattern. Raises ValueError for a long pattern, or a long part with wildcards."""
+        if len(pattern) > LONGEST_PATTERN:
+            raise ValueError(f"a pattern has at most {LONGEST_PATTERN} bytes, got {len(pattern)}")
+        parts: list[list[bytes]] = [[]]
+        for element in _elements(pattern, ignore_case):
+            if element == _STAR:
+                parts.append([])
+            else:
+                parts[-1].append(element)
+        self._has_star, self._only_stars = len(parts) > 1, len(parts) > 1 and not any(parts)
+        first, *middle, last = parts if self._has_star else (*parts, [])
+        self._first, self._last = (re.compile(b"".join(part), re.DOTALL) for part in (first, last))
+        self._sizes = len(first), len(last)
+        self._middle = [(_finder(part), len(part)) for part in middle if part]
+        self.nbytes = 512 + 80 * len(pattern)  # the memory that the pattern takes at most, in bytes
+
+    def matches(self, name: bytes) -> bool:
+        """Return whether the pattern matches a whole name."""
+        start, end = self._sizes[0], len(name) - self._sizes[1]
+        if not self._has_star:
+            return start == end and self._first.match(name) is not None
+        if self._only_stars:
+            return len(name) > 0
+        if start > end or not self._first.match(name) or not self._last.match(name, end):
+            return False
+        for find, size in self._middle:
+            at = find(name, start, end)
+            if at < 0:
+                return False
+            start = at + size
+        return True
+
+
+def _finder(part: list[bytes]) -> Callable[[bytes, int, int], int]:
+    """Return a function that searches a name, from a position up to another, for the first occurrence of a part. It
+    returns the position, or -1. Raises ValueError for a long part with wildcards.
+    """
+    plain = [element[-1:] for element in part]
+    if part == [re.escape(byte) for byte in plain]:
+        return partial(_find, b"".join(plain))
+    if len(part) > LONGEST_PART:
+        raise ValueError(
+            f"a part of a pattern between two stars that has a ? or [ matches at most {LONGEST_PART} bytes, "
+            f"got {len(part)}"
+        )
+    return partial(_search, re.compile(b"".join(part), re.DOTALL))
+
+
+def _find(part: bytes, name: bytes, start: int, end: int) -> int:
+    return name.find(part, start, end)
+
+
+def _search(part: re.Pattern[bytes], name: bytes, start: int, end: int) -> int:
+    found = part.search(name, start, end)
+    return -1 if found is None else found.start()
+
+
+def _elements(pattern: bytes, ignore_case: bool) -> Iterator[bytes]:
+    """Yield the elements of a pattern in order: `_STAR`, or the regular expression of one byte."""
+    pos, size = 0, len(pattern)
+    while pos < size:
+        char = pattern[pos : pos + 1]
+        if char == b"*":
+            yield _STAR
+        elif char == b"?":
+            yield b"."
+        elif char == b"[":
+            element, pos = _class(pattern, pos + 1, ignore_case)
+            yield element
+            continue
+        else:
+            if char == b"\\" and pos + 1 < size:
+                pos += 1
+                char = pattern[pos : pos + 1]
+            yield _one_of({char[0]} if not ignore_case else {char.lower()[0], char.upper()[0]})
+        pos += 1
+
+
+def _class(pattern: bytes, pos: int, ignore_case: bool) -> tuple[bytes, int]:
+    """Return the regular expression of the class, such as [a-z], whose members begin at `pos`, and the position after
+    it.
+    """
+    size = len(pattern)
+    negated = pattern[pos : pos + 1] == b"^"
+    pos += negated
+    members: set[int] = set()
+    while pos < size and pattern[pos] != 0x5D:  # ']'
+        if pattern[pos] == 0x5C and size - pos >= 2:  # '\'
+            members.add(pattern[pos + 1])
+            pos += 2
+        elif size - pos >= 3 and pattern[pos + 1] == 0x2D:  # '-'
+            members |= _range(pattern[pos], pattern[pos + 2], ignore_case)
+            pos += 3
+        else:
+            members |= _range(pattern[pos], pattern[pos], ignore_case)
+            pos += 1
+    if negated:
+        members = set(_EVERY) - members
+    return _one_of(members), pos + 1
+
+
+def _range(start: int, end: int, ignore_case: bool) -> set[int]:
+    low, high = min(start, end), max(start, end)
+    if not ignore_case:
+        return set(range(low, high + 1))
+    folded = _EVERY.lower()
+    return {byte for byte in _EVERY if folded[low] <= folded[byte] <= folded[high]}
+
+
+def _one_of(members: set[int]) -> bytes:
+    if len(members) == 1:
+        return re.escape(bytes(members))
+    if not members:
+        return b"(?!)"
+    negated = len(members) > len(_EVERY) // 2
+    ranges: list[list[int]] = []
+    for byte in sorted(set(_EVERY) - members if negated else members):
+        if ranges and ranges[-1][1] == byte - 1:
+            ranges[-1][1] = byte
+        else:
+            ranges.append([byte, byte])
+    text = b"".join(b"\\x%02x-\\x%02x" % (first, last) for first, last in ranges)
+    return b"[^%b]" % text if negated and text else b"[%b]" % text if text else b"."

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from cores import CORES
@@ -31,21 +32,32 @@ def test_both_cores_do_the_same(seed: int) -> None:
         differ(data)
 
 
-def test_both_cores_find_the_same_classes() -> None:
+def test_both_cores_match_the_same_names() -> None:
     rng = random.Random(3)
-    for _ in range(2000):
-        masks, bit = bytes(rng.choices([0, 255, 3, 15, 170], k=2048)), rng.randrange(64)
-        size, string = rng.randrange(1, 65 - bit), rng.randbytes(rng.randrange(300))
-        start, end = sorted(rng.choices(range(len(string) + 1), k=2))
-        where = masks, bit, size, string, start, end
-        assert CORES[1].find_classes(*where) == python.find_classes(*where)
+    for _ in range(3000):
+        letters = rng.choice([b"ab*?", b"abc-^[]\\*?", b"aAbZz[]-^*?\\@`{\x80\xff", bytes(range(256))])
+        pattern = bytes(rng.choices(letters, k=rng.choice([rng.randrange(12), rng.randrange(300)])))
+        if not rng.randrange(4):  # a long part between two stars
+            pattern = b"*" + b"a" * rng.randrange(58, 70) + rng.choice([b"b", b"ab", b"?", b"[ab]"]) + b"*" + pattern
+        ignore_case = not rng.randrange(3)
+        made = [compiled(core, pattern, ignore_case) for core in CORES]
+        if isinstance(made[0], str) or isinstance(made[1], str):
+            assert made[0] == made[1], pattern
+            continue
+        for _ in range(5):
+            name = bytes(rng.choice(b"ab") if byte in b"*?" else byte for byte in pattern)
+            name = rng.choice([bytes(rng.choices(letters, k=rng.randrange(20))), name])
+            name = letters[:1] * rng.choice([0, 0, 1, 90, 5000, 31_000]) + name + b"ab" * rng.randrange(3)
+            assert made[0].matches(name) == made[1].matches(name), (pattern, name)
 
 
-def test_both_cores_refuse_positions_outside() -> None:
-    for where in ((bytes(2048), 60, 5, b"", 0, 0), (bytes(2047), 0, 1, b"", 0, 0), (bytes(2048), 0, 1, b"a", 0, 2)):
-        for core in CORES:
-            with pytest.raises(ValueError, match="positions are within"):
-                core.find_classes(*where)
+def compiled(core: Any, pattern: bytes, ignore_case: bool) -> python.Glob | str:
+    """Return a core's compiled pattern, or its error."""
+    try:
+        glob: python.Glob = core.Glob(pattern, ignore_case)
+    except ValueError as error:
+        return str(error)
+    return glob
 
 
 EMPTY = b"*100\r\n" + b"$0\r\n\r\n" * 100

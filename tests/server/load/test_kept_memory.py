@@ -13,6 +13,7 @@ from servers import RunningServer, start_server
 from waiting import until
 from wire import Wire, encode_command, parse
 
+from kvpage_server import core
 from kvpage_server.commands.families.connections.caching import MOST_PREFIXES
 from kvpage_server.commands.families.connections.connection import MOST_OF_A_NAME
 from kvpage_server.commands.notifying.tracking import Prefixes
@@ -170,6 +171,16 @@ class TestNames:
         [line] = [line for line in client.client_list() if line["id"] == str(number)]
         assert int(line["tot-mem"]) == held(client)
         wire.ask(*end)
+        until(lambda: held(client) == 0)
+
+    @pytest.mark.skipif(core.NAME != "native", reason="a compiled regular expression takes more memory")
+    @pytest.mark.parametrize("part", [b"a", b"*L", b"[a-z]", b"?"])
+    def test_a_long_pattern_counts_no_more_than_it_takes(self, client: redis.Redis, wire: Wire, part: bytes) -> None:
+        """Up to 17 bytes for each of its own, and not the 80 of a regular expression."""
+        pattern = part * (960 // len(part))
+        wire.ask(b"PSUBSCRIBE", pattern)
+        assert 3 * len(pattern) < held(client) < 1000 + 17 * len(pattern)
+        wire.ask(b"PUNSUBSCRIBE")
         until(lambda: held(client) == 0)
 
     @pytest.mark.parametrize("command", [b"WATCH", b"SUBSCRIBE"])

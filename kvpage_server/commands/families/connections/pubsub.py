@@ -12,7 +12,7 @@ from kvpage_server.commands.specs import Parts
 from kvpage_server.commands.steps import STEP, Steps, stepwise
 from kvpage_server.core import Argument
 from kvpage_server.core.pieces import Piece
-from kvpage_server.glob import COMPARED, channel_glob, portions
+from kvpage_server.glob import COMPARED, compiled, portions
 from kvpage_server.resp import Push, Reply, ReplyError, Stream, encode
 
 _LISTENING = "pubsub noscript loading stale while_subscribed"
@@ -69,8 +69,8 @@ def subscribe(client: Client, args: list[Argument]) -> Reply:
     summary="Listens to the channels that match patterns.",
 )
 def psubscribe(client: Client, args: list[Argument]) -> Reply:
-    """Subscribe the client to all channels that match patterns. Return one confirmation for each pattern. Each pattern
-    has its own step, because to compile a long one takes milliseconds.
+    """Subscribe the client to all channels that match patterns, in a step for each. Return one confirmation for each
+    pattern.
     """
     if len(args) == 1:
         return _listen(client, args[0])
@@ -155,7 +155,7 @@ def pubsub_channels(client: Client, args: list[Argument]) -> Reply:
     subscribe to. Subscriptions to patterns are not included.
     """
     channels = list(client.server.channels.by_name)
-    matches = channel_glob(plain(args[0])) if args else None
+    matches = compiled(plain(args[0])).matches if args else None
 
     def steps() -> Steps[list[bytes]]:
         found = list[bytes]()

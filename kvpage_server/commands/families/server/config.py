@@ -25,7 +25,7 @@ from kvpage_server.system.process import raise_descriptor_limit
 
 OWN_DESCRIPTORS = 32  # file descriptors of the process, in addition to those of clients
 _FLAGS = "admin noscript loading stale"
-_SHORT = 1024  # bytes of patterns that are compiled at once
+_SHORT = 1024  # bytes of patterns that are compared in one step
 _TOO_MANY_CLIENTS = "The operating system is not able to handle the specified number of clients, try with"
 
 
@@ -64,7 +64,7 @@ container("config", group="server", since="2.0.0", summary="A container for conf
     summary="Returns parameters.",
 )
 def config_get(client: Client, args: list[Argument]) -> Reply:
-    """Return a map of the parameters whose names match one of the patterns. Each pattern is compiled in its own step.
+    """Return a map of the parameters whose names match one of the patterns. Each pattern has its own step.
 
     `requirepass` and `web-token` are for administrators: users with the rights to every command and every key.
     """

@@ -427,7 +427,8 @@ def test_a_name_is_matched_once_for_any_number_of_uses() -> None:
         return name.startswith(b"kv:a")
 
     here = Here()
-    here.keyspace.quotas.set_rules([Rule(b"never", 1, lambda name: asked.append(name)), Rule(b"k?:a*", 10**6, matches)])
+    never = Rule(b"[n]ever", 1, lambda name: asked.append(name))
+    here.keyspace.quotas.set_rules([never, Rule(b"[k]?:a*", 10**6, matches)])
     for page in range(20):
         here.call("KVBLOCKSET", "a", page, 1, 1, 1, 0, 1, 0, 3, 100, bytes(100))
         here.call("KVBLOCKGET", "a", page)
