@@ -271,12 +271,12 @@ class ResponseBody(RequestBody):
             "user": self.user,
             "chat_template_kwargs": self.chat_template_kwargs,
         }
-        wanted = self.text.format
-        if wanted.type == "json_schema":
-            schema = {"name": wanted.name or "answer", "schema": wanted.definition or {}}
+        text_format = self.text.format
+        if text_format.type == "json_schema":
+            schema = {"name": text_format.name or "answer", "schema": text_format.definition or {}}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-        elif wanted.type != "text":
-            fields["response_format"] = {"type": wanted.type}
+        elif text_format.type != "text":
+            fields["response_format"] = {"type": text_format.type}
         return ChatBody.of(fields).model_copy(
             update={
                 "prompt_cache_options": self.prompt_cache_options,

@@ -65,9 +65,9 @@ cdef class Bodies:
     """Receiver of the reply to a read of pages."""
 
     cdef Memory memory  # owner of `places`
-    cdef PageKeys names  # owner of `wanted`
+    cdef PageKeys names  # owner of `expected`
     cdef Py_buffer *places  # the memory for each body
-    cdef const Name *wanted  # the expected keys of blobs; NULL for bodies without headers
+    cdef const Name *expected  # the expected keys of blobs; NULL for bodies without headers
     cdef Py_ssize_t count  # number of items
     cdef bint array  # whether the reply is an array
     cdef bint verify  # whether bodies must match their checksums
@@ -93,7 +93,7 @@ cdef class Bodies:
         if names is not None:
             if names.count != places.count:
                 raise ValueError(f"{places.count} places have {names.count} names")
-            self.wanted = names.names
+            self.expected = names.names
         self.array, self.verify = array, verify
         self.next = OPENING if array else LINE
         self.opening[0] = b"*"
@@ -143,7 +143,7 @@ cdef class Bodies:
         cdef Py_ssize_t count, direct = 0
         memset(&message, 0, sizeof(message))
         message.msg_iov = into
-        self.make_room()
+        self.move_to_start()
         if self.next == BODY and self.left >= LONG_BYTES:
             direct = min(self.left, LARGEST_STEP_BYTES)
             into[0].iov_base = <char *>self.places[self.item].buf + self.places[self.item].len - self.left
@@ -181,7 +181,7 @@ cdef class Bodies:
         cdef const char *rest = PyBytes_AS_STRING(data)
         cdef Py_ssize_t left = PyBytes_GET_SIZE(data), some
         while left:
-            self.make_room()
+            self.move_to_start()
             some = min(left, SCRATCH_BYTES - self.end)
             memcpy(self.scratch + self.end, rest, some)
             self.end += some
@@ -204,7 +204,7 @@ cdef class Bodies:
 
     # -- buffers for the next bytes ----------------------------------------------------------------------------------
 
-    cdef void make_room(self) noexcept nogil:
+    cdef void move_to_start(self) noexcept nogil:
         """Move the unparsed bytes, at most a line, to the beginning of the scratch memory."""
         memmove(self.scratch, self.scratch + self.start, self.end - self.start)
         self.end -= self.start
@@ -215,16 +215,16 @@ cdef class Bodies:
 
         `direct` bytes of the current body are received in its place.
         """
-        cdef Py_ssize_t wanted = MAX_FRAME, i = self.item, stop
+        cdef Py_ssize_t size = MAX_FRAME, i = self.item, stop
         if self.next == BODY or self.next == DROPPED or self.next == CRLF:
-            wanted += self.left - direct + 2
+            size += self.left - direct + 2
             i += 1
         stop = min(self.count, i + ITEMS_AHEAD)
         while i < stop:
-            wanted += MAX_FRAME + (0 if self.wanted == NULL else HEADER)
+            size += MAX_FRAME + (0 if self.expected == NULL else HEADER)
             if self.places[i].len >= LONG_BYTES:
-                return wanted
-            wanted += self.places[i].len
+                return size
+            size += self.places[i].len
             i += 1
         return SCRATCH_BYTES
 
@@ -303,10 +303,10 @@ cdef class Bodies:
         if length > MAX_BULK:
             return self.wrong(self.item)
         self.left = length
-        if self.left != (0 if self.wanted == NULL else HEADER) + self.places[self.item].len:
+        if self.left != (0 if self.expected == NULL else HEADER) + self.places[self.item].len:
             self.miss(SIZE)
             self.next = DROPPED
-        elif self.wanted == NULL:
+        elif self.expected == NULL:
             self.next = BODY
         else:
             self.next = HEADER_OF
@@ -374,8 +374,8 @@ cdef class Bodies:
         cdef Reason reason
         self.next = CRLF
         self.left = 2
-        if self.wanted != NULL:
-            reason = mismatch(self.wanted + self.item, self.header, self.places + self.item, self.verify)
+        if self.expected != NULL:
+            reason = mismatch(self.expected + self.item, self.header, self.places + self.item, self.verify)
             if reason != FOUND:
                 self.miss(reason)
 

@@ -44,7 +44,7 @@ cdef class Parser:
     cdef bint completes(self) except -1
     cdef bint is_whole(self) except -1
     cdef int keep(self, Py_ssize_t more) except -1
-    cdef int make_room(self, iovec *room) except -1
+    cdef int set_buffer(self, iovec *room) except -1
     cdef int begin_command(self) except -1
     cdef int take_words(self) except -1
     cdef int take_short_words(self) except -1

@@ -122,7 +122,7 @@ cdef class Parser:
         cdef iovec room[2]
         cdef int rooms = 1
         cdef Py_ssize_t count, straight = 0
-        self.make_room(room)
+        self.set_buffer(room)
         # Select the buffers. Usually it is the scratch memory. If DIRECT bytes or more of a long word are missing, and
         # the scratch memory is empty, it is the word's slot, and for AHEAD bytes behind the word the scratch memory.
         cdef Py_ssize_t missing = 0 if self.word.slot is None else self.word.missing()
@@ -170,7 +170,7 @@ cdef class Parser:
             memcpy(self.data + self.end, &data[0] + taken, count - taken)
             self.end += count - taken
 
-    cdef int make_room(self, iovec *room) except -1:
+    cdef int set_buffer(self, iovec *room) except -1:
         """Set `room` to the buffer for the next bytes: the memory behind the unparsed bytes. Raise MemoryError."""
         # Many unparsed bytes stay in memory of their own, so that they are not copied for each packet.
         cdef Py_ssize_t rest = self.end - self.pos

@@ -107,7 +107,7 @@ cdef class Outbox:
             return 0
         if self.count == self.room:
             try:
-                self.make_room()
+                self.grow()
             except:
                 Py_XDECREF(waiting.view)
                 raise
@@ -118,7 +118,7 @@ cdef class Outbox:
         self.nbytes += waiting.size
         return 0
 
-    cdef int make_room(self) except -1:
+    cdef int grow(self) except -1:
         """Double the memory of the array. Raise MemoryError."""
         cdef Py_ssize_t room = max(2 * self.room, 4)
         cdef void *pieces = realloc(self.pieces, room * sizeof(Waiting))

@@ -45,7 +45,7 @@ cdef class PageNames:
     cdef Place *places  # array with the place of each key
     cdef Py_ssize_t room  # number of places in the array
     cdef Py_ssize_t count  # number of parsed pages
-    cdef int make_room(self, words, Py_ssize_t first, Py_ssize_t most, Py_ssize_t width) except -1
+    cdef int allocate(self, words, Py_ssize_t first, Py_ssize_t most, Py_ssize_t width) except -1
     cdef int check(self, Py_ssize_t i) except -1
     cdef const char *key(self, Py_ssize_t i) noexcept
     cdef bint is_same_block(self, Py_ssize_t i, Py_ssize_t j) noexcept

@@ -379,7 +379,7 @@ cdef class PageNames:
 
     def __init__(self, words, Py_ssize_t first, Py_ssize_t most):
         cdef Py_ssize_t i
-        self.make_room(words, first, most, NAME_WORDS)
+        self.allocate(words, first, most, NAME_WORDS)
         for i in range(self.room):
             key = read_name(words, first + i * NAME_WORDS, &self.places[i])
             if key is None:
@@ -390,7 +390,7 @@ cdef class PageNames:
     def __dealloc__(self):
         free(self.places)
 
-    cdef int make_room(self, words, Py_ssize_t first, Py_ssize_t most, Py_ssize_t width) except -1:
+    cdef int allocate(self, words, Py_ssize_t first, Py_ssize_t most, Py_ssize_t width) except -1:
         """Allocate places for up to `most` pages of `width` words each, from word `first` on."""
         if self.places != NULL or first < 0:
             raise ValueError("a batch is read once, from a word that is there")
@@ -475,7 +475,7 @@ cdef class NewPages(PageNames):
         bint hashes,
     ):
         cdef Py_ssize_t i, left = MOST_HASHED
-        self.make_room(words, first, most, PAGE_WORDS)
+        self.allocate(words, first, most, PAGE_WORDS)
         self.slots = []
         for i in range(self.room):
             key = read_name(words, first + i * PAGE_WORDS, &self.places[i])
@@ -549,7 +549,7 @@ cdef class NewPages(PageNames):
     def one(cls, name, Slot slot not None, int64_t expires):
         cdef NewPages pages = cls.__new__(cls)
         key, req_id, layer, head, page, kv_type = name
-        pages.make_room((), 0, 0, PAGE_WORDS)
+        pages.allocate((), 0, 0, PAGE_WORDS)
         pages.places[0] = Place(expires, page, layer, head, len(req_id), kv_type)
         pages.keys, pages.slots, pages.count = [key], [slot], 1
         return pages

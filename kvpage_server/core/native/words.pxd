@@ -29,13 +29,13 @@ cdef class Packed:  # all words of a long command, in three arrays: `text`, `wor
     cdef list slots  # the long words
     cdef Py_ssize_t size  # bytes of the text
     cdef Py_ssize_t text_room, words_room  # allocated bytes of text, and allocated number of words
-    cdef int make_room(self, Py_ssize_t size) except -1
+    cdef int grow(self, Py_ssize_t size) except -1
     cdef int add_slot(self, Slot slot) except -1
 
     cdef inline int add(self, const char *text, Py_ssize_t size) except -1:
         """Append a short word. Raise MemoryError."""
         if self.count == self.words_room or self.size + size >= self.text_room:
-            self.make_room(size)
+            self.grow(size)
         self.words[self.count].at = <uint32_t>self.size
         self.words[self.count].size = <int32_t>size
         memcpy(self.text + self.size, text, size)

@@ -24,7 +24,7 @@ cdef class Packed:
         free(self.text)
         free(self.words)
 
-    cdef int make_room(self, Py_ssize_t size) except -1:
+    cdef int grow(self, Py_ssize_t size) except -1:
         """Allocate memory for another word of `size` bytes. Raise MemoryError."""
         if self.size + size >= self.text_room:  # not `>`, so that the text is not NULL if all words are empty
             self.text = <char *>resized(self.text, &self.text_room, self.size + size, TEXT, 1)
@@ -34,7 +34,7 @@ cdef class Packed:
 
     cdef int add_slot(self, Slot slot) except -1:
         """Append a long word. Raise MemoryError."""
-        self.make_room(0)
+        self.grow(0)
         self.words[self.count].at = <uint32_t>PyList_GET_SIZE(self.slots)
         self.words[self.count].size = -1
         self.slots.append(slot)
@@ -64,11 +64,11 @@ cdef void *resized(void *memory, Py_ssize_t *room, Py_ssize_t needed, Py_ssize_t
     """
     if needed > UINT32_MAX:
         raise MemoryError("the words of one command take too much memory")
-    cdef Py_ssize_t wanted = max(2 * needed, least)
-    memory = realloc(memory, wanted * size)
+    cdef Py_ssize_t count = max(2 * needed, least)
+    memory = realloc(memory, count * size)
     if memory == NULL:
         raise MemoryError("the system has no memory for the words of a command")
-    room[0] = wanted
+    room[0] = count
     return memory
 
 
