@@ -49,6 +49,7 @@ from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.system.durable import open_private, restrict_permissions
 from kvpage_server.system.process import handle_signals, ignore_all_signals, ignore_signals, raise_descriptor_limit
 from kvpage_server.system.program import ends_quietly
+from kvpage_server.system.text import plural
 
 if TYPE_CHECKING:  # only a gateway imports the client and redis-py, which takes as long as all other imports
     from kvpage_server.gateway.upstream import Upstream
@@ -255,7 +256,7 @@ def _open_store(config: Config) -> Keyspace:
     if config.maxdisk != tier.stored.maxdisk:
         config.in_effect["maxdisk"] = tier.stored.maxdisk
     seconds = time.monotonic() - began
-    logger.info("%d keys found on disk, %s, in %.2f s", len(keyspace), human(tier.used_disk), seconds)
+    logger.info("%s found on disk, %s, in %.2f s", plural(len(keyspace), "key"), human(tier.used_disk), seconds)
     return keyspace
 
 
@@ -350,7 +351,7 @@ async def serve(server: Server, upstream: Upstream | None) -> None:
                 pidfile.unlink(missing_ok=True)
             if lost:
                 raise DiskError(lost)
-        logger.info("bye: %d commands served", server.stats.commands)
+        logger.info("bye: %s served", plural(server.stats.commands, "command"))
 
 
 async def _end_service(server: Server, listener: Listener) -> None:

@@ -332,7 +332,7 @@ class KVEvents(Generic[T]):
                     self.dropped = dropped = self.dropped + len(some)
                 self._leave_out(dropped)
         if self._left_out > before:
-            log.warning("KV events: %d changes were dropped, subscribers see a gap", self._left_out - before)
+            log.warning("KV events: changes dropped: %d; subscribers see a gap", self._left_out - before)
 
     def _leave_out(self, dropped: int) -> None:
         """Leave out a sequence number, so that subscribers notice that changes were dropped, `dropped` in all."""

@@ -38,6 +38,7 @@ from mlx_lm.models.cache import LRUPromptCache
 
 from kvpage_connectors.reasons import Reasons, guarded
 from kvpage_server.address import with_credentials
+from kvpage_server.system.text import plural
 
 log = logging.getLogger("kvpage")
 
@@ -119,7 +120,7 @@ class StoredContexts:
         with self._lock:
             waiting = list(self._waiting)
         if lost := wait(waiting, CLOSE_SECONDS).not_done:
-            log.warning("%d contexts were not written", len(lost))
+            log.warning("%s not written", plural(len(lost), "context"))
         self._writer.shutdown(wait=False, cancel_futures=True)
         self._pages.close()
 

@@ -18,6 +18,8 @@ import numpy as np
 import redis
 import xxhash
 
+from kvpage_server.system.text import plural
+
 from .compile import compile_graph
 from .errors import (
     BrokenExecutorError,
@@ -307,7 +309,7 @@ class Executor:
                 log.warning("step %d cannot be saved; the next steps try again: %s", self.steps, error)
         else:
             if failures:
-                log.warning("step %d is saved again, after %d failures", self.steps, failures)
+                log.warning("step %d is saved again, after %s", self.steps, plural(failures, "failure"))
 
     def _evaluate(self, compute: Any) -> None:
         """Call `compute`, which evaluates arrays. An exception breaks the executor, because arrays may be damaged.

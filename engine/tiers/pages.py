@@ -446,7 +446,8 @@ class PageTier:
             if saved:
                 seen.set(blocks=saved.blocks_written, bytes=saved.nbytes)
         self.unsaved.update(failures)
-        self.save_failure = next(iter(failures), None)
+        why = next(iter(failures), None)
+        self.save_failure = self.outage.reason if why == "open" and self.outage else why
         return saved
 
     def tokens_of_blocks(self, names: ContextNames) -> list[tuple[str, Sequence[int]] | None]:

@@ -21,6 +21,7 @@ from kvpage_server.configuration.config import Config
 from kvpage_server.configuration.kinds import OutputLimit
 from kvpage_server.core import Limits, Parser
 from kvpage_server.system.process import MMAP_THRESHOLD, trim_malloc, tune_malloc
+from kvpage_server.system.text import plural
 
 log = logging.getLogger("kvpage")
 
@@ -63,7 +64,7 @@ def enforce_limits(client: Client) -> None:
     if limit.hard and connection.outgoing > limit.hard:
         close_overflown(client)
     elif connection.incoming > config.client_query_buffer_limit:
-        log.warning("client %s sent %d bytes of one command: closed", client.address, connection.incoming)
+        log.warning("client %s sent %s of one command: closed", client.address, plural(connection.incoming, "byte"))
         client.server.stats.overflown_inputs += 1
         connection.abort()
     elif client.server.in_flight > config.client_memory > 0:
@@ -114,7 +115,7 @@ def close_connections(server: Server) -> None:
 
 def close_overflown(client: Client) -> None:
     """Close a client that exceeds its limit of unread output, count it, and log a warning."""
-    log.warning("client %s left %d bytes unread: closed", client.address, client.connection.outgoing)
+    log.warning("client %s left %s unread: closed", client.address, plural(client.connection.outgoing, "byte"))
     client.server.stats.overflown_outputs += 1
     client.connection.abort()
 
@@ -291,7 +292,7 @@ class Watch:
             return
         for client in clients:
             if now - client.active > timeout and not client.listens and not client.closing:
-                log.debug("client %s was idle for %d seconds: closed", client.address, timeout)
+                log.debug("client %s was idle for %s: closed", client.address, plural(timeout, "second"))
                 self._server.stats.idle_closed += 1
                 client.close()
 

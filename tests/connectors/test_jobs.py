@@ -374,7 +374,7 @@ def test_an_exception_in_a_guarded_method_is_counted(caplog: pytest.LogCaptureFi
         assert host.matched(lambda: {}["x"]) == (0, False)  # type: ignore[index]
     assert host.reasons.counts == {("matched", "KeyError"): 3}
     assert [record.message for record in caplog.records] == [
-        "kvpage: matched missed 1 blocks, reason: KeyError KeyError('x')"
+        "kvpage: matched missed 1 block, reason: KeyError KeyError('x')"
     ]
 
 

@@ -49,6 +49,7 @@ from kvpage_server.store.disk.lmdb_file import (
 )
 from kvpage_server.store.records import INLINE, PIECE, SHORT_PIECE, Body, Damaged, Record, Spot, database_key, first_of
 from kvpage_server.system.durable import open_private
+from kvpage_server.system.text import plural
 
 # -- Reads of bodies from LMDB's map -----------------------------------------------------------------------------------
 # The GIL is released where a read may wait for the disk.
@@ -520,7 +521,7 @@ class Disk:
         self.coded = coded
         if removed:
             self._marker.committed()
-            log.warning("%s: removed %d pieces of values whose records were damaged", self.path, removed)
+            log.warning("%s: removed %s of values whose records were damaged", self.path, plural(removed, "piece"))
 
     def _commit_small_change(self) -> None:
         """Commit a small change, after which LMDB can reuse the pages that the last commit freed."""

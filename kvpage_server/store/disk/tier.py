@@ -65,7 +65,7 @@ from kvpage_server.store.memory.catalogue import WITH_TIER
 from kvpage_server.store.memory.entry import LONGEST_TEXT, Entry, Page, Text
 from kvpage_server.store.memory.index import Block, Extent, ExtentPage, NotLoaded, OnDisk
 from kvpage_server.store.records import Damaged, Record, footprint, name_of_block, name_of_key
-from kvpage_server.system.text import monotonic_ms
+from kvpage_server.system.text import monotonic_ms, plural
 
 # -- The load of all keys at the start ---------------------------------------------------------------------------------
 #
@@ -447,8 +447,8 @@ class DiskTier(Tier):
         try:
             self.disk.close()
         except (DiskError, DiskFull) as error:
-            return f"the store cannot be closed, {lost} values that were to be written are not on disk: {why or error}"
-        return f"{lost} values that were to be written are not on disk: {why}" if lost else ""
+            return f"the store cannot be closed, {plural(lost, 'queued value')} could not be written: {why or error}"
+        return f"{plural(lost, 'queued value')} could not be written: {why}" if lost else ""
 
     # -- stored values -------------------------------------------------------------------------------------------------
 

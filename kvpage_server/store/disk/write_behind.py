@@ -19,7 +19,7 @@ from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.disk.encoding import Change, Clear, Delete, SetExpiry, Write
 from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull, MaxDisk
 from kvpage_server.system.process import trim_malloc
-from kvpage_server.system.text import Durations
+from kvpage_server.system.text import Durations, plural
 
 T = TypeVar("T")
 
@@ -580,7 +580,7 @@ class WriteBehind(Generic[T]):
         if removals is None:
             self._fail(error)
             return
-        log.info("%s: %d values are removed to make room", error, len(removals.changes))
+        log.info("%s: remove %s to make room", error, plural(len(removals.changes), "value"))
         self._now = removals
         self._writer.remove(removals, self._space_freed)
 

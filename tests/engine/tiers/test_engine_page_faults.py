@@ -222,6 +222,7 @@ def test_a_failing_server_is_not_asked_until_a_probe_succeeds(proxy: Proxy, tier
     assert tier.loop.run(tier.claim("name", 1))
     assert tier.misses == {"slow": FAILURES, "open": 1}
     assert (tier.unsaved, tier.unasked) == ({"open": 1}, {"open": 2})
+    assert tier.save_failure == "slow"  # the reason of the outage
     tier._connection.deadline, proxy.stall_after = 10.0, None
     now += SHORTEST
     assert tier.breaker.state == State.HALF_OPEN

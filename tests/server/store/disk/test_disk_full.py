@@ -235,7 +235,7 @@ def test_a_stop_without_promises_reports_unwritten_values(tmp_path: Path) -> Non
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(STOP_WITHIN) == 1
         server.process.returncode = -signal.SIGKILL
-    received = re.search(r"(\d+) values that were to be written are not on disk", server.log)
+    received = re.search(r"(\d+) queued values could not be written", server.log)
     assert received
     assert int(received[1]) >= 3
 
@@ -425,7 +425,7 @@ def test_a_removed_directory_is_reported(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="exit code 1"):
         stop_without_a_directory(tmp_path / "store", log)
     shown = log.read_text(encoding="utf-8")
-    assert "the store cannot be closed, 1 values that were to be written are not on disk" in shown
+    assert "the store cannot be closed, 1 queued value could not be written" in shown
     assert "Traceback" not in shown
 
 
