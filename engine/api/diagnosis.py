@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic_core import to_json
 
 from ..agent_engine import Answer
+from ..tiers.server.lookup import REMOVED
 from .openai.schema import ChatBody, Message
 
 MAX_BYTES = 32 << 20  # of all kept prompts; a prompt of 4,000 tokens has 16 KB
@@ -29,7 +30,7 @@ FEW_TOKENS = 16  # a loss of so many tokens is not reported: see `tiers.server.t
 MOST_LIFETIMES = 16  # of a prompt: those of the most tokens
 FEW_LINES = 3  # the most lines of a system's text that may be volatile
 NOT_KEPT, NOT_READ, NOT_ANSWERED = "not kept", "not read", "not answered yet"
-_GONE = (None, "absent", "gap")  # reasons of a load that found less than was kept once: see docs/engine.md
+_GONE = (None, "absent", "gap", *REMOVED)  # reasons of a load that found less than was kept once: see docs/engine.md
 
 VolatileLines = Literal["keep", "move", "drop"]
 

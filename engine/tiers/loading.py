@@ -33,7 +33,7 @@ from .metrics import Tally, Tier
 from .pages import PageTier
 from .server.connection import FAILING
 from .server.fetch import Fetch
-from .server.lookup import FetchReport
+from .server.lookup import REMOVED, FetchReport
 
 HEDGE_AFTER_SECONDS = 0.5
 
@@ -347,7 +347,7 @@ class Loading:
             self._sources.tally.count("hedges_won" if best.tier == "cold" else "hedges_lost")
         late = "late" if self._late else None
         why = (fetch.why if fetch and fetch.done() else None) or self._file_why or late
-        return best, None if why == "absent" and best.blocks else why
+        return best, None if why in ("absent", *REMOVED) and best.blocks else why
 
     def _free(self, *contexts: AgentBlocks | None) -> None:
         for context in contexts:

@@ -99,7 +99,7 @@ class AgentInfo:
 
     agent_id: str
     tokens: int
-    tiers: tuple[str, ...]  # of "hot", "page" and "cold"
+    tiers: tuple[str, ...]  # "hot" for memory; "page" and "cold", the tiers below, if the whole context is saved
     nbytes: int  # of these tokens in memory, without states
     saved: bool  # whether a tier below memory has the whole context
     pinned: bool
@@ -678,10 +678,11 @@ class AgentCacheStore:
             tokens = self._cold.reach(agent_id)
         is_there = bool(entry or on_server or tokens)  # a file may be damaged, or be of another program
         saved = below and is_there and not self._is_lost(agent_id, on_file=on_file)
+        places = ("hot", entry), ("page", saved and on_server), ("cold", saved and on_file)
         return AgentInfo(
             agent_id,
             tokens or 0,
-            tuple(tier for tier, has in (("hot", entry), ("page", on_server), ("cold", on_file)) if has),
+            tuple(tier for tier, has in places if has),
             (tokens or 0) * self.spec.token_nbytes,
             saved,
             bool(entry and entry.pinned),

@@ -366,7 +366,7 @@ class Fetch:
             missing = self._lookup.missing(plan)
             nbytes = self._lookup.remote.layout.nbytes(*missing)
             if not plan.blocks and not self._request.beyond and not self.report.reasons:
-                self.report.missed("absent")
+                self.report.missed(await self._lookup.why_absent())
             seen.set(tokens=plan.reach, blocks=len(missing), bytes=nbytes, reason=self.why)
         try:
             blocks = sum(not place.of_state for place in missing)

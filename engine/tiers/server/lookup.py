@@ -10,6 +10,9 @@ from functools import cached_property
 from heapq import nlargest
 from itertools import takewhile
 
+from kvpage_server.client import Refused
+from kvpage_server.client.raw_commands import RawCommand, fields
+
 from ...chains import common_prefix
 from ...generation.tokens import token_ids
 from ...memory.blocks import KVBlock
@@ -20,6 +23,7 @@ from .manifest import BlockLayout, BlockPlace, ContextManifest, Miss, manifest_k
 from .restore_planner import Decision, Offer, Plan, StoredBranch
 from .tails import Parent, parse
 
+REMOVED = "evicted", "expired", "over quota"  # reasons of the server for a removal that no client asked for
 MOST_BRANCHES = 4  # branches of a record that are considered, at most: those with the most common tokens
 
 
@@ -157,6 +161,27 @@ class Lookup:
             self.report.missed("gap")
             for place in lost:
                 del digests[place.seal]
+
+    async def why_absent(self) -> str:
+        """Return why the server has nothing for the prompt: the reason in REMOVED for which it has removed the first
+        block or the agent's manifest; ``absent`` for another reason, and if it does not say.
+        """
+        connection, asked = self.remote.connection, list[RawCommand]()
+        if self._offer.full:
+            asked.append(RawCommand(["KVPAGEWHY", self._offer.full[0].block[0]], fields))
+        if self._request.named:
+            key = manifest_key(self._request.agent_id, self.remote.spec.fingerprint)  # has no wildcard
+            asked.append(RawCommand(["KVLOST", key], fields))
+        for command in asked:
+            try:
+                (found,) = await connection.ask([command], gone={})
+            except Refused:  # by a plain Redis or a gateway, or without the right
+                continue
+            for answer in (found, *map(fields, found.get(b"strings", ()))):
+                reason = answer.get(b"reason", b"")
+                if isinstance(reason, bytes) and (why := reason.decode(errors="replace")) in REMOVED:
+                    return why
+        return "absent"
 
     def _manifest(self, raw: bytes | None, older: bytes | None) -> ContextManifest | None:
         """Return the agent's manifest, or None. A manifest of an earlier version is not read."""

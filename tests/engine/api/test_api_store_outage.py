@@ -97,8 +97,10 @@ def test_evicted_context_is_not_called_saved(model: Path) -> None:
         until(lambda: agent(engine, "alice")["saved"], "alice on the store")
         with server.client() as client:
             (block,) = {key.split(b":")[1] for key in client.scan_iter("seal:*")}
+            assert agent(engine, "alice")["tiers"] == ["hot", "page"]
             assert client.execute_command("KVPAGEDEL", block)
-            assert agent(engine, "alice")["saved"] is False
+            info = agent(engine, "alice")
+            assert (info["saved"], info["tiers"]) == (False, ["hot"])
             assert httpx.post(f"{engine.url}/v1/agents/alice/save").json()["saved"] is True
             client.flushall()
         assert agent(engine, "alice")["saved"] is False

@@ -368,6 +368,21 @@ def test_as_many_loads_as_one_likes_share_some_connections(server: RunningServer
     tier.close()
 
 
+@pytest.mark.parametrize(("agent_id", "count"), [("alice", 10), ("bob", 512)], ids=["its manifest", "its first block"])
+def test_an_evicted_context_is_called_evicted(pool: BlockPool, agent_id: str, count: int) -> None:
+    with start_server("--maxmemory", "3mb", "--maxmemory-policy", "allkeys-lru") as small, small.client() as client:
+        tier = PageTier(small.url, SPEC, pool)
+        assert tier.load(agent_id, TOKENS) is None
+        assert tier.save(context(TOKENS[:count]))
+        for number in range(1000):
+            if not [*client.scan_iter("[kmst]*")]:
+                break
+            client.set(f"other:{number}", bytes(100_000))
+        assert tier.load(agent_id, TOKENS) is None
+        assert tier.misses == {"absent": 1, "evicted": 1}
+        tier.close()
+
+
 def test_loads_are_right_after_any_eviction(pool: BlockPool) -> None:
     """Twelve contexts where four have room. Blocks, seals, counts and manifests go one by one."""
     random = np.random.default_rng(3)
@@ -384,6 +399,7 @@ def test_loads_are_right_after_any_eviction(pool: BlockPool) -> None:
                 found[held(pool, loaded)] += 1
         assert found[0]
         assert found[700]
-        assert set(tier.misses) <= {"absent", "gap"}
+        assert set(tier.misses) <= {"absent", "gap", "evicted"}
+        assert tier.misses["evicted"]
         assert not tier.unsaved
         tier.close()

@@ -33,7 +33,8 @@ from kvpage_server.client.cluster.topology import slot_of
 
 LONG = pytest.param(20, marks=pytest.mark.soak, id="long")
 AGENTS = {f"agent{i}": some_tokens(i, (3 + 4 * i) * BLOCK + i) for i in range(4)}
-OF_LOADS = {"absent", "gap", "gone", "shape", "checksum", "slow", "late", "down", "garbled", "refused", "manifest"}
+LOST = {"absent", "evicted", "gap", "gone"}
+OF_LOADS = LOST | {"shape", "checksum", "slow", "late", "down", "garbled", "refused", "manifest"}
 OF_SAVES = {"gone", "slow", "down", "garbled", "refused"}
 
 
