@@ -343,8 +343,8 @@ class CommandRunner:
         self._hold = None
         if reply is QUEUED:
             memory.queue(size)
-        if self._replies.add(reply):
-            self._send()
+        if self._replies.add(reply) or client in client.server.events.tracking.due:
+            self._send()  # with the client's own message before the next reply, as in Redis
 
     def _postpone(self, command: Command, size: int, why: Postponed | Paused) -> None:
         """Keep a command until it can run. `why` is the reason; its words have `size` bytes in the arena."""

@@ -250,8 +250,8 @@ class Tracking:
         self._losing: tuple[_Reader, int] | None = None  # the client that loses notes, and the number still to lose
         self._prefixes: Prefixes[_Prefix] = Prefixes()
         self._changed_prefixes: dict[_Prefix, None] = {}
-        self._due: dict[Recipient, _Pending] = {}
-        self._messages = 0  # number of keys that were added to `_due` since the last `send_pending`
+        self.due: dict[Recipient, _Pending] = {}  # pending messages, other than those about prefixes
+        self._messages = 0  # number of keys that were added to `due` since the last `send_pending`
         self._left = 0  # bytes of messages that may still be sent
         self._steps: Iterator[None] = iter(())  # the rest of the messages that are sent together
         self._waiting: list[Callable[[], None]] = []  # called when all pending messages are sent
@@ -506,7 +506,7 @@ class Tracking:
             client.keep(-nbytes)
             if not _gets_messages(client, by):
                 continue
-            due = self._due.get(client) or self._pending_for(client)
+            due = self.due.get(client) or self._pending_for(client)
             due.keys[name] = None
             self._messages += 1
             if self._messages > _MOST_MESSAGES and len(due.keys) > _MANY_KEYS:
@@ -542,7 +542,7 @@ class Tracking:
 
     def _pending_for(self, client: Recipient) -> _Pending:
         self._schedule_send()
-        return self._due.setdefault(client, _Pending())
+        return self.due.setdefault(client, _Pending())
 
     def _schedule_send(self) -> None:
         if not self.is_due:
@@ -572,7 +572,7 @@ class Tracking:
                         return False
             except Exception:  # all sessions wait for the messages to others
                 log.exception("CLIENT TRACKING: a message was not sent")
-            self.is_due = bool(self._due or self._changed_prefixes)
+            self.is_due = bool(self.due or self._changed_prefixes)
             self._steps = self._send_together()
         self.is_sending = False
         return True
@@ -590,7 +590,7 @@ class Tracking:
         of clients take long.
         """
         self._left, self._messages = _MOST_SENT, 0
-        everything_due, self._due = self._due, {}
+        everything_due, self.due = self.due, {}
         encoded: dict[int, dict[bytes, bytes]] = {2: {}, 3: {}}  # messages about keys, by protocol and key
         for client, due in everything_due.items():
             to = self._recipient_of(client) if client.tracking is not None else None

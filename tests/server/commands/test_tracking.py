@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from itertools import chain
 
 import pytest
@@ -210,6 +210,25 @@ class TestWhatIsTold:
             cache.ask("CLIENT", "TRACKING", "ON", "NOLOOP")
             cache.ask_all([("GET", "own"), ("SET", "own", "2"), ("MULTI",), ("GET", "own"), ("DEL", "own"), ("EXEC",)])
             assert cache.invalidated() == []
+
+    @pytest.mark.parametrize("start", [start_server, *([start_redis] if REDIS_SERVER else [])])
+    def test_own_changes_are_sent_before_the_next_reply(
+        self, start: Callable[[], AbstractContextManager[RunningServer]]
+    ) -> None:
+        """The same in Redis and Valkey, also for commands that the server receives together."""
+        transaction = [[b"MULTI"], [b"GET", b"k"], [b"SET", b"k", b"3"], [b"EXEC"]]
+        reads_and_writes = [[b"GET", b"k"], [b"SET", b"k", b"1"], [b"PING"], [b"GET", b"k"], [b"SET", b"k", b"2"]]
+        told = b">2\r\n$10\r\ninvalidate\r\n*1\r\n$1\r\nk\r\n"
+        expected = b"_\r\n+OK\r\n" + told + b"+PONG\r\n$1\r\n1\r\n+OK\r\n" + told
+        expected += b"+OK\r\n+QUEUED\r\n+QUEUED\r\n*2\r\n$1\r\n2\r\n+OK\r\n" + told + b"$3\r\nend\r\n"
+        with start() as server, Wire(server.port) as wire:
+            wire.ask(b"HELLO", b"3")
+            wire.ask(b"CLIENT", b"TRACKING", b"ON")
+            wire.send(b"".join(map(encode_command, [*reads_and_writes, *transaction, [b"ECHO", b"end"]])))
+            received = b""
+            while not received.endswith(b"end\r\n"):
+                received += wire.reply()
+        assert received == expected
 
     def test_a_client_that_changed_all_keys_gets_no_empty_message(self, server: RunningServer) -> None:
         with Cache(server) as cache:
