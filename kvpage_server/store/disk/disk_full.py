@@ -135,10 +135,11 @@ class ReplacingAccount(Account):
         return self._disk.units_to_evict(self, size)
 
     def refusal(self, size: int) -> str:
-        size += self._disk.stored.usage.replaced + self.reserved
+        size += self.used + self.reserved
         return (
-            f"it and what is written with it take {size} bytes beside what they replace: maxdisk allows {self.limit} "
-            f"of {self._disk.stored.maxdisk} bytes for both. Write less at once"
+            f"used disk > 'maxdisk': values and those that they replace, which stay until the next commit, would take "
+            f"{size} bytes, and {self.limit} of {self._disk.stored.maxdisk} are allowed. Write less at once, or delete "
+            "the old values first"
         )
 
 

@@ -14,7 +14,7 @@ from test_tiered import MB, TIERED, body, disk_info, settle, tiered
 from kvpage_server.page import HEADER_SIZE
 
 SMALL = ("--maxdisk", "16mb")  # of which 12 are for values
-AT_ONCE = "beside what they replace"
+AT_ONCE = "those that they replace"
 N = 50_000  # bytes of a page of a block
 BLOCKS = 55  # which fill most of it
 
