@@ -439,7 +439,10 @@ class DiskTier(Tier):
         if self._decoding is not None:
             await self._decoding
         await self.scrubber.close()
-        log.info("the last save: %s", await self.save() or "everything is on disk")
+        if failed := await self.save():
+            log.error("the last save: %s", failed)
+        else:
+            log.info("the last save: everything is on disk")
         failing = self.behind.failing
         lost = await self.behind.close()
         await self.fetching.close()

@@ -235,6 +235,7 @@ def test_a_stop_without_promises_reports_unwritten_values(tmp_path: Path) -> Non
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(STOP_WITHIN) == 1
         server.process.returncode = -signal.SIGKILL
+    assert re.search(r" E the last save: ", server.log), server.log
     received = re.search(r"(\d+) queued values could not be written", server.log)
     assert received
     assert int(received[1]) >= 3
