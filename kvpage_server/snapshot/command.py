@@ -146,7 +146,7 @@ def run_dump(server: redis.Redis, args: argparse.Namespace) -> bool:
     selection = Selection(_requests(args), os.fsencode(args.match))
     keys = _keys(server, selection)
     if selection.requests and not keys:
-        raise DumpError("there is no page of what --request names")
+        raise DumpError("no request that --request names has a page")
     started = time.monotonic()
     with RunningStore(args.url) as store, _bar("dumping", keys) as done:
         server_url, update, code = shown(args.url), args.update, args.code
@@ -187,7 +187,7 @@ def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
             evicted=lambda: _evicted_since(before, _evictions(server))[0],
         )
     if args.request and not restored.amount.pages + restored.there + restored.expired + restored.corrupt.count:
-        raise DumpError(f"{args.directory} has no page of what --request names")
+        raise DumpError(f"{args.directory} has no page of the requests that --request names")
     evicted, limits = _evicted_since(before, _evictions(server))
     if args.json:
         names = {name: getattr(restored, name).texts for name in ("corrupt", "no_room", "refused")}
@@ -244,7 +244,7 @@ def run_inspect(args: argparse.Namespace) -> bool:
     with _bar("hashing", None, in_bytes=True) as done:
         found = inspect(args.path, requests := _requests(args), verify=args.verify, done=done)
     if requests and not found.planes and not found.corrupt.count:
-        raise DumpError(f"{args.path} has no page of what --request names")
+        raise DumpError(f"{args.path} has no page of the requests that --request names")
     if args.json:
         print_json(_inspected(found, args.path))
         return not found.corrupt.count
@@ -330,9 +330,13 @@ def _amount_text(what: Amount) -> str:
 
 
 def _print_failures(fate: str, failures: Failures) -> bool:
-    """Print failures, one on each line, below the line "N `fate`:". Return whether there are no failures."""
+    """Print failures, one on each line, below the line "N `fate`:", in the singular for one. Return whether there are
+    no failures.
+    """
     if failures.count:
-        out.print(f"[red]{failures.count:,} {fate}:[/]")
+        verbs = {"are": "is", "were": "was"} if failures.count == 1 else {}
+        shown = " ".join(verbs.get(word, word) for word in fate.split(" "))
+        out.print(f"[red]{failures.count:,} {shown}:[/]")
         for text in failures.texts[:_MOST_LISTED]:
             out.print(Text("  ") + readable(text))
         if failures.count > _MOST_LISTED:

@@ -73,7 +73,7 @@ def test_a_bad_summary_costs_itself(server: RunningServer, client: redis.Redis, 
     shown = restored(copied, server)
     assert shown.startswith(f"{HALVES.pages} pages and 2 strings"), shown
     assert [line for line in shown.splitlines() if hostile.line in line], shown
-    assert "1 are corrupt" in shown
+    assert "1 is corrupt" in shown
     assert client.dbsize() == COUNT
     code, shown, errors = kvpage("inspect", "--verify", str(copied))
     assert (code, errors) == (1, "")

@@ -163,7 +163,7 @@ def test_a_request_without_a_page_is_reported(server: RunningServer, client: red
     ):
         code, _, errors = kvpage(*command, "--request", "nobody")
         assert code == 1
-        assert "no page of what --request names" in errors
+        assert "--request names" in errors
 
 
 def test_a_pattern_selects_pages_and_strings(client: redis.Redis, store: RunningStore, tmp_path: Path) -> None:
@@ -607,7 +607,7 @@ def test_a_restore_sends_requests_a_smaller_server_accepts(
     with start_server("--maxmemory-clients", "2mb") as smaller, smaller.client() as other:
         code, shown, errors = kvpage("restore", str(tmp_path), url=smaller.url)
         assert (code, errors) == (1, "")
-        assert "1 did not fit into the store, and were not restored:" in shown
+        assert "1 did not fit into the store, and was not restored:" in shown
         assert "string, 3145728 bytes: the server takes 2097152 at once (maxmemory-clients, " in shown
         pages = other.execute_command("KVPAGEINDEX", "large", "WITHSIZES")
         assert [found[b"bytes"] for found in pages] == [4 << 20]
