@@ -134,6 +134,7 @@ class Session:
         # The write-behind queue, if replies have to wait until changes are on disk (`appendfsync always`).
         self._write_behind = tiered.behind if tiered is not None and tiered.behind.mode == "always" else None
         self._position_before = 0  # position of the write-behind queue at the start of the turn
+        self._not_durable = ""  # the error of a commit that had changes of the client; empty if there is none
         self.client = Client(
             server,
             id=next(server.client_ids),
@@ -436,11 +437,10 @@ class Session:
         self._awaited -= 1
         if self._awaited or not self._move(SessionEvent.ALL_OCCURRED):
             return
-        tiered = self._server.tiered
-        if tiered is not None and tiered.behind.durable < self.client.durable_before_reply and tiered.behind.failing:
-            error = b"-MISCONF Errors writing to disk: %b\r\n" % tiered.behind.failing.encode()
+        if self._not_durable:
+            error = b"-MISCONF Errors writing to disk: %b\r\n" % self._not_durable.encode()
             self._replies.pieces = [] if self._replies.broken else [error]
-            self.client.durable_before_reply = 0
+            self.client.durable_before_reply, self._not_durable = 0, ""
             self._ending = True
         self._flush()
         if self._state is not READING:
@@ -478,11 +478,10 @@ class Session:
         return transport.queued > 0 and max(transport.queued, transport.largest) > self._server.lookup_bytes
 
     def _flush(self) -> None:
-        if self._events.tracking.is_due and self._waits_for_messages():
-            return
         if self._write_behind is not None and self._events.acting is self.client:
             self._note_durability(self._write_behind.position)
-        if self.client.durable_before_reply and self._is_held_back():
+        is_held_back = self.client.durable_before_reply > 0 and self._is_held_back()
+        if (self._events.tracking.is_due and self._waits_for_messages()) or is_held_back:
             return
         replies = self._replies
         if pieces := replies.pieces:
@@ -528,5 +527,20 @@ class Session:
             self.client.durable_before_reply = 0
             return False
         if self._state is not WAITING:
-            self._wait(Wait(partial(tiered.behind.when_durable, durable_before_reply)))
+            self._wait(Wait(partial(self._when_durable, durable_before_reply)))
         return True
+
+    def _when_durable(self, position: int, then: Callable[[], None]) -> None:
+        """Call `then` when all changes up to `position` are on disk, or after a failed commit. The error of that is
+        noted, because the store may drop the changed values then, and a later commit does not have them.
+        """
+        tiered = self._server.tiered
+        assert tiered is not None
+        behind = tiered.behind
+
+        def settled() -> None:
+            if behind.durable < position:
+                self._not_durable = behind.failing
+            then()
+
+        behind.when_durable(position, settled)

@@ -105,7 +105,7 @@ def _check_write_behind(tiered: DiskTier, specs: Iterable[Spec]) -> None:
     block.
     """
     behind = tiered.behind
-    if behind.failing and behind.mode == "always" and any(spec.stores for spec in specs):
+    if behind.refuses and any(spec.stores for spec in specs):
         raise ReplyError(f"MISCONF Errors writing to disk, and appendfsync is always: {behind.failing}")
     if behind.full and any(spec.stores or spec.writes_keys for spec in specs):
         raise Postponed(Wait(behind.when_not_full))

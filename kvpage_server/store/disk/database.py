@@ -491,6 +491,14 @@ class Disk:
         info, stat = self._env.info(), self._env.stat()
         return info["map_size"] - (info["last_pgno"] + 1) * stat["psize"]
 
+    @property
+    def space(self) -> int:
+        """Bytes for new pages: of the file system, and of the file behind the last used page. A failed write leaves
+        such pages.
+        """
+        used = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+        return shutil.disk_usage(self.path.parent).free + max(self.size - used, 0)
+
     def __len__(self) -> int:
         with self._env.begin() as txn:
             return txn.stat(self._records)["entries"]

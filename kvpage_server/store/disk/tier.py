@@ -215,16 +215,24 @@ class Loader:
 # -- The owner of the values in the write-behind queue -----------------------------------------------------------------
 
 _VALUES_PER_STEP = 256  # values that are noted in one step
+_LEAST_FREED = 4096  # bytes: the disk has more space than when it was full, if so many were freed since
+_MOST_REFUSED = 256  # values that are dropped in one step, or a unit
 
 
 class Changes:
     """The store as the `Owner` of queued values."""
 
-    def __init__(self, contents: Contents, stored: Stored, account: DiskAccount, coder: Coder) -> None:
+    def __init__(
+        self, contents: Contents, stored: Stored, account: DiskAccount, coder: Coder, space: Callable[[], int]
+    ) -> None:
         self._contents = contents
         self._stored = stored
         self._account = account
         self._coder = coder
+        self._space = space  # returns the bytes for new pages of the file
+        # Bytes of values on disk, and for new pages, when the disk was full.
+        self._full_at: tuple[int, int] | None = None
+        self._refused: list[bytes] = []  # names of units to drop
 
     def change_of(self, name: bytes, value: Value) -> Change:
         """Return the change that stores a value. Called in the thread that commits."""
@@ -233,6 +241,52 @@ class Changes:
     def evict_for_full_disk(self, error: DiskFull, size: int) -> Iterator[None]:
         """Evict, because the disk is full and `size` bytes wait. Yields after each unit."""
         return self._account.evict_for_full_disk(error, size)
+
+    def find_refused(self) -> Iterator[None]:
+        """Find the largest units in the queue, without which the others fit in the space that was freed since the disk
+        was full; at least one. Units of which a part is on disk, or was, are not dropped. Yields after each step.
+        """
+        usage, behind, self._refused = self._stored.usage, self._stored.behind, []
+        used, space = usage.used, self._space()
+        if self._full_at is None or not behind.refuses:
+            self._full_at = used, space
+            return
+        freed = max(self._full_at[0] - used, 0) + max(space - self._full_at[1], 0)
+        if freed < _LEAST_FREED:
+            return
+        sizes, stay = dict[bytes, int](), set[bytes]()  # bytes of memory by unit, and units that have to stay
+        for number, name in enumerate([*behind.queued], start=1):
+            if not number % _VALUES_PER_STEP:
+                yield
+            value, size = behind.queued.get(name, (None, 0))
+            if name[:1] == LIFETIME:
+                continue
+            unit = (_block_of(value) if value is not None else None) or name
+            sizes[unit] = sizes.get(unit, 0) + size
+            if name in usage or value is None or isinstance(value, SetExpiry | Corrupt):
+                stay.update((unit, block_name_of(name) or unit))
+        left = sum(sizes.values())
+        for unit in sorted(sizes.keys() - stay, key=sizes.__getitem__, reverse=True):
+            if left <= freed and self._refused:
+                break
+            self._refused.append(unit)
+            left -= sizes[unit]
+
+    def drop_refused(self) -> None:
+        """Drop the units that `find_refused` has found, about _MOST_REFUSED values of them."""
+        names, contents, left = self._stored.usage.names, self._contents, _MOST_REFUSED
+        for name in self._refused:
+            unit = unit_named(contents, name)
+            if unit is None or name in names or contents.spares(unit, monotonic_ms()):
+                continue
+            there = names_in(unit)
+            if any(map(names.__contains__, there)) or not self._account.evict(unit):
+                continue
+            log.warning("%s is dropped: its write was refused, and the disk is full", described(name))
+            left -= len(there)
+            if left <= 0:
+                break
+        self._refused = []
 
     def is_removed(self, name: bytes) -> bool:
         """Return whether the store has no value with that name."""
@@ -277,6 +331,13 @@ class Changes:
     def _is_queued_again(self, name: bytes) -> bool:
         """Return whether a value waits to be written again; False without `maxdisk`, as no sizes are expected then."""
         return self._stored.maxdisk > 0 and self._stored.behind.waits_again(name)
+
+
+def _block_of(value: Value) -> bytes | None:
+    """Return the name of the block of a queued page; None for another value."""
+    if isinstance(value, Slot | ExtentPage) and isinstance(value.unit, Block):
+        return name_of_unit(value.unit)
+    return None
 
 
 _LIFETIME_SIZE = 200  # approximate bytes of memory of a queued change of a lifetime, without the unit's name
@@ -347,7 +408,7 @@ class DiskTier(Tier):
         if self.stored.maxdisk:
             limit = min(limit, self.stored.maxdisk // 8)
         self.coder.idle = {"idle": fetching.IDLE, "always": 0}.get(page_code, -1)
-        changes = Changes(self._contents, self.stored, self.account, self.coder)
+        changes = Changes(self._contents, self.stored, self.account, self.coder, lambda: self.disk.space)
         self.stored.behind = WriteBehind(self.disk, changes, mode, limit)
         self._contents.leases.on_lifetime = self._note_lifetime
         self.fetching.connect(DiskReader(self.disk), moved)

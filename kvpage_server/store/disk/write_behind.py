@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
@@ -214,6 +214,10 @@ class DiskWriter(Generic[T]):
 # leaves a part of the batch on disk; with `always`, no client has received a reply for it. Values that are replaced
 # stay on disk until the new values are committed.
 #
+# With `always`, the clients of all changes in the queue receive an error when a commit fails. A value that is too large
+# for the disk would let all later commits fail, although there is space for others: so if space was freed since the
+# disk was full, and a commit fails again, the owner drops the largest queued values that replace nothing on disk.
+#
 # `appendfsync` determines when a commit begins. With `always`, it begins as soon as the commit before it is done. With
 # `everysec` and `no`, it is delayed by `_delay`, so that a change is committed within a second if commits are fast
 # enough. A commit is durable, except with `no`, where the operating system writes the data later.
@@ -308,6 +312,12 @@ class Owner(Protocol[T]):
 
         Runs on the loop; yields after each step.
         """
+
+    def find_refused(self) -> Iterator[None]:
+        """Find queued values that have to be dropped, so that others fit on the full disk. Yields after each step."""
+
+    def drop_refused(self) -> None:
+        """Drop the values that `find_refused` has found, in one step."""
 
     def is_removed(self, name: bytes) -> bool:
         """Return whether the store has no value with this name, so that its removal may be committed early."""
@@ -444,6 +454,18 @@ class WriteBehind(Generic[T]):
         return self._next.size + (self._now.size if self._now is not None else 0)
 
     @property
+    def refuses(self) -> bool:
+        """Whether the clients of all queued changes have received an error, or receive it now: `always`, and commits
+        fail.
+        """
+        return bool(self.failing) and self.mode == "always"
+
+    @property
+    def queued(self) -> Mapping[bytes, tuple[T | None, int]]:
+        """The queued changes, by name: the new value, None for a removal, and bytes of memory."""
+        return self._next.changes
+
+    @property
     def busy(self) -> bool:
         """Whether a batch is being written or noted."""
         return self.state in (State.WRITING, State.NOTING)
@@ -565,7 +587,8 @@ class WriteBehind(Generic[T]):
             self._next = batch
         if isinstance(error, DiskFull):
             self._move(Event.FULL)
-            self._in_turns(self._owner.evict_for_full_disk(error, batch.size), lambda: self._remove(error))
+            steps = chain(self._owner.evict_for_full_disk(error, batch.size), self._owner.find_refused())
+            self._in_turns(steps, lambda: self._remove(error))
         else:
             self._fail(error)
 
@@ -576,6 +599,9 @@ class WriteBehind(Generic[T]):
 
     def _remove(self, error: DiskFull) -> None:
         """Commit removals alone, to free space for the rest of the queue."""
+        if self.refuses:
+            self._wake_waiters()  # with the error: their changes since the last attempt may be dropped, too
+            self._owner.drop_refused()
         removals = self._take_removals()
         if removals is None:
             self._fail(error)

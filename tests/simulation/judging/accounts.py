@@ -9,6 +9,7 @@ from typing import cast
 from kvpage_server.commands.context import Server
 from kvpage_server.core import Slot
 from kvpage_server.store import records
+from kvpage_server.store.contents import footprint_of
 from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Page, Text
@@ -87,7 +88,7 @@ def _mistaken_leases(keyspace: Keyspace) -> Iterator[str]:
         if not (keyspace.index.still_has(unit) if isinstance(unit, Block) else unit in entries):
             yield f"what protects {name!r} has outlived it"
             continue
-        size = unit.footprint if isinstance(unit, Block) else cast(Page, entries[unit]).footprint
+        size = unit.footprint if isinstance(unit, Block) else footprint_of(unit, entries[unit])
         if lease.size != size:
             yield f"{lease.size} bytes of {name!r} are protected, it has {size}"
         if lease.account is not keyspace.eviction_order.limit_of(unit):

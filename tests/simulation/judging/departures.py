@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvpage_server.store.records import name_of_block
 from tests.simulation.acting.process import Process
 from tests.simulation.model.model import Model
 from tests.simulation.model.pages import block_of
@@ -34,6 +35,8 @@ class Departures:
         """Whether a key may be evicted."""
         model, keyspace = self._model, self._process.server.keyspace
         policy = keyspace.eviction_order.policy
+        if self._was_refused(key):
+            return
         if policy == "noeviction":
             self._fail(f"{key!r} was evicted under noeviction")
         if not (model.limited or self._process.maxdisk or model.disk_fails):
@@ -48,10 +51,20 @@ class Departures:
         if policy == "volatile-ttl" and key[:3] != b"kv:" and is_known and known and not (known.expires or expires > 0):
             self._fail(f"{key!r} was evicted under volatile-ttl, and does not expire")
 
+    def _was_refused(self, key: bytes) -> bool:
+        """Return whether a full disk had no space for a key, so that its client has received an error."""
+        tiered = self._process.server.tiered
+        if tiered is None or not tiered.behind.refuses:
+            return False
+        names = {b"k" + key, name_of_block(*block_of(key))}
+        return not any(map(tiered.stored.usage.__contains__, names)) and any(map(tiered.behind.waits, names))
+
     def _check_that_one_expires(self, keys: list[bytes]) -> None:
         """Under volatile-ttl a block may be evicted if one of its pages expires."""
         store, keyspace = self._model.store, self._process.server.keyspace
         if keyspace.eviction_order.policy != "volatile-ttl" or not keys or keys[0][:3] != b"kv:":
+            return
+        if self._was_refused(keys[0]):
             return
         known = [store.keys.get(key) for key in keys]
         if store.doubtful().union(store.fog).isdisjoint(keys) and all(

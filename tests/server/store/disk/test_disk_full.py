@@ -37,13 +37,14 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def filled(disk: Path) -> Iterator[None]:
+def filled(disk: Path) -> Iterator[Path]:
+    """Fill a file system with a file, which is yielded."""
     theirs = disk / "others"
     with suppress(OSError), theirs.open("wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
     try:
-        yield
+        yield theirs
     finally:
         theirs.unlink()
 
@@ -93,6 +94,77 @@ def test_always_is_durable_on_a_full_disk_and_refuses_the_rest(disk: Path, polic
         server.stop(signal.SIGKILL)
     with tiered(disk) as (_, client):
         assert all(client.get(f"key:{i}") == body(SIZE, i) for i in done + more + later)
+
+
+def accepted(server: RunningServer, name: str, value: bytes) -> bool:
+    """Store a value over a connection of its own, and return whether the server has accepted it."""
+    with server.client() as client:
+        try:
+            return bool(client.set(name, value))
+        except redis.ResponseError as error:
+            if not str(error).startswith("MISCONF Errors writing to disk"):
+                raise
+            return False
+
+
+def delete(server: RunningServer, count: int) -> None:
+    """Delete the first keys. The reply is an error until the rest of the queue is on disk, too."""
+    with server.client() as client, suppress(redis.ResponseError):
+        client.delete(*[f"key:{i}" for i in range(count)])
+
+
+LARGE = {"string": ("SET", "large"), "block": ("KVBLOCKSET", "large", 0, 1, 1, 1, 0, 1, 0, 8, 4_000_000)}
+
+
+@pytest.mark.parametrize("freed", ["by deletions", "by others"])
+@pytest.mark.parametrize("kind", LARGE)
+def test_a_refused_large_value_does_not_refuse_others(disk: Path, kind: str, freed: str) -> None:
+    options = (*TIERED, "--appendfsync", "always", "--maxmemory-policy", "noeviction")
+    with start_server(*options, directory=disk, killed=True) as server, server.client() as client:
+        stored = {f"key:{i}": body(SIZE, i) for i in range(30)}
+        for name, value in stored.items():
+            client.set(name, value)
+        with filled(disk) as theirs:
+            with server.client() as other, pytest.raises(redis.ResponseError, match="MISCONF"):
+                other.execute_command(*LARGE[kind], body(4_000_000))
+            assert not accepted(server, "early", body(SIZE))
+            if freed == "by deletions":
+                delete(server, 15)
+                stored = {name: stored[name] for name in list(stored)[15:]}
+            else:
+                os.truncate(theirs, theirs.stat().st_size - 1_500_000)
+            until(lambda: accepted(server, "later", body(SIZE, 99)), "space for a value that fits")
+            stored["later"] = body(SIZE, 99)
+            assert client.exists("large", "kv:large:0:0:0:0", "early") == 0
+            settle(client)
+            assert client.info("persistence")["rdb_last_bgsave_status"] == "ok"
+            server.stop(signal.SIGKILL)
+    with tiered(disk) as (_, client):
+        assert {name: client.get(name) for name in stored} == stored
+        assert client.dbsize() == len(stored)
+
+
+def test_a_refused_change_of_a_value_keeps_the_value(disk: Path) -> None:
+    """Nothing that was stored before is dropped with a refused value: not the pages of a block that was split."""
+    options = (*TIERED, "--appendfsync", "always", "--maxmemory-policy", "noeviction")
+    shape = (2, 2, 64, 0, 1, 0, 1, 256)
+    whole = body(2 * 2 * 64 * 256 * 2)
+    with start_server(*options, directory=disk) as server, server.client() as client:
+        client.execute_command("KVBLOCKSET", "b", 0, *shape, whole)
+        client.set("old", body(SIZE, 1))
+        client.mset({f"key:{i}": body(SIZE, i) for i in range(10)})
+        with filled(disk):
+            words = ("KVPAGESET", "b", 0, 0, 0, 0, 8, 1, 3_000_000, 0, body(3_000_000))
+            for change in (words, ("SET", "old", body(4_000_000))):
+                with server.client() as other, suppress(redis.ResponseError):
+                    other.execute_command(*change)
+            delete(server, 10)
+            for _ in range(3):  # each is an attempt to write the queue
+                with suppress(redis.ResponseError):
+                    client.execute_command("SAVE")
+            assert client.exists("old", "kv:b:1:1:0:0") == 2
+        settle(client)
+        assert client.get("kv:b:1:1:0:0")[64:] == whole[-64 * 256 * 2 :]
 
 
 def test_an_earlier_successful_save_does_not_hide_a_full_disk(disk: Path) -> None:

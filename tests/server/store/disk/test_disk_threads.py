@@ -63,6 +63,12 @@ async def behind(
         def evict_for_full_disk(self, error: DiskFull, size: int) -> Iterator[None]:
             return evict_for_full_disk(error, size)
 
+        def find_refused(self) -> Iterator[None]:
+            return iter(())
+
+        def drop_refused(self) -> None:
+            pass
+
         def is_removed(self, name: bytes) -> bool:
             return True
 

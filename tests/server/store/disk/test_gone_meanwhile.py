@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import select
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,9 @@ from waiting import until
 from wire import Wire, encode_command, parse
 
 from kvpage_server.commands.dispatch.checks import wait_for_write_behind
+from kvpage_server.commands.notifying import tracking
 from kvpage_server.resp import Wait
+from kvpage_server.store.disk.database import Disk
 
 MB = 1024**2
 UNREADABLE = Path(__file__).parents[3] / "support" / "unreadable.py"
@@ -105,3 +109,30 @@ def test_a_block_removed_during_its_load_leaves_its_quota(tmp_path: Path) -> Non
         for number in range(1, 6):
             assert client.execute_command("KVBLOCKSET", "v", number, *block, bytes(MB)) == b"OK"
         assert client.execute_command("KVBLOCKEXISTS", "v", 5)
+
+
+def test_a_write_behind_messages_is_answered_after_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its messages to clients that track keys take several turns."""
+    may_write = threading.Event()
+
+    def write(disk: Disk, changes: Any, run: Any = Disk.write) -> Any:
+        assert may_write.wait(60)
+        return run(disk, changes)
+
+    monkeypatch.setattr(tracking, "_TURN", -1)
+    options = ("--store", "tiered", "--appendfsync", "always")
+    with measured(*options, directory=tmp_path) as turns:
+        port = turns.server.port
+        with Wire(port) as writer, Wire(port) as reader, Wire(port) as other, monkeypatch.context() as patch:
+            reader.ask(b"HELLO", b"3")
+            assert reader.ask(b"CLIENT", b"TRACKING", b"ON", b"BCAST") == b"+OK\r\n"
+            patch.setattr(Disk, "write", write)
+            try:
+                writer.send(encode_command(words("SET", "key", "value")))
+                assert b"invalidate" in reader.reply()
+                for _ in range(20):  # turns, in which nothing else is left to do
+                    other.ask(b"PING")
+                assert not select.select([writer._socket], [], [], 0)[0]
+            finally:
+                may_write.set()
+            assert writer.reply() == b"+OK\r\n"
