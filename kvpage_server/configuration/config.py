@@ -437,7 +437,12 @@ def from_arguments(arguments: Sequence[str]) -> Config:
         values = []
         while rest and not rest[0].startswith("--"):
             values.append(rest.pop(0))
-        config.set(name[2:], values)
+        try:
+            config.set(name[2:], values)
+        except ConfigError as error:
+            if len(values) > 1 and Path(values[-1]).is_file():
+                raise ConfigError(f"{error}; a configuration file such as {values[-1]} is the first argument") from None
+            raise
         config.given.add(name[2:].lower())
     return config
 

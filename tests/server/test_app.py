@@ -145,6 +145,14 @@ class TestBadConfiguration:
             with pytest.raises(ConfigError, match="at least 1048576 bytes, got 0"):
                 from_arguments([f"--{name}", "0"])
 
+    def test_a_configuration_file_behind_options_gets_advice(self, tmp_path: Path) -> None:
+        file = tmp_path / "kvpage.conf"
+        file.touch()
+        with pytest.raises(
+            ConfigError, match=r"got 2; a configuration file such as .*kvpage.conf is the first argument"
+        ):
+            from_arguments(["--port", "9221", str(file)])
+
     def test_a_bad_policy_lists_the_known_ones(self) -> None:
         with pytest.raises(ConfigError) as caught:
             from_arguments(["--maxmemory-policy", "random"])

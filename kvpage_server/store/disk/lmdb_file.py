@@ -95,12 +95,14 @@ def check_structure(path: Path, marker: CleanMarker) -> None:
     """
     with path.open("rb") as file:
         if file.read(20)[16:] != (0xBEEFC0DE).to_bytes(4, "little"):
-            raise DiskError(f"{path} is not a store of kvpage-server")
+            raise DiskError(f"{path.absolute()} is not a store of kvpage-server")
     if marker.is_valid():
         return
     problems = _verify(path)
     if problems:
-        raise DiskError(f"{path} is damaged: {problems[0]}. Restore it from a backup, or move it away to start empty")
+        raise DiskError(
+            f"{path.absolute()} is damaged: {problems[0]}. Restore it from a backup, or move it away to start empty"
+        )
 
 
 def lock(path: Path) -> IO[bytes]:

@@ -420,7 +420,7 @@ def test_a_damaged_store_is_refused_with_reason_and_remedy(tmp_path: Path) -> No
         for seed in range(100):
             set_page(client, seed)
     os.truncate(tmp_path / FILE, 500_000)
-    with pytest.raises(RuntimeError, match=r"is damaged: .*Restore it from a backup, or move it away"):  # noqa: SIM117
+    with pytest.raises(RuntimeError, match=rf"{tmp_path}/.* is damaged: .*Restore it from a backup, or move it away"):  # noqa: SIM117
         with start_server(*TIERED, directory=tmp_path):
             pass
 
