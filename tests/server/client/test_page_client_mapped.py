@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -132,23 +133,6 @@ def test_an_event_loop_reads_blocks_in_place(tmp_path: Path) -> None:
         asyncio.run(read_in_place(url))
 
 
-def test_a_server_that_ends_while_blocks_are_used_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "socket"
-    with (
-        start_server("--unixsocket", str(path), killed=True) as server,
-        PageClient(f"unix://{path}", deadline=5) as client,
-    ):
-        client.mset_blocks(NAMES, SHAPE, bodies())
-
-        def read() -> None:
-            with client.blocks_in_place(NAMES) as blocks:
-                server.stop(signal.SIGKILL)
-                assert all(view and bytes(view) == body.tobytes() for view, body in zip(blocks, bodies(), strict=True))
-
-        with pytest.raises(redis.ConnectionError):
-            read()
-
-
 def test_blocks_are_not_read_in_place_over_tcp(server: RunningServer) -> None:
     with PageClient(server.url) as client, pytest.raises(Unsupported), client.blocks_in_place(NAMES):
         pass
@@ -259,19 +243,63 @@ def test_a_restarted_server_is_mapped_again(tmp_path: Path) -> None:
             assert over_the_wire(second) == 0
 
 
-def test_without_free_descriptors_the_connection_is_used(tmp_path: Path) -> None:
-    with started(tmp_path) as (server, url), PageClient(url, deadline=30) as client:
-        written = bodies()
-        client.mset_blocks(NAMES, SHAPE, written)
-        before = resource.getrlimit(resource.RLIMIT_NOFILE)
-        free = os.open(os.devnull, os.O_RDONLY)
-        os.close(free)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, before[1]))  # one is free: it is the receiver's copy
-        try:
-            check(client, written)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        assert over_the_wire(server) == 1
+ROUNDS = pytest.mark.parametrize("rounds", [2, pytest.param(200, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])])
+
+
+@contextmanager
+def one_free_descriptor() -> Iterator[None]:
+    """This process can open only one more file during the ``with`` block. It is the receiver's copy of its socket."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open(os.devnull, os.O_RDONLY)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@ROUNDS
+def test_without_free_descriptors_the_connection_is_used(tmp_path: Path, rounds: int) -> None:
+    written = bodies()
+    with started(tmp_path) as (server, url), server.client() as other:
+        with PageClient(url, deadline=30) as client:
+            client.mset_blocks(NAMES, SHAPE, written)
+            other.ping()
+        mine, files = len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{server.pid}/fd"))
+        for number in range(rounds):
+            with PageClient(url, deadline=30) as client:
+                client.mset_blocks(NAMES, SHAPE, written)
+                with one_free_descriptor():
+                    check(client, written)
+            assert over_the_wire(server) == number + 1
+            until(lambda: int(other.info("memory")["mem_clients_normal"]) < SHAPE.nbytes, "the end of the tickets")
+            until(lambda: len(os.listdir("/proc/self/fd")) <= mine, "the end of the descriptors")
+            until(lambda: len(os.listdir(f"/proc/{server.pid}/fd")) <= files + 1, "the end of the connections")
+
+
+@ROUNDS
+def test_a_client_outlives_the_servers_that_it_maps(tmp_path: Path, rounds: int) -> None:
+    """Each server has another size than the one before, and is killed while its memory is read."""
+    path = tmp_path / "socket"
+    with PageClient(f"unix://{path}", deadline=30) as client:
+        for number, size in zip(range(rounds), cycle(("64mb", "256mb")), strict=False):
+            with start_server("--unixsocket", str(path), "--maxmemory", size, killed=True) as server:
+                written = bodies(number)
+                client.mset_blocks(NAMES, SHAPE, written)
+                check(client, written)
+                assert client.mapped_bytes == (number + 1) * COUNT * SHAPE.nbytes
+                with pytest.raises(redis.ConnectionError):
+                    read_while_it_is_killed(client, server, written)
+            assert Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:kvpage") == 1
+    until(lambda: "memfd:kvpage" not in Path("/proc/self/maps").read_text(encoding="utf-8"), "the end of the maps")
+
+
+def read_while_it_is_killed(client: PageClient, server: RunningServer, written: list[Array]) -> None:
+    """Kill a server while its memory is read, and check that the bytes are the same as before."""
+    with client.blocks_in_place(NAMES) as blocks:
+        server.stop(signal.SIGKILL)
+        assert all(view and bytes(view) == body.tobytes() for view, body in zip(blocks, written, strict=True))
 
 
 def overwrite(pid: int, wanted: bytes) -> int:

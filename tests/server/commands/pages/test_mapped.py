@@ -14,9 +14,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import count, islice
+from itertools import count, cycle, islice
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from operator import le
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +305,9 @@ def few_descriptors(pid: int, free: int) -> Iterator[None]:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
 
+NO_DESCRIPTORS = "ERR the system cannot seal and open shared memory: Too many open files"
+
+
 def test_memory_is_attached_after_a_time_without_descriptors(tmp_path: Path) -> None:
     path = tmp_path / "socket"
     with start_server("--unixsocket", str(path)) as server, Local(path) as local:
@@ -311,7 +315,7 @@ def test_memory_is_attached_after_a_time_without_descriptors(tmp_path: Path) -> 
         with few_descriptors(server.pid, 0):
             for _ in range(3):
                 error = local.do(b"KVMAP", b"ATTACH")
-                assert error == "ERR the system cannot seal and open shared memory: Too many open files"
+                assert error == NO_DESCRIPTORS
         assert local.attach()[2]
         [item] = local.do(b"KVMAP", b"BLOCKMGET", 1, b"r", 0)
         assert local.read(item) == BODY
@@ -359,10 +363,8 @@ def refused(call: Any) -> int:
     return caught.value.errno or 0
 
 
-def test_other_processes_cannot_write_to_the_memory(local: Local) -> None:
-    set_block(local, b"r")
-    local.attach()
-    [item] = local.do(b"KVMAP", b"BLOCKMGET", 1, b"r", 0)
+def try_to_change(local: Local, item: list[Any]) -> None:
+    """Check that the system refuses to write to mapped memory, or to change its length."""
     [descriptor, *_] = local.descriptors
     denied = (errno.EPERM, errno.EACCES, errno.EBADF, errno.EINVAL)
     again = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)  # as its owner, or as root
@@ -375,9 +377,15 @@ def test_other_processes_cannot_write_to_the_memory(local: Local) -> None:
             assert refused(partial(fcntl.fcntl, mine, 1033, 1)) in denied
     finally:
         os.close(again)
-    region = local.maps[item[0]]
-    address = ctypes.c_void_p(address_of(region))
+    address = ctypes.c_void_p(address_of(local.maps[item[0]]))
     assert ctypes.CDLL(None).mprotect(address, ctypes.c_size_t(4096), mmap.PROT_READ | mmap.PROT_WRITE) != 0
+
+
+def test_other_processes_cannot_write_to_the_memory(local: Local) -> None:
+    set_block(local, b"r")
+    local.attach()
+    [item] = local.do(b"KVMAP", b"BLOCKMGET", 1, b"r", 0)
+    try_to_change(local, item)
     assert local.read(item) == BODY
     assert local.do(b"KVBLOCKGET", b"r", 0) == BODY
 
@@ -406,37 +414,165 @@ def read_with_ticket(path: Path, said: Connection) -> None:
         local.read(item)
 
 
-@pytest.mark.parametrize("rounds", [10, pytest.param(200, marks=pytest.mark.soak)])
-def test_a_killed_reader_leaves_nothing(
-    local: Local, client: redis.Redis, path: Path, server: RunningServer, rounds: int
-) -> None:
-    set_block(local, b"r")
-    killed_while_it_runs(read_with_ticket, path)
-    descriptors, regions = open_memory(server.pid), len(local.attach()[1])
-    until(lambda: lent(client) < MIB, "the end of the tickets")
-    for _ in range(rounds):
-        killed_while_it_runs(read_with_ticket, path)
-        until(lambda: lent(client) < MIB, "the end of the tickets")
-    assert (open_memory(server.pid), len(local.attach()[1])) == (descriptors, regions)
-    assert local.do(b"KVBLOCKGET", b"r", 0) == BODY
-
-
-def test_a_reader_keeps_its_bytes_when_the_server_dies(tmp_path: Path) -> None:
-    path = tmp_path / "socket"
-    options = ("--unixsocket", str(path))
-    with start_server(*options, killed=True) as server, Local(path) as local:
-        set_block(local, b"r")
-        epoch = local.attach()[0]
-        [item] = local.do(b"KVMAP", b"BLOCKMGET", 1, b"r", 0)
-        server.stop(signal.SIGKILL)
-        assert local.read(item) == BODY
-    with start_server(*options), Local(path) as local:
-        assert local.attach()[0] != epoch
-        assert "of another epoch" in local.do(b"KVMAP", b"RELEASE", item[4])
-
-
 def test_a_server_without_a_unix_socket_shares_nothing() -> None:
     with start_server() as server, Wire(server.port) as wire:
         set_block(wire, b"r")
         assert parse(wire.ask(b"KVMAP", b"ATTACH")) == ATTACH_OVER_TCP
         assert open_memory(server.pid) == 0
+
+
+# -- rounds: `make test` runs a few, `make soak` two hundred -----------------------------------------------------------
+
+ROUNDS = pytest.mark.parametrize("rounds", [3, pytest.param(200, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])])
+
+
+def open_files(pid: int) -> int:
+    """Number of descriptors that a process has."""
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def used_memory(client: redis.Redis) -> int:
+    return int(client.info("memory")["used_memory"])
+
+
+def shared_memory(pid: int) -> int:
+    """Bytes of shared memory that the values of a server take, also where only other processes map them."""
+    found: dict[int, int] = {}
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            if "memfd:kvpage" in os.readlink(entry):
+                status = entry.stat()
+                found[status.st_ino] = status.st_blocks * 512  # a region has two descriptors
+    return sum(found.values())
+
+
+def checked(rounds: int, server: RunningServer, client: redis.Redis) -> Iterator[None]:
+    """Yield for each round. After it, the store is emptied: then the server has no ticket, and not more descriptors
+    and memory than after the first round.
+
+    One descriptor may be that of a connection that ends. A few more slots are taken if others are not free yet.
+    """
+
+    def kept() -> tuple[int, int, int]:
+        return open_files(server.pid), used_memory(client), shared_memory(server.pid)
+
+    def is_within(most: tuple[int, int, int]) -> bool:
+        return all(map(le, kept(), most))
+
+    most: tuple[int, int, int] | None = None
+    for _ in range(rounds):
+        yield
+        client.flushall()
+        until(lambda: lent(client) < MIB, "the end of the tickets")
+        if most is None:
+            files, used, shared = kept()
+            most = files + 1, used + MIB, shared + 16 * MIB
+        until(partial(is_within, most), f"{most} after {kept()}")
+
+
+@ROUNDS
+def test_a_killed_reader_leaves_nothing(client: redis.Redis, path: Path, server: RunningServer, rounds: int) -> None:
+    with Local(path) as local:
+        for _ in checked(rounds, server, client):
+            set_block(local, b"r")
+            killed_while_it_runs(read_with_ticket, path)
+            assert local.do(b"KVBLOCKGET", b"r", 0) == BODY
+
+
+@ROUNDS
+def test_tickets_hold_under_eviction_and_lower_limits(
+    client: redis.Redis, path: Path, server: RunningServer, rounds: int
+) -> None:
+    names = [b"held%d" % number for number in range(6)]
+    with Local(path) as local:
+        for _ in checked(rounds, server, client):
+            bodies = [os.urandom(MIB) for _ in names]
+            for name, body in zip(names, bodies, strict=True):
+                set_block(local, name, body)
+            items = local.do(b"KVMAP", b"BLOCKMGET", len(names), *(word for name in names for word in (name, b"0")))
+            local.attach(*({item[0] for item in items} - {*local.maps}))
+            client.config_set("maxmemory", "32mb")
+            for number in range(60):
+                set_block(local, b"other%d" % number)
+            assert not any(local.do(b"KVBLOCKEXISTS", name, 0) for name in names)
+            client.config_set("maxmemory", "128mb")
+            assert [local.read(item) for item in items] == bodies
+            assert local.do(b"KVMAP", b"RELEASE", *(item[4] for item in items)) == len(names)
+
+
+@ROUNDS
+def test_a_client_that_releases_nothing_ends_at_its_limit(
+    client: redis.Redis, path: Path, server: RunningServer, rounds: int
+) -> None:
+    names = [word for number in range(12) for word in (b"%d" % number, b"0")]
+    with Local(path) as other:
+        for _ in checked(rounds, server, client):
+            for number in range(12):
+                set_block(other, b"%d" % number)
+            with Local(path) as greedy:
+                assert greedy.do(b"KVMAP", b"BLOCKMGET", 12, *names)[11].startswith("OOM")
+                assert other.do(b"KVMAP", b"BLOCKMGET", 1, b"0", 0)[0].startswith("OOM")
+                assert other.do(b"KVBLOCKGET", b"0", 0) == BODY
+                greedy.send(b"*3\r\n$3\r\nSET\r\n$1\r\nx\r\n$%d\r\n" % (12 * MIB))
+                with pytest.raises((EOFError, OSError)):
+                    greedy.reply()
+                until(lambda: lent(client) < MIB, "the end of the tickets")
+                [item] = other.do(b"KVMAP", b"BLOCKMGET", 1, b"0", 0)
+                assert other.do(b"KVMAP", b"RELEASE", item[4]) == 1
+
+
+@ROUNDS
+def test_a_hostile_client_harms_no_other_client(
+    client: redis.Redis, path: Path, server: RunningServer, rounds: int
+) -> None:
+    with Local(path) as local:
+        for _ in checked(rounds, server, client):
+            set_block(local, b"r")
+            mine = ticket(local)
+            with Local(path) as hostile:
+                hostile.attach()
+                [item] = hostile.do(b"KVMAP", b"BLOCKMGET", 1, b"r", 0)
+                try_to_change(hostile, item)
+                assert hostile.do(b"KVMAP", b"RELEASE", mine) == f"ERR ticket {mine} is not one of this connection"
+                unread = [b"KVMAP", b"ATTACH"], [b"KVMAP", b"BLOCKMGET", b"1", b"r", b"0"]
+                hostile.send(b"".join(map(encode_command, unread)) * 50)
+            assert local.do(b"KVMAP", b"RELEASE", mine) == 1
+            assert local.do(b"KVBLOCKGET", b"r", 0) == BODY
+
+
+def maps_of_this_process() -> int:
+    """Number of maps of servers' memory that this process has."""
+    return Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:kvpage")
+
+
+def shared_memory_of_all() -> int:
+    """Bytes of shared memory of all processes, which the kernel has not freed."""
+    [line] = [line for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines() if "Shmem:" in line]
+    return int(line.split()[1]) * 1024
+
+
+@ROUNDS
+def test_readers_keep_their_bytes_when_servers_die(tmp_path: Path, rounds: int) -> None:
+    """Each server has another size than the one before, and no free descriptor at first."""
+    path, options = tmp_path / "socket", ("--unixsocket", str(tmp_path / "socket"), "--maxmemory")
+    before, maps, old, epochs = shared_memory_of_all(), maps_of_this_process(), 0, set[int]()
+    for size, blocks in islice(cycle([("64mb", 1), ("256mb", 80)]), rounds):
+        with start_server(*options, size, killed=True) as server, Local(path) as local:
+            for number in range(blocks):
+                set_block(local, b"%d" % number)
+            with few_descriptors(server.pid, 0):
+                assert local.do(b"KVMAP", b"ATTACH") == NO_DESCRIPTORS
+            epochs.add(local.attach()[0])
+            if old:
+                assert "of another epoch" in local.do(b"KVMAP", b"RELEASE", old)
+            [item] = local.do(b"KVMAP", b"BLOCKMGET", 1, b"0", 0)
+            old = item[4]
+            server.stop(signal.SIGKILL)
+            with pytest.raises((EOFError, OSError)):
+                local.do(b"PING")
+            assert local.read(item) == BODY
+            local.maps.clear()
+        assert maps_of_this_process() == maps
+    assert len(epochs) == rounds
+    if rounds > 100:  # other tests use shared memory, too
+        assert shared_memory_of_all() < before + rounds * MIB
