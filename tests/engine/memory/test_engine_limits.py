@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from api_engines import start_engine, write_tiny
@@ -17,7 +16,7 @@ from engine.memory.limits import MemoryLimits, set_limits
 TOKENS = 500
 TOKEN_BYTES = 4 * 2 * 2 * 128 * 4  # of the tiny model with heads of 128: layers, K and V, heads, values, float32
 CONTEXTS = 32 << 20
-SLACK = 64 << 20  # for Python, and buffers of the running steps
+SLACK = 64 << 20  # for Python, and buffers of the running step
 FEW = 16  # agents that fill the memory for contexts twice
 GB = 10**9
 
@@ -34,9 +33,8 @@ def test_long_agents_take_no_more_memory_than_some(tmp_path: Path, agents: int) 
             client.completions.create(model="tiny", prompt=prompt, max_tokens=4, user=f"agent-{agent}")
             return engine.rss()
 
-        with ThreadPoolExecutor(4) as clients:
-            few = max(clients.map(ask, range(FEW)))
-            many = max(clients.map(ask, range(FEW, agents)))
+        few = max(map(ask, range(FEW)))  # one after another: how many run in a step would depend on the machine
+        many = max(map(ask, range(FEW, agents)))
     assert many - few < SLACK
     assert (agents - FEW) * TOKENS * TOKEN_BYTES > 2 * SLACK, "the test is of no use"
 
