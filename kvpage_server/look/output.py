@@ -14,6 +14,7 @@ import redis
 from rich.console import RenderableType
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from kvpage_server.client.wire.connection import plain_client
 from kvpage_server.page import PageError
@@ -60,11 +61,13 @@ def watch(
 
 
 def titled(rows: Iterable[Iterable[Any]]) -> Table:
-    """Return a table of `rows` without a header, with a bold first column."""
+    """Return a table of `rows` without a header, with a bold first column. Strings are no markup: names may be in
+    them.
+    """
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
 
 

@@ -176,6 +176,23 @@ def test_a_long_name_is_one_line_in_a_pipe_and_pads_no_other(server: RunningServ
     assert min(map(len, lines)) < 200
 
 
+def test_no_name_is_markup(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
+    for name in ("[/red]", "[bold]x", "[link=a]"):
+        set_block(client, name)
+        client.execute_command("KVPAGEKEEP", name, 1, 3600, f"kv:{name}:0:0:0:0")
+        received = {"model": name, "by": name, "saved": 1, "chain": [name], "block_tokens": 4, "count": 4}
+        client.set(f"manifest:{name}:00aa", "0" * 16 + json.dumps(received))
+        commands = ["status"], ["ls"], ["ls", name], ["stat", name], ["why", name], ["stat", f"kv:{name}:0:0:0:0"]
+        for words in (
+            *commands,
+            ["dump", str(tmp_path / "all"), "--update"],
+            ["dump", "--request", name, str(tmp_path / name[1])],
+        ):
+            shown = printed(*words, url=server.url)
+            assert words[0] in ("why", "dump") or name in shown, words
+    assert "[/red]" in printed("inspect", str(tmp_path / "all"), url="")
+
+
 def test_printed_names_are_taken_by_the_commands(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
     names = [
         b"\xff",
