@@ -42,12 +42,6 @@ def compiled(pattern: bytes, *, ignore_case: bool = False) -> Glob:
         raise PatternTooLong(str(error)) from None
 
 
-def literal(pattern: bytes) -> bytes | None:
-    """Return the only name that a pattern matches; None if it has wildcards. A backslash quotes the next byte."""
-    plain = re.sub(rb"\\(.)", b"", pattern, flags=re.DOTALL)
-    return None if _SPECIAL.search(plain) else re.sub(rb"\\(.)", rb"\1", pattern, flags=re.DOTALL)
-
-
 def opening_of(pattern: bytes) -> bytes | None:
     """Return the prefix of a pattern that is a prefix and a star; None for any other pattern."""
     opening = pattern[:-1]

@@ -14,6 +14,7 @@ from copy import copy
 from functools import cache, partial
 from typing import NamedTuple
 
+from kvpage_server.commands.arguments import escaped
 from kvpage_server.commands.specs import CATEGORIES, READ, TABLE, WRITE, KeyPrefix, Spec
 from kvpage_server.core import Argument
 from kvpage_server.glob import Matches, Patterns, PatternTooLong, glob
@@ -200,7 +201,7 @@ _NO_SUCH_PASSWORD = "The password you are trying to remove from the user does no
 _NO_SELECTORS = "Selectors are not supported: give each set of rights a user of its own"
 
 _HASH = re.compile(r"[0-9a-f]{64}\Z")
-_SPACE = re.compile(rb"[ \t\n\v\f\r\0]")
+_SPACES = b" \t\n\v\f\r\0"
 _KEY_RULE = re.compile(rb"(?:~|%(R|W|RW|WR)~)(.*)\Z", re.DOTALL | re.IGNORECASE)
 _ACCESS = {None: READ | WRITE, b"R": READ, b"W": WRITE, b"RW": READ | WRITE, b"WR": READ | WRITE}
 
@@ -211,7 +212,7 @@ def has_spaces(word: bytes) -> bool:
     """Return whether a name or pattern has white space or a NUL, which would separate words of an ACL file. Redis
     refuses the same characters.
     """
-    return _SPACE.search(word) is not None
+    return any(space in word for space in _SPACES)
 
 
 class RuleError(ValueError):
@@ -357,8 +358,7 @@ class User:
             try:
                 change(user)
             except RuleError as error:
-                shown = rule.decode("utf-8", "backslashreplace")
-                raise RuleError(f"Error in ACL SETUSER modifier '{shown}': {error}") from None
+                raise RuleError(f"Error in ACL SETUSER modifier '{escaped(rule)}': {error}") from None
         every = user.every_command and not user.rules and user.every_channel
         user.unrestricted = every and user.may_use_all(READ | WRITE)
         return user
@@ -512,7 +512,7 @@ def _rule_with_argument(rule: bytes, word: bytes) -> Change:
         matches = glob(rule[1:])
         return lambda user: user._add_channel(rule[1:], matches)
     if sign in (b"+", b"-"):
-        return lambda user: user._allow(word[1:].decode("ascii", "backslashreplace"), allowed=sign == b"+")
+        return lambda user: user._allow(word[1:1024].decode("ascii", "backslashreplace"), allowed=sign == b"+")
     if sign in (b">", b"#"):
         hashed = digest(rule[1:]) if sign == b">" else _checked_hash(rule[1:])
         return lambda user: user._add_password(hashed)

@@ -8,7 +8,7 @@ from kvpage_server.core.native.coding import decode_matrix, encode_matrix
 from kvpage_server.core.native.digests import copy_hashed, digest, fill_digests
 from kvpage_server.core.native.frames import Parser, Scratch
 from kvpage_server.core.native.gather import Outbox
-from kvpage_server.core.native.matching import Glob
+from kvpage_server.core.native.matching import Glob, literal
 from kvpage_server.core.native.memory import Memory
 from kvpage_server.core.native.outgoing import Outgoing
 from kvpage_server.core.native.page_keys import PageKeys

@@ -1,4 +1,4 @@
-"""Glob patterns: `Glob` compiles a pattern in O(pattern), and compares a name in O(pattern + name).
+"""Glob patterns. `Glob` compiles a pattern in O(pattern), and compares a name in O(pattern + name).
 
 Stars divide a pattern into parts. The first and the last part are compared at the two ends of a name, and each part
 between them at its first occurrence, without backtracking. A part without wildcards is found by the algorithm of Knuth,
@@ -8,6 +8,7 @@ text searching, 1992), whose masks are kept for the next names. The reference im
 `core/python/coding.py`.
 """
 
+from cpython.bytes cimport PyBytes_FromStringAndSize
 from libc.stdint cimport UINT64_MAX, uint16_t, uint64_t
 from libc.stdlib cimport calloc, free, realloc
 
@@ -289,6 +290,25 @@ cdef class Glob:
         """Return the bytes that a part without wildcards matches."""
         cdef Py_ssize_t i
         return bytes([self.items[i] for i in range(part.first, part.first + part.size)])
+
+
+def literal(bytes pattern not None):
+    """Return the only name that a pattern matches; None if it has wildcards. A backslash quotes the next byte."""
+    cdef const unsigned char *text = pattern
+    cdef Py_ssize_t size = len(pattern), count = 0, at = 0
+    cdef bytes name = PyBytes_FromStringAndSize(NULL, size)
+    cdef char *written = name
+    while at < size:
+        if text[at] == b"*" or text[at] == b"?" or text[at] == b"[":
+            return None
+        if text[at] == b"\\":
+            at += 1
+            if at == size:
+                return None
+        written[count] = text[at]
+        count += 1
+        at += 1
+    return name if count == size else name[:count]
 
 
 cdef void *allocated(void *memory, size_t size) except NULL:

@@ -12,7 +12,7 @@ from kvpage_server.core.python.bodies import (
     fill_digests,
 )
 from kvpage_server.core.python.calls import Callee, Caller
-from kvpage_server.core.python.coding import LONGEST_PART, LONGEST_PATTERN, Glob, decode_matrix, encode_matrix
+from kvpage_server.core.python.coding import LONGEST_PART, LONGEST_PATTERN, Glob, decode_matrix, encode_matrix, literal
 from kvpage_server.core.python.frames import Parser, Scratch, Words
 from kvpage_server.core.python.lru import Columns, enter, touch_many
 from kvpage_server.core.python.outgoing import Outgoing
@@ -49,6 +49,7 @@ __all__ = [
     "enter",
     "fill_digests",
     "filled",
+    "literal",
     "look_up",
     "touch_many",
 ]

@@ -222,6 +222,12 @@ def _search(part: re.Pattern[bytes], name: bytes, start: int, end: int) -> int:
     return -1 if found is None else found.start()
 
 
+def literal(pattern: bytes) -> bytes | None:
+    """Return the only name that a pattern matches; None if it has wildcards. A backslash quotes the next byte."""
+    plain = re.sub(rb"\\(.)", b"", pattern, flags=re.DOTALL)
+    return None if re.search(rb"[*?[\\]", plain) else re.sub(rb"\\(.)", rb"\1", pattern, flags=re.DOTALL)
+
+
 def _elements(pattern: bytes, ignore_case: bool) -> Iterator[bytes]:
     """Yield the elements of a pattern in order: `_STAR`, or the regular expression of one byte."""
     pos, size = 0, len(pattern)

@@ -14,6 +14,8 @@ import pytest
 from turns import Turns, measured
 from wire import encode_command
 
+from kvpage_server.core import NAME
+
 PATTERN = b"*" + b"[ab]" * 60 + b"c*"
 LONGEST = 0.04  # seconds of a turn, for slow machines; usually 6 ms. With other costs, the commands take 0.3 to 4 s
 
@@ -94,6 +96,24 @@ def test_many_descriptions_of_a_container_are_a_short_turn(turns: Turns, name: b
 @pytest.mark.parametrize("container", [[], [b"client"]])
 def test_a_long_unknown_name_is_a_short_turn(turns: Turns, container: list[bytes]) -> None:
     assert is_short(turns, [], [*container, b"x" * (4 << 20)], limit=LONGEST / 8)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [b"CLIENT", b"SETINFO", b"\xff", b"1"],
+        [b"ACL", b"CAT", b"\xff"],
+        [b"ACL", b"DRYRUN", b"\xff", b"GET", b"k"],
+        [b"ACL", b"SETUSER", b"user", b"\xff"],
+        [b"CONFIG", b"SET", b"\xff", b"1"],
+        pytest.param([b"KVLOST", b"\\a"], marks=pytest.mark.skipif(NAME == "python", reason="unquoted by the core")),
+    ],
+    ids=lambda words: b" ".join(words[:2]).decode(),
+)
+def test_a_long_word_with_strange_bytes_is_a_short_turn(turns: Turns, words: list[bytes]) -> None:
+    """Usually 5 ms; if the whole word is escaped for an error message, or unquoted in Python, 0.5 to 2.8 s."""
+    strange = max(words, key=lambda word: word in (b"\xff", b"\\a"))
+    assert is_short(turns, [], [word * (2 << 20) if word is strange else word for word in words])
 
 
 def test_a_very_long_unknown_name_is_cut_in_the_error(turns: Turns) -> None:

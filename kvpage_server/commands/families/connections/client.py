@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from kvpage_server.commands.arguments import SYNTAX_ERROR, as_integer, integer, plain, plain_all
+from kvpage_server.commands.arguments import SYNTAX_ERROR, as_integer, escaped, integer, plain, plain_all
 from kvpage_server.commands.context import Client, Pause
 from kvpage_server.commands.families.connections.connection import checked_name, printable
 from kvpage_server.commands.registry import command, container
@@ -57,7 +57,7 @@ def client_setinfo(client: Client, args: list[Argument]) -> Reply:
     option, value = plain_all(args)
     what = option.lower()
     if what not in (b"lib-name", b"lib-ver"):
-        raise ReplyError(f"ERR Unrecognized option '{option.decode('ascii', 'backslashreplace')}'")
+        raise ReplyError(f"ERR Unrecognized option '{escaped(option)}'")
     checked = printable(what.decode(), value)
     if what == b"lib-name":
         client.lib_name = checked
@@ -125,7 +125,7 @@ def _of_type(word: bytes) -> Chosen:
     """
     kind = word.lower()
     if kind not in _TYPES:
-        raise ReplyError(f"ERR Unknown client type '{word.decode('ascii', 'backslashreplace')}'")
+        raise ReplyError(f"ERR Unknown client type '{escaped(word)}'")
     if kind in (b"normal", b"pubsub"):
         return lambda other: bool(other.channels or other.patterns) == (kind == b"pubsub")
     return lambda other: False
@@ -184,7 +184,7 @@ def _of_address(word: bytes) -> Chosen:
     """Return a condition that selects the client with an address ("host:port", or the path of a unix socket and a
     number).
     """
-    address = word.decode("utf-8", "surrogateescape")
+    address = word[:1024].decode("utf-8", "surrogateescape")
     return lambda other: other.address == address
 
 
@@ -209,7 +209,7 @@ def _filters(client: Client, words: list[bytes]) -> tuple[list[Chosen], bool]:
         elif what == b"ADDR":
             chosen.append(_of_address(value))
         elif what == b"LADDR":
-            local = value.decode("utf-8", "surrogateescape")
+            local = value[:1024].decode("utf-8", "surrogateescape")
             chosen.append(lambda other, local=local: other.local_address == local)  # type: ignore[misc]
         else:
             raise ReplyError(SYNTAX_ERROR)
@@ -235,7 +235,7 @@ def _of_user(client: Client, name: bytes) -> Chosen:
     """
     user = client.server.users.by_name.get(name)
     if user is None or not (client.sees_all or user is client.user):
-        raise ReplyError(f"ERR No such user '{name.decode('utf-8', 'backslashreplace')}'")
+        raise ReplyError(f"ERR No such user '{escaped(name)}'")
     return lambda other: other.user is user
 
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from kvpage_server import __version__
 from kvpage_server.commands.access.users import DEFAULT, TooMany
-from kvpage_server.commands.arguments import SYNTAX_ERROR, as_integer, integer, plain, plain_all
+from kvpage_server.commands.arguments import SYNTAX_ERROR, as_integer, escaped, integer, plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.checks import Postponed
 from kvpage_server.commands.families.server.info import REDIS_VERSION
@@ -187,8 +187,7 @@ def hello(client: Client, args: list[Argument]) -> Reply:
         elif option == b"SETNAME" and len(rest) >= 2:
             name, rest = checked_name(rest[1]), rest[2:]
         else:
-            shown = rest[0].decode("ascii", "backslashreplace")
-            raise ReplyError(f"ERR Syntax error in HELLO option '{shown}'")
+            raise ReplyError(f"ERR Syntax error in HELLO option '{escaped(rest[0])}'")
     if credentials is not None:
         _authenticate(client, *credentials)
     if client.user is None:

@@ -13,8 +13,8 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.families.keys.value import split_before
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.specs import Parts, extents, lists_pages, nothing
-from kvpage_server.core import Argument
-from kvpage_server.glob import COMPARED, Matches, glob, literal, portions
+from kvpage_server.core import Argument, literal
+from kvpage_server.glob import COMPARED, Matches, glob, portions
 from kvpage_server.page import index_key
 from kvpage_server.resp import OK, Raw, Reply, ReplyError, Stream, simple
 from kvpage_server.store.contents import OVER_QUOTA, Loss

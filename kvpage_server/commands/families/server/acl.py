@@ -12,7 +12,7 @@ from typing import Any
 
 from kvpage_server.commands.access.user import RuleError, User, change_of
 from kvpage_server.commands.access.users import DEFAULT, Refusal, UserFileError, lines_of, save_file
-from kvpage_server.commands.arguments import as_integer, integer, plain, plain_all, shorten
+from kvpage_server.commands.arguments import as_integer, escaped, integer, plain, plain_all, shorten
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.registry import command, container
 from kvpage_server.commands.specs import CATEGORIES, TABLE, find
@@ -180,7 +180,7 @@ def acl_cat(client: Client, args: list[Argument]) -> Reply:
     """Return the categories, which are Redis's and `page`; with an argument, the commands of that category."""
     if not args:
         return list(CATEGORIES)
-    category = plain(args[0]).decode("ascii", "backslashreplace")
+    category = escaped(plain(args[0]))
     if category.lower() not in CATEGORIES:
         raise ReplyError(f"ERR Unknown category '{category}'")
     return [spec.name for spec in TABLE.values() if category.lower() in spec.categories]
@@ -200,7 +200,7 @@ def acl_dryrun(client: Client, args: list[Argument]) -> Reply:
     name, words = plain(args[0]), args[1:]
     user = client.server.users.by_name.get(name)
     if user is None:
-        raise ReplyError(f"ERR User '{name.decode('utf-8', 'backslashreplace')}' not found")
+        raise ReplyError(f"ERR User '{escaped(name)}' not found")
     try:
         spec = find(words)
     except ReplyError as error:

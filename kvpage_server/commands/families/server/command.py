@@ -203,7 +203,7 @@ def command_list(client: Client, args: list[Argument]) -> Reply:
     if by == b"MODULE":
         return []
     if by == b"ACLCAT":
-        category = value.lower().decode("ascii", "replace")
+        category = lower_name(value).decode("ascii", "replace")
         return [spec.name for spec in TABLE.values() if category in spec.categories]
     if by == b"PATTERN":
         matches = glob(value, ignore_case=True)

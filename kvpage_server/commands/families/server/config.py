@@ -8,7 +8,7 @@ from copy import copy
 from functools import partial
 
 from kvpage_server.commands.access.users import Users
-from kvpage_server.commands.arguments import SYNTAX_ERROR, plain_all
+from kvpage_server.commands.arguments import SYNTAX_ERROR, escaped, plain_all
 from kvpage_server.commands.context import NEVER, Client, Server
 from kvpage_server.commands.measure import Stats
 from kvpage_server.commands.registry import command, container
@@ -92,11 +92,12 @@ def config_get(client: Client, args: list[Argument]) -> Reply:
 )
 def config_set(client: Client, args: list[Argument]) -> Reply:
     """Change parameters, and return OK. Either all are changed or none. Certificates are loaded in a thread."""
-    words = [word.decode("utf-8", "surrogateescape") for word in plain_all(args)]
+    server, words = client.server, plain_all(args)
     if len(words) % 2:
         raise ReplyError(SYNTAX_ERROR)
-    server, changes = client.server, {name.lower(): value for name, value in zip(words[::2], words[1::2], strict=True)}
-    _check_changeable(server.config, [name.lower() for name in words[::2]])
+    names = [name[:1024].decode("utf-8", "surrogateescape").lower() for name in words[::2]]
+    _check_changeable(server.config, names)
+    changes = {name: value.decode("utf-8", "surrogateescape") for name, value in zip(names, words[1::2], strict=True)}
     tls = next((name for name in changes if name in certificates.PARAMETERS), None)
 
     def steps() -> Steps[Reply]:
@@ -115,7 +116,7 @@ def _check_changeable(config: Config, names: list[str]) -> None:
     known = set[str]()
     for name in names:
         if name not in config.parameters():
-            shown = name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+            shown = escaped(name.encode("utf-8", "surrogateescape"))
             raise ReplyError(f"ERR Unknown option or number of arguments for CONFIG SET - '{shown}'")
         if name in known:
             raise _refused(name, "duplicate parameter")

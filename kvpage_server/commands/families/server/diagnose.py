@@ -7,10 +7,11 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from kvpage_server.commands.arguments import as_integer, plain_all
+from kvpage_server.commands.arguments import as_integer, plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.measure import CallCounts, LatencyEvent, SlowCall
 from kvpage_server.commands.registry import command, container
+from kvpage_server.commands.specs import lower_name
 from kvpage_server.commands.steps import STEP, Steps, freed, stepwise
 from kvpage_server.core import Argument
 from kvpage_server.resp import OK, Reply, ReplyError, Stream, Verbatim
@@ -86,8 +87,13 @@ def latency_latest(client: Client, args: list[Argument]) -> Reply:
 @_latency("latency|history event", reply="array of array", summary="Returns when an event was slow.")
 def latency_history(client: Client, args: list[Argument]) -> Reply:
     """Return the samples of an event, the oldest first, each as unix time and milliseconds."""
-    event = client.server.latency.events.get(plain_all(args)[0].decode("ascii", "replace"), LatencyEvent())
+    event = client.server.latency.events.get(_event(plain(args[0])), LatencyEvent())
     return [list(sample) for sample in event.samples]
+
+
+def _event(word: bytes) -> str:
+    """Return the name of an event. No name has 64 bytes."""
+    return word[:64].decode("ascii", "replace")
 
 
 @_latency(
@@ -99,7 +105,7 @@ def latency_history(client: Client, args: list[Argument]) -> Reply:
 def latency_reset(client: Client, args: list[Argument]) -> Reply:
     """Remove the named events, all without arguments. Return the number of removed events."""
     events = client.server.latency.events
-    named = [word.decode("ascii", "replace") for word in plain_all(args)] or list(events)
+    named = [*map(_event, plain_all(args))] or list(events)
     return sum(events.pop(name, None) is not None for name in named)
 
 
@@ -117,7 +123,7 @@ def latency_histogram(client: Client, args: list[Argument]) -> Reply:
     calls = client.server.stats.calls
     if not args:
         return {name: _histogram(of) for name, of in calls.items() if of.count}
-    named = {word.lower().decode("ascii", "replace") for word in plain_all(args)}
+    named = {lower_name(word).decode("ascii", "replace") for word in plain_all(args)}
     chosen = [name for name in calls if name in named or name.partition("|")[0] in named]
     return {name: _histogram(calls[name]) for name in chosen if calls[name].count}
 

@@ -11,6 +11,7 @@ from kvpage_server.commands.arguments import SYNTAX_ERROR, integer, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.families.server.info import info_text
 from kvpage_server.commands.registry import command, container
+from kvpage_server.commands.specs import lower_name
 from kvpage_server.commands.steps import STEP, Steps, counted, stepwise
 from kvpage_server.core import Argument
 from kvpage_server.resp import OK, Reply, ReplyError, Stream, Verbatim, Wait, simple
@@ -33,7 +34,7 @@ def info(client: Client, args: list[Argument]) -> Reply:
     """Return the text of the named sections, or of the default ones: lines `name:value`. Users without access to every
     key do not see values about all keys.
     """
-    names = {word.decode("ascii", "replace").lower() for word in plain_all(args)}
+    names = {lower_name(word).decode("ascii", "replace") for word in plain_all(args)}
 
     def steps() -> Steps[Reply]:
         yield from counted(client.server)
