@@ -572,7 +572,7 @@ def test_readers_keep_their_bytes_when_servers_die(tmp_path: Path, rounds: int) 
                 local.do(b"PING")
             assert local.read(item) == BODY
             local.maps.clear()
-        assert maps_of_this_process() == maps
+        assert maps_of_this_process() <= maps  # maps of other tests may end meanwhile
     assert len(epochs) == rounds
     if rounds > 100:  # other tests use shared memory, too
         assert shared_memory_of_all() < before + rounds * MIB
