@@ -167,7 +167,7 @@ def test_a_message_is_one_line_of_the_log() -> None:
     except ValueError:
         log.exception("a command failed")
     first, second, *traceback = written.getvalue().removesuffix("\n").split("\n")
-    assert first == r"W client x\r\n2026-01-01 00:00:00.000 W forged \x1b[2J\x85"
+    assert first == r"W client x\r\n2026-01-01 00:00:00.000 W forged \x1b[2J\u0085"
     assert second == "E a command failed"
     assert traceback
     assert all(line.startswith("    ") and line.isprintable() for line in traceback)
