@@ -75,6 +75,7 @@ class Inspected:
     strings: Holding = field(default_factory=Holding)
     planes: list[PageTensor] = field(default_factory=list)  # tensors of the selected requests
     corrupt: Failures = field(default_factory=Failures)
+    finished: bool = True  # whether the dump is finished; True for a single file
 
 
 Done = Callable[[int], None]  # called with the number of newly processed bytes
@@ -95,6 +96,7 @@ def inspect(
             found.summary = format.read_summary(path)
         except BadFile as error:
             found.corrupt.add(str(error))
+        found.finished = found.summary is not None
         files = format.files_of(path, found.summary)
     else:
         path.stat()
@@ -240,22 +242,24 @@ def _evicted_since(before: dict[str, int], now: dict[str, int]) -> tuple[int, li
 
 
 def run_inspect(args: argparse.Namespace) -> bool:
-    """Run `kvpage inspect`. Return whether all files are readable and, with --verify, undamaged. Raises DumpError."""
+    """Run `kvpage inspect`. Return whether the dump is finished, and all files are readable and, with --verify,
+    undamaged. Raises DumpError.
+    """
     with _bar("hashing", None, in_bytes=True) as done:
         found = inspect(args.path, requests := _requests(args), verify=args.verify, done=done)
     if requests and not found.planes and not found.corrupt.count:
         raise DumpError(f"{args.path} has no page of the requests that --request names")
     if args.json:
         print_json(_inspected(found, args.path))
-        return not found.corrupt.count
+        return found.finished and not found.corrupt.count
     _show_head(args.path, found)
     if requests:
         _show_planes(found.planes)
     else:
         _show_requests(found)
     if args.verify and not found.corrupt.count:
-        out.print("all of it is intact")
-    return _print_failures("are corrupt", found.corrupt)
+        out.print("all of it is intact" if found.finished else "none of its files is corrupt, but some may be missing")
+    return _print_failures("are corrupt", found.corrupt) and found.finished
 
 
 def _counts(what: Amount) -> dict[str, Any]:
@@ -273,6 +277,7 @@ def _inspected(found: Inspected, path: Path) -> dict[str, Any]:
         "strings": found.strings.count,
         "bytes": sum(holding.nbytes for holding in held) + found.strings.nbytes,
         "corrupt": found.corrupt.texts,
+        "finished": found.finished,
     }
 
 

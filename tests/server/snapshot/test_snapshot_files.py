@@ -435,7 +435,10 @@ def test_inspect_shows_a_dump_without_a_server(server: RunningServer, client: re
     assert rows[-1] == ["all", "of", "it", "is", "intact"]
     assert kvpage("inspect", str(tmp_path / "pages-000002.safetensors"))[1].startswith("a file of a dump: 1 file, ")
     (tmp_path / "dump.json").unlink()
-    assert kvpage("inspect", str(tmp_path))[1].startswith("a dump that was never finished: 2 files, ")
+    code, shown, _ = kvpage("inspect", str(tmp_path), "--verify")
+    assert (code, shown.startswith("a dump that was never finished: 2 files, ")) == (1, True)
+    assert shown.endswith("none of its files is corrupt, but some may be missing\n")
+    assert json.loads(kvpage("inspect", str(tmp_path), "--json")[1])["finished"] is False
     code, shown, _ = kvpage("restore", str(tmp_path), "--url", server.url)
     assert code == 1
     assert "the dump was never finished: this is what there was of it\n" in shown
