@@ -278,7 +278,7 @@ MISTAKES = [
         "scan-misses-what-became-a-block",
         _STORE + "memory.catalogue",
         "Catalogue.existing_at",
-        "entry = self.entries.get(place) or self.page_in_extent(place)  # since it was listed",
+        "entry = self.entries.get(place) or self.page_in_extent(place)",
         "entry = self.entries.get(place)",
         "a scan does not find pages whose block was stored whole meanwhile",
     ),
