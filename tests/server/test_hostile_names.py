@@ -177,7 +177,7 @@ def test_a_long_name_is_one_line_in_a_pipe_and_pads_no_other(server: RunningServ
 
 
 def test_no_name_is_markup(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
-    for name in ("[/red]", "[bold]x", "[link=a]"):
+    for number, name in enumerate(("[/red]", "[bold]x", "[link=a]")):
         set_block(client, name)
         client.execute_command("KVPAGEKEEP", name, 1, 3600, f"kv:{name}:0:0:0:0")
         received = {"model": name, "by": name, "saved": 1, "chain": [name], "block_tokens": 4, "count": 4}
@@ -186,7 +186,7 @@ def test_no_name_is_markup(server: RunningServer, client: redis.Redis, tmp_path:
         for words in (
             *commands,
             ["dump", str(tmp_path / "all"), "--update"],
-            ["dump", "--request", name, str(tmp_path / name[1])],
+            ["dump", "--request", name, str(tmp_path / f"{number}")],
         ):
             shown = printed(*words, url=server.url)
             assert words[0] in ("why", "dump") or name in shown, words
