@@ -176,7 +176,8 @@ def verify(store: QueriedStore, args: argparse.Namespace) -> bool:
     for page in args.pages:
         check_range("page_id", page, 0, MAX_PAGE)
     with out.status("hashing"):
-        absent = _missing_blocks(store, name, args.pages)
+        ids = sorted(named(block)["page"] for block in store.execute_command("KVPAGEINDEX", name))
+        absent = _missing_blocks(store, name, args.pages, ids)
         found = _verify_pages(store, name, args.pages)
         agents = () if any(found.values()) or args.pages else ask(store, holdings_of_agent(name)).agents
         blocks = dict.fromkeys(block.name for agent in agents for block in agent.blocks)
@@ -198,6 +199,8 @@ def verify(store: QueriedStore, args: argparse.Namespace) -> bool:
         out.print(_missing_line(missing, shell_word(name)))
     if not corrupt:
         of_blocks = f" in {plural(len(blocks) - missing, 'block')}" if agents else ""
+        if ids and not args.pages and ids != [*range(len(ids))]:
+            of_blocks = f" in {_blocks(ids)}"  # so that a gap whose reason is not known is seen
         out.print(f"{plural(checked, 'page')}{of_blocks} checked, {'none corrupt' if missing else 'all intact'}")
         return not missing
     out.print(f"[red]corrupt, and removed: {len(corrupt):,} of {plural(checked, 'page')}[/]")
@@ -212,14 +215,14 @@ def _verify_pages(store: QueriedStore, req: bytes, pages: Sequence[int]) -> dict
     return {count: found[count] for count in ("checked", "unchecked", "corrupt")}
 
 
-def _missing_blocks(store: QueriedStore, req: bytes, pages: Sequence[int]) -> int:
+def _missing_blocks(store: QueriedStore, req: bytes, pages: Sequence[int], stored: Sequence[int]) -> int:
     """Return how many blocks of a request are missing: of these page ids or, without them, of those up to the last one.
+    `stored` has the page ids of its blocks.
 
     Without page ids, only a block that the store has removed is missing: a client may store single pages.
     """
-    stored = {named(block)["page"] for block in store.execute_command("KVPAGEINDEX", req)}
     if pages:
-        return len({*pages} - stored)
+        return len({*pages}.difference(stored))
     answer = _why_pages(store, req, ())
     if answer["reason"] != "hole" or answer["cause"] in (*_UNKNOWN, "incomplete"):
         return 0
@@ -244,6 +247,9 @@ def why(store: QueriedStore, args: argparse.Namespace) -> bool:
     name = args.req
     if args.name:
         PageKey(name, *args.name)  # raises PageError for a name or number that no page has
+    elif name.startswith(b"kv:") and name.endswith(b":index"):
+        word = shell_word(name[len("kv:") : -len(":index")])
+        raise UsageError(f"{name_shown(name)} is the index of a request: kvpage why {word} explains the request")
     elif (key := _parsed_key(name)) is not None:
         name, args.name = key.req_id, [key.layer, key.head, key.page, key.kv_type]
     try:

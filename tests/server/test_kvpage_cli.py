@@ -232,7 +232,7 @@ def test_verify_finds_a_flipped_bit(server: RunningServer, client: redis.Redis) 
     assert (code, shown) == (1, "corrupt, and removed: 1 of 2 pages\n  kv:r:0:0:0:0\n")
     assert client.execute_command("KVPAGEGET", "r", 0, 0, 0, 0) is None
     assert kvpage("why", "r", "0", "0", "0", "0", url=server.url)[1] == "corrupt, just now\n"
-    missing = "1 block missing: kvpage why r says why\n1 page checked, none corrupt\n"
+    missing = "1 block missing: kvpage why r says why\n1 page in block 1 checked, none corrupt\n"
     assert kvpage("verify", "r", url=server.url)[:2] == (1, missing)
 
 
@@ -243,10 +243,12 @@ def test_verify_reports_missing_blocks_of_a_request(server: RunningServer, clien
     client.execute_command("KVPAGEDEL", "r", 1, 3)
     missing = "1 block missing: kvpage why r says why\n"
     assert kvpage("verify", "r", "0", "1", url=server.url)[:2] == (1, missing + "12 pages checked, none corrupt\n")
-    assert kvpage("verify", "r", url=server.url)[:2] == (1, missing + "24 pages checked, none corrupt\n")
+    assert kvpage("verify", "r", url=server.url)[:2] == (1, missing + "24 pages in blocks 0, 2 checked, none corrupt\n")
     assert json.loads(kvpage("verify", "r", "--json", url=server.url)[1])["missing_blocks"] == 1
     client.execute_command("KVPAGESET", "single", 0, 0, 42, 0, 1, 16, 8, 0, bytes(256))
-    assert kvpage("verify", "single", url=server.url)[:2] == (0, "1 page checked, all intact\n")
+    assert kvpage("verify", "single", url=server.url)[:2] == (0, "1 page in block 42 checked, all intact\n")
+    index = "kvpage: kv:r:index is the index of a request: kvpage why r explains the request\n"
+    assert kvpage("why", "kv:r:index", url=server.url)[::2] == (2, index)
 
 
 def test_why_reports_the_removal_of_a_page(server: RunningServer, client: redis.Redis) -> None:
