@@ -14,7 +14,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
@@ -48,6 +48,7 @@ SAFE_HEADERS = {
     "Cache-Control": "no-store",
 }
 RESERVED_SUFFIXES = (".localhost", ".local", ".internal", ".svc")  # names that no site can own
+LINGER = 5.0  # seconds
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
 
 
@@ -172,6 +173,20 @@ class RefusalReplies:
         response = self._reply(Request(scope), refusal)
         response.headers["Connection"] = "close"
         return await response(scope, receive, send)
+
+
+async def discard_body(request: Request) -> None:
+    """Read the rest of a refused body, for up to LINGER seconds.
+
+    The client can then send all of it, and reads the reply: the system resets a connection that is closed while it has
+    unread bytes. Nothing is read from a client that waits for 100 Continue.
+    """
+    if request.headers.get("Expect", "").lower() == "100-continue":
+        return
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LINGER):
+            while (await request.receive()).get("more_body"):
+                pass
 
 
 class ConnectionTable:

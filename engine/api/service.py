@@ -18,6 +18,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Receive
 
+from kvpage_server.http import discard_body
 from kvpage_server.web import page_response
 
 from ..chains import is_unnamed, unnamed_agent
@@ -167,6 +168,7 @@ class Service:
         """Return the bytes of a request's body. Raises ApiError: 413 if it is too long, 408 after BODY_SECONDS."""
         length = request.headers.get("Content-Length", "0")
         if int(length) > self.limits.body:
+            await discard_body(request)
             raise self._too_long()  # before 100 Continue, so that a client which waits for it does not send the body
         body = bytearray()
         within = min(BODY_SECONDS, self.limits.seconds)
@@ -175,6 +177,7 @@ class Service:
                 async for part in request.stream():
                     body += part
                     if len(body) > self.limits.body:
+                        await discard_body(request)
                         raise self._too_long()
         except TimeoutError as error:
             raise ApiError(408, f"the body did not come within {within:g} seconds", code="timeout") from error

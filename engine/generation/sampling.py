@@ -130,7 +130,8 @@ class Sampling:
         """Return logits ``[1, vocabulary]`` with those of `tokens` divided by the penalty, or multiplied if negative
         (https://arxiv.org/abs/1909.05858).
         """
-        some = tokens[-self.repetition_context_size :] if self.repetition_context_size else tokens
+        count = min(self.repetition_context_size or tokens.size, tokens.size)  # MLX takes no index above 32 bits
+        some = tokens[tokens.size - count :]
         found = logits[:, some]
         logits[:, some] = mx.where(found < 0, found * self.repetition_penalty, found / self.repetition_penalty)
         return logits

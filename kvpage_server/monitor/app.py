@@ -25,7 +25,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from kvpage_server.http import Guards, RefusalReplies, Unanswered, own_names
+from kvpage_server.http import Guards, RefusalReplies, Unanswered, discard_body, own_names
 from kvpage_server.monitor.logins import (
     DEFAULT,
     IDLE_SECONDS,
@@ -363,6 +363,7 @@ async def log_in(request: Request, user: str, password: str) -> Response:
 async def _body(request: Request) -> str:
     """Return the request's body. Raises HTTPException: 413 above MOST_BODY bytes, 408 after BODY_SECONDS."""
     if int(request.headers.get("content-length", 0)) > MOST_BODY:  # reject before 100 Continue
+        await discard_body(request)
         raise HTTPException(413, headers={"Connection": "close"})
     raw = b""
     with contextlib.suppress(TimeoutError):
@@ -370,6 +371,7 @@ async def _body(request: Request) -> str:
             async for part in request.stream():
                 raw += part
                 if len(raw) > MOST_BODY:
+                    await discard_body(request)
                     raise HTTPException(413, headers={"Connection": "close"})
             return raw.decode("utf-8", "replace")
     raise HTTPException(408, headers={"Connection": "close"})

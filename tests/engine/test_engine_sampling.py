@@ -86,6 +86,13 @@ def test_repetition_penalty_equals_that_of_mlx_lm(bench: EngineBench, size: int)
     assert size < EVERYTHING or expected != answer(bench, TOKENS[:30])
 
 
+def test_any_context_size_of_repetition_is_accepted(bench: EngineBench) -> None:
+    """MLX takes no index above 32 bits."""
+    all_tokens = answer(bench, TOKENS[:30], sampler=Sampling(repetition_penalty=4.0))
+    sampling = Sampling(repetition_penalty=4.0, repetition_context_size=1 << 40)
+    assert answer(bench, TOKENS[:30], sampler=sampling) == all_tokens
+
+
 def test_logit_bias_equals_that_of_mlx_lm(bench: EngineBench) -> None:
     likeliest = answer(bench, TOKENS[:30])[0]
     bias = {likeliest: -100.0, 7: 1.5}

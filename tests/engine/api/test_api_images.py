@@ -118,3 +118,10 @@ def test_an_image_beyond_the_limit_of_a_body(engine: RunningEngine) -> None:
     reply = httpx.post(engine.url + CHAT, json=body, timeout=60)
     assert reply.status_code == 413
     assert ErrorObject.model_validate(reply.json()["error"]).code == "body_too_large"
+
+
+def test_a_client_sends_all_of_a_refused_body(engine: RunningEngine) -> None:
+    with socket.create_connection(("127.0.0.1", engine.port), timeout=60) as sock:
+        sock.sendall(b"POST /v1/kv_hints HTTP/1.1\r\nHost: localhost\r\nContent-Length: 8000000\r\n\r\n")
+        sock.sendall(bytes(8_000_000))
+        assert sock.recv(1000).startswith(b"HTTP/1.1 413")

@@ -274,6 +274,14 @@ def test_a_login_that_is_too_long_is_not_read(seen: SeenServer) -> None:
         assert sock.recv(1000).startswith(b"HTTP/1.1 413"), "it is not told to send it"
 
 
+def test_a_refused_body_is_discarded_so_that_the_reply_arrives(seen: SeenServer) -> None:
+    """The client sends all of it before it reads, which takes more than the buffers of the sockets hold."""
+    with socket.create_connection(("127.0.0.1", seen.http), timeout=60) as sock:
+        sock.sendall(b"POST /login HTTP/1.1\r\nHost: a\r\nContent-Length: 8000000\r\n\r\n")
+        sock.sendall(bytes(8_000_000))
+        assert sock.recv(1000).startswith(b"HTTP/1.1 413")
+
+
 def test_silent_connections_take_no_place_from_others(seen: SeenServer) -> None:
     with ExitStack() as stack:
         silent = [
