@@ -75,11 +75,11 @@ def ends_quietly(program: str) -> Iterator[None]:
     On Ctrl-C, exit with a line on stderr and INTERRUPTED; on a closed pipe of standard output, with PIPE_CLOSED; on
     another OSError, with a line on stderr and 1. Characters that the encoding of the output lacks are replaced.
     """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # `kvpage_server.__main__` has set it for its own imports
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     fit_streams()
     sys.unraisablehook = _repeat_lost_interrupt
     try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # `kvpage_server.__main__` has set it for its own imports
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             yield
         finally:
