@@ -27,8 +27,8 @@ _LONG = b"[a-z]" * (LONGEST_PATTERN // 5 - 3)  # the part of a pattern that take
 _PLAIN = """acl|cat acl|genpass acl|whoami client|caching client|getname client|getredir client|id client|info
     client|no-evict client|no-touch client|reply client|setinfo client|setname client|trackinginfo client|unblock
     cluster|info cluster|keyslot cluster|myid cluster|nodes cluster|shards cluster|slots
-    command|count discard kvmap|attach lastsave latency|doctor latency|latest module|list multi pubsub|numpat quit
-    readonly readwrite
+    command|count discard kvmap|attach kvmap|socket lastsave latency|doctor latency|latest module|list multi
+    pubsub|numpat quit readonly readwrite
     role select slowlog|len time unwatch wait"""
 PLAIN = frozenset(_PLAIN.split())
 NOT_ASKED = {"shutdown": "it ends the server"}

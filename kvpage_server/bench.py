@@ -551,7 +551,7 @@ class Target:
         measurements.
         """
         url = f"unix://{self.unix_socket()}" if case.unix else self.url
-        with PageClient(url, connections=case.connections, verify=case.verify, deadline=60) as client:
+        with PageClient(url, connections=case.connections, verify=case.verify, deadline=60, mapped=case.unix) as client:
             store = ClientStore(client)
             try:
                 writes = measure_writes(store, work, seconds, self.cpu_seconds)

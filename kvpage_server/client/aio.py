@@ -22,8 +22,8 @@ from kvpage_server.client.cluster.nodes import Peers
 from kvpage_server.client.cluster.plan import RAISES, Failed, NodeRequest, Plan, Timed, present
 from kvpage_server.client.cluster.store import PAUSE, ClusterCalls, several
 from kvpage_server.client.commands import BlobCommands, BlockCode, Coding, ask_dialect, block_code, refuses_code
-from kvpage_server.client.errors import Closed, Disconnected, PageClientError, Refused, Unsupported
-from kvpage_server.client.mapped import NOT_IN_PLACE, Dialogue, Maps, borrow, give_back
+from kvpage_server.client.errors import Closed, DeadlineExceeded, Disconnected, PageClientError, Refused, Unsupported
+from kvpage_server.client.mapped import ASK_SOCKET, NOT_IN_PLACE, Dialogue, borrow, give_back, maps_of
 from kvpage_server.client.page import BlockBody, BlockName, Page, StateName, check_keys, check_names
 from kvpage_server.client.raw_commands import BlockCommands, Kept, RawCommand, Word, ask, commit, encoded, watch
 from kvpage_server.client.wire.connection import Deadline, PageConnection, PagePool, page_pool, pause_before_retry
@@ -166,17 +166,18 @@ class AsyncPageClient:
         deadline: float = 5.0,
         verify: bool = True,
         code: Coding = "auto",
+        mapped: bool = True,
         **redis_options: Any,
     ) -> None:
         """Create a client with the arguments of `PageClient`."""
         Deadline(deadline)
         self._verify = verify
         self._several = several(url, verify, redis_options)
-        self._maps = Maps() if url.startswith("unix://") else None
+        self._pool = None if self._several else page_pool(url, redis_options)
+        self._maps = maps_of(self._pool) if mapped else None
         self._calls = (
             self._several.calls if self._several else Calls(connections=connections, verify=verify, maps=self._maps)
         )
-        self._pool = None if self._several else page_pool(url, redis_options)
         self._code = block_code(code, is_local=self._pool.is_local) if self._pool else None
         self._deadline = deadline
         self._dialect: BlobCommands | None = None
@@ -316,11 +317,12 @@ class AsyncPageClient:
     async def blocks_in_place(
         self, names: Sequence[BlockName], *, deadline: float | None = None
     ) -> AsyncIterator[list[memoryview | None]]:
-        if self._maps is None or self._pool is None:
-            raise Unsupported(NOT_IN_PLACE)
         check_names(names)
-        async with self._lent() as connection:
-            end = Deadline(self._deadline if deadline is None else deadline)
+        end = Deadline(self._deadline if deadline is None else deadline)
+        pool = await self._socket(end)
+        if self._maps is None or pool is None:
+            raise Unsupported(NOT_IN_PLACE)
+        async with self._lent(pool) as connection:
             await self._open(connection, end)
             found = await self._go_through(borrow(self._maps, names, self._verify), connection, end)
             count_misses(self.misses, found.missed.values(), lambda: (len(view) for view in found.views if view))
@@ -479,9 +481,27 @@ class AsyncPageClient:
             self._dialect = await self._converse(ask_dialect(self._code), end)
         return self._dialect
 
+    async def _socket(self, end: Deadline) -> PagePool | None:
+        """Return the pool of connections to the server's unix socket, None if the client cannot map its memory."""
+        if self._maps is None:
+            return None
+        if self._maps.has_to_ask:
+            self._maps.found_socket(await self._converse(ASK_SOCKET, end))
+        return self._maps.socket
+
     async def _converse(self, request: Request[T] | Dialogue[T], end: Deadline) -> T:
         if isinstance(request, Request) and request.prepare:
             await _in_thread(request.prepare)
+        socket = await self._socket(end) if isinstance(request, Dialogue) else None
+        if self._maps and socket and socket is not self._pool and isinstance(request, Dialogue):
+            try:
+                async with self._lent(socket) as connection:
+                    await self._open(connection, end)
+                    return await self._go_through(request, connection, end)
+            except PageClientError as error:
+                self._maps.lose_socket()
+                if isinstance(error, DeadlineExceeded):
+                    raise
         async with self._lent() as connection:
             failures = 0
             while True:

@@ -1,8 +1,9 @@
 """Reads of blocks from memory that the client maps, instead of over the connection.
 
-Both must be on one machine, and the connection a unix socket. `KVMAP BLOCKMGET` says where the blocks are and keeps
-them there; the client copies them, and compares the digest of each copy; `KVMAP RELEASE` confirms that the server has
-kept all of them until then. Every block that cannot be read so is read over the connection.
+Both must be on one machine, and the connection a unix socket. A client that is connected over TCP asks the server for
+the path of its socket (`KVMAP SOCKET`). `KVMAP BLOCKMGET` says where the blocks are and keeps them there; the client
+copies them, and compares the digest of each copy; `KVMAP RELEASE` confirms that the server has kept all of them until
+then. Every block that cannot be read so is read over the connection.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
@@ -25,6 +27,7 @@ from kvpage_server.client.commands import Missed, PageCommands
 from kvpage_server.client.errors import Closed, Disconnected, Refused, WrongReply
 from kvpage_server.client.page import BlockName
 from kvpage_server.client.raw_commands import array
+from kvpage_server.client.wire.connection import Deadline, PageConnection, PagePool
 from kvpage_server.client.wire.exchange import Request, command
 from kvpage_server.client.wire.reply import Values, only
 from kvpage_server.core import Memory, copy_hashed, digest
@@ -33,12 +36,13 @@ from kvpage_server.page import BlockShape
 T = TypeVar("T")
 
 LEAST_BYTES = 256 * 1024  # of a batch: a smaller one is not faster, because it takes two round trips
-NOT_IN_PLACE = "blocks are read in place only over a unix socket of one server"
+NOT_IN_PLACE = "blocks are read in place only over a unix socket of one server, by a user who may read every key"
 _BYTES_AT_ONCE = 64 << 20  # bytes of blocks that the client keeps in the server's memory at the same time
 _MOST_BLOCKS = 256  # in a command
 _MOST_DESCRIPTORS = 128  # in a reply
 _NOT_POSSIBLE = ("ERR unknown", "ERR KVMAP", "ERR a gateway")  # errors of a server that cannot be mapped at all
 _REFUSED_FOR = 30.0  # seconds without another attempt after a refusal
+_ASKED_FOR = 30.0  # seconds until a client asks again for the server's unix socket
 _GET_SEALS, _NO_SHRINK = 1034, 2  # fcntl(2) of Linux
 
 Copying = Callable[[], Any]  # copies bytes of the map into the caller's memory, which takes milliseconds
@@ -57,9 +61,17 @@ class Dialogue(Generic[T]):
 
 
 class Maps:
-    """The regions of a server's memory that a client has mapped, by number. Threads may share it."""
+    """The regions of a server's memory that a client has mapped, by number. Threads may share it.
 
-    def __init__(self) -> None:
+    `socket` is the pool of connections to the server's unix socket: the client's own `pool`, or for a client that is
+    connected over TCP another one as soon as `found_socket` was called with the server's reply.
+    """
+
+    def __init__(self, pool: PagePool) -> None:
+        self._over_tcp = None if "path" in pool.connection_kwargs else pool
+        self.socket: PagePool | None = None if self._over_tcp else pool
+        self._socket_name: Any = None  # KVMAP SOCKET's reply
+        self._asked_until = 0.0  # by the monotonic clock
         self.read_bytes = 0  # bytes of blocks that were copied out of the regions
         self._refused_until = 0.0  # by the monotonic clock
         self._regions: dict[int, memoryview] = {}
@@ -73,6 +85,43 @@ class Maps:
     def refuse(self) -> None:
         """Read blocks over the connection for half a minute."""
         self._refused_until = monotonic() + _REFUSED_FOR
+
+    @property
+    def has_to_ask(self) -> bool:
+        """Whether the client has to send `ASK_SOCKET` over TCP, and to call `found_socket`, before it uses `socket`."""
+        return self._over_tcp is not None and not self.refused and monotonic() >= self._asked_until
+
+    def found_socket(self, reply: Any) -> None:
+        """Use the unix socket of a reply to `ASK_SOCKET`. Without one, read blocks over TCP.
+
+        A server that refuses the command is not asked again, because that may be logged as an attempt without rights.
+        """
+        self._asked_until = monotonic() + _ASKED_FOR
+        if reply != self._socket_name:
+            self._close_socket()
+            self._socket_name, self.socket = reply, self._pool_at(reply)
+        if self.socket is None:
+            self._refused_until = inf if isinstance(reply, Refused) else monotonic() + _REFUSED_FOR
+
+    def _pool_at(self, reply: Any) -> PagePool | None:
+        """Return a pool for the unix socket of a reply to `ASK_SOCKET`, or None."""
+        try:
+            path, _ = (os.fsdecode(bytes(word)) for word in array(2)(reply))
+        except (TypeError, ValueError, WrongReply):
+            return None
+        assert self._over_tcp
+        return self._over_tcp.at_socket(path, partial(_check_socket, reply))
+
+    def lose_socket(self) -> None:
+        """Read blocks over TCP for half a minute, because a connection to the unix socket of its server has failed."""
+        self.refuse()
+        self._close_socket()
+
+    def _close_socket(self) -> None:
+        """Close the connections to the unix socket of a client over TCP."""
+        lost, self.socket, self._socket_name = self.socket, None, None
+        if lost:
+            lost.close()
 
     def numbers(self) -> set[int]:
         """Return the numbers of the mapped regions."""
@@ -111,8 +160,15 @@ class Maps:
 
     def close(self) -> None:
         """Unmap all regions when their current readers have finished."""
+        if self._over_tcp:
+            self._close_socket()
         with self._lock:
             self._regions.clear()
+
+
+def maps_of(pool: PagePool | None) -> Maps | None:
+    """Return new Maps for a client of one server that may be on this machine, None for another client."""
+    return Maps(pool) if pool and pool.is_local and not pool.has_tls else None
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
@@ -162,6 +218,17 @@ class _ReplyWithDescriptors:
 
 def _attach(numbers: Sequence[int]) -> Request[tuple[Any, list[int]]]:
     return Request(lambda: iter((command(b"KVMAP", b"ATTACH", *numbers),)), _ReplyWithDescriptors, lambda found: found)
+
+
+ASK_SOCKET: Request[Any] = Request(
+    lambda: iter((command(b"KVMAP", b"SOCKET"),)), lambda: Values(with_errors=True), only
+)
+
+
+def _check_socket(expected: Any, connection: PageConnection, deadline: Deadline) -> None:
+    """Raise Disconnected if a new connection does not lead to the server that has sent the reply `expected`."""
+    if connection.converse(ASK_SOCKET, deadline) != expected:
+        raise Disconnected("the unix socket belongs to another server")
 
 
 def _locate(names: Sequence[BlockName]) -> Request[Any]:

@@ -16,8 +16,8 @@ from kvpage_server.client.cluster.nodes import Nodes
 from kvpage_server.client.cluster.plan import RAISES, Timed, present
 from kvpage_server.client.cluster.store import PAUSE, several
 from kvpage_server.client.commands import BlobCommands, BlockCode, Coding, ask_dialect, block_code, refuses_code
-from kvpage_server.client.errors import Closed, Disconnected, Refused, Unsupported
-from kvpage_server.client.mapped import NOT_IN_PLACE, Dialogue, Maps, borrow, give_back
+from kvpage_server.client.errors import Closed, DeadlineExceeded, Disconnected, PageClientError, Refused, Unsupported
+from kvpage_server.client.mapped import ASK_SOCKET, NOT_IN_PLACE, Dialogue, borrow, give_back, maps_of
 from kvpage_server.client.page import BlockBody, BlockName, Page, StateName, check_keys, check_names
 from kvpage_server.client.raw_commands import Kept, RawCommand, Word, ask, commit, encoded, watch
 from kvpage_server.client.wire.connection import Deadline, PageConnection, PagePool, page_pool, pause_before_retry
@@ -51,6 +51,7 @@ class PageClient:
         deadline: float = 5.0,
         verify: bool = True,
         code: Coding = "auto",
+        mapped: bool = True,
         **redis_options: Any,
     ) -> None:
         """Create a client; it connects at its first call.
@@ -64,6 +65,9 @@ class PageClient:
         measured rates of the link, the encoder and the decoder, and the server is a single one on another machine;
         ``always``, if the single server supports it; or ``never``.
 
+        With `mapped`, blocks are read in the server's memory over its unix socket, if the URL or the server names one
+        on this machine.
+
         A valkey-cluster://, redis-cluster:// or rediss-cluster:// URL names some nodes of a cluster: `docs/scaling.md`.
         Several URLs separated by commas name servers side by side. Both have the option `node_deadline`, the seconds in
         which a node must send or receive a byte. Clusters also have `read_from_replicas`. A cluster's URL may have both
@@ -76,11 +80,11 @@ class PageClient:
         Deadline(deadline)
         self._verify = verify
         self._several = several(url, verify, redis_options)
-        self._maps = Maps() if url.startswith("unix://") else None
+        self._pool = None if self._several else page_pool(url, redis_options)
+        self._maps = maps_of(self._pool) if mapped else None
         self._calls = (
             self._several.calls if self._several else Calls(connections=connections, verify=verify, maps=self._maps)
         )
-        self._pool = None if self._several else page_pool(url, redis_options)
         self._code = block_code(code, is_local=self._pool.is_local) if self._pool else None
         self._deadline = deadline
         self._dialect: BlobCommands | None = None
@@ -236,17 +240,18 @@ class PageClient:
         self, names: Sequence[BlockName], *, deadline: float | None = None
     ) -> Iterator[list[memoryview | None]]:
         """Return a context manager with blocks in the server's memory, as read-only memoryviews, without a copy. It
-        needs a unix socket, and uses one connection. A block is None if it is absent or damaged, and if the client
-        cannot map it; then `fetch_blocks_into` may read it.
+        needs the server's unix socket, and uses one connection. A block is None if it is absent or damaged, and if the
+        client cannot map it; then `fetch_blocks_into` may read it.
 
         The ``with`` block must not use the bytes for anything that outlives an error: at its end, the server confirms
         that it has kept the bytes. Raises Disconnected if it does not, Unsupported without a unix socket.
         """
-        if self._maps is None or self._pool is None:
-            raise Unsupported(NOT_IN_PLACE)
         check_names(names)
-        with self._pool.lent() as connection:
-            end = Deadline(self._deadline if deadline is None else deadline)
+        end = Deadline(self._deadline if deadline is None else deadline)
+        pool = self._socket(end)
+        if self._maps is None or pool is None:
+            raise Unsupported(NOT_IN_PLACE)
+        with pool.lent() as connection:
             found = _carry_out(borrow(self._maps, names, self._verify), connection, end)
             count_misses(self.misses, found.missed.values(), lambda: (len(view) for view in found.views if view))
             try:
@@ -421,8 +426,25 @@ class PageClient:
         except RuntimeError as error:  # a ThreadPoolExecutor refuses work after its shutdown
             raise Closed from error
 
+    def _socket(self, end: Deadline) -> PagePool | None:
+        """Return the pool of connections to the server's unix socket, None if the client cannot map its memory."""
+        if self._maps is None:
+            return None
+        if self._maps.has_to_ask:
+            self._maps.found_socket(self._converse(ASK_SOCKET, end))
+        return self._maps.socket
+
     def _converse(self, request: Request[T] | Dialogue[T], end: Deadline) -> T:
         assert self._pool
+        socket = self._socket(end) if isinstance(request, Dialogue) else None
+        if self._maps and socket and socket is not self._pool and isinstance(request, Dialogue):
+            try:
+                with socket.lent() as connection:
+                    return _carry_out(request, connection, end)
+            except PageClientError as error:
+                self._maps.lose_socket()
+                if isinstance(error, DeadlineExceeded):
+                    raise
         with self._pool.lent() as connection:
             failures = 0
             while True:

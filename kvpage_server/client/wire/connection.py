@@ -257,6 +257,7 @@ class PageUnixConnection(PageConnection, UnixDomainSocketConnection):
 # Without this, redis-py sends CLIENT MAINT_NOTIFICATIONS, which other servers count as an error, and gets push
 # messages.
 _QUIETLY: dict[str, Any] = {"maint_notifications_config": MaintNotificationsConfig(enabled=False)}
+_OF_TCP_ALONE = ("host", "port", "socket_keepalive", "socket_keepalive_options", "socket_type")
 _CLASSES = {"rediss": PageTLSConnection, "unix": PageUnixConnection}
 
 
@@ -271,6 +272,24 @@ class PagePool(ConnectionPool):
         options = self.connection_kwargs
         host = str(options.get("host", "localhost"))
         return "path" in options or host in ("localhost", "::1") or host.startswith("127.")
+
+    @property
+    def has_tls(self) -> bool:
+        """Whether connections use TLS."""
+        return issubclass(self.connection_class, SSLConnection)
+
+    def at_socket(self, path: str, check: Callable[[PageConnection, Deadline], None]) -> PagePool:
+        """Return a pool for a unix socket, with the user and the other options of this one. `check` is called with each
+        new connection and its deadline, before it is used.
+        """
+
+        def begin(connection: PageConnection) -> None:
+            connection.on_connect()  # type: ignore[no-untyped-call]
+            check(connection, connection._deadline)
+
+        options = {name: value for name, value in self.connection_kwargs.items() if name not in _OF_TCP_ALONE}
+        options = {**options, "path": path, "redis_connect_func": begin}
+        return PagePool(connection_class=PageUnixConnection, max_connections=self.max_connections, **options)
 
     def lend(self) -> PageConnection:
         """Return a connection of the pool, which the caller has to `release`.

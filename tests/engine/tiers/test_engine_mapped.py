@@ -24,20 +24,24 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs sealed sh
 pool = pool_of(64)
 
 
+@pytest.mark.parametrize("over", ["unix", "tcp"])
 @pytest.mark.parametrize("user", ["default", "tenant"])
 def test_a_context_is_read_in_the_server_s_memory(
-    tmp_path: Path, pool: BlockPool, monkeypatch: pytest.MonkeyPatch, user: str
+    tmp_path: Path, pool: BlockPool, monkeypatch: pytest.MonkeyPatch, user: str, over: str
 ) -> None:
-    """A user with limited rights reads it over the connection."""
+    """An engine that is connected over TCP finds the unix socket. A user with limited rights reads it over the
+    connection.
+    """
     monkeypatch.setattr("kvpage_server.client.calls.LEAST_BYTES", 1)
     model = tiny_llama()
     spec = ModelCacheSpec.probe(model, TOKENIZER, model_id="tiny")
     saved = computed(model, spec, TOKENS)
     path = tmp_path / "socket"
     tenant = ("--user", "tenant", "on", ">secret", "~kv:*", "~seal:*", "~manifest:*", "~refs:*", "~tails:*", "~label:*")
-    with start_server("--unixsocket", str(path), *tenant, "~state:*", "~claim:*", "&*", "+@all"):
+    with start_server("--unixsocket", str(path), *tenant, "~state:*", "~claim:*", "&*", "+@all") as server:
         login = "tenant:secret@" if user == "tenant" else ""
-        tier = PageTier(f"unix://{login}{path}", spec, pool)
+        url = f"unix://{login}{path}" if over == "unix" else f"redis://{login}127.0.0.1:{server.port}"
+        tier = PageTier(url, spec, pool)
         try:
             assert tier.save(saved)
             assert fetch_same(tier, saved, pool).mapped == (user == "default")

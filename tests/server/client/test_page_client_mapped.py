@@ -133,7 +133,89 @@ def test_an_event_loop_reads_blocks_in_place(tmp_path: Path) -> None:
         asyncio.run(read_in_place(url))
 
 
-def test_blocks_are_not_read_in_place_over_tcp(server: RunningServer) -> None:
+@pytest.mark.parametrize("connections", [1, 3])
+def test_a_client_over_tcp_finds_the_unix_socket(tmp_path: Path, connections: int) -> None:
+    with started(tmp_path, "--requirepass", "secret") as (server, _):
+        url = server.url.replace("//", "//:secret@")
+        with PageClient(url, connections=connections, deadline=30) as client, server.client(password="secret") as other:
+            client.mset_blocks(NAMES, SHAPE, bodies())
+            for _ in range(3):
+                check(client, bodies())
+            assert client.mapped_bytes == 3 * COUNT * SHAPE.nbytes
+            assert int(other.info("commandstats")["cmdstat_kvmap|attach"]["calls"]) <= connections
+            with client.blocks_in_place(NAMES) as blocks:
+                assert all(view and bytes(view) == body.tobytes() for view, body in zip(blocks, bodies(), strict=True))
+        with PageClient(url, mapped=False, deadline=30) as client:
+            check(client, bodies())
+            assert client.mapped_bytes == 0
+
+
+async def read_by_tcp(server: RunningServer, expected: int) -> None:
+    async with AsyncPageClient(server.url, deadline=30) as client:
+        into = empty()
+        assert await client.mget_blocks_into(NAMES, SHAPE, into) == [True] * COUNT
+        assert all((found == body).all() for found, body in zip(into, bodies(), strict=True))
+        assert client.mapped_bytes == expected
+
+
+def test_an_event_loop_over_tcp_finds_the_unix_socket(tmp_path: Path) -> None:
+    with started(tmp_path) as (server, url):
+        with PageClient(url, deadline=30) as client:
+            client.mset_blocks(NAMES, SHAPE, bodies())
+        asyncio.run(read_by_tcp(server, COUNT * SHAPE.nbytes))
+        (tmp_path / "socket").unlink()
+        asyncio.run(read_by_tcp(server, 0))
+
+
+def test_without_its_unix_socket_tcp_is_used(tmp_path: Path) -> None:
+    with started(tmp_path) as (server, _), PageClient(server.url, deadline=30) as client:
+        client.mset_blocks(NAMES, SHAPE, bodies())
+        check(client, bodies())
+        with server.client() as other:
+            other.execute_command("CLIENT", "KILL", "LADDR", f"{tmp_path / 'socket'}:0")
+        (tmp_path / "socket").unlink()
+        check(client, bodies())
+        check(client, bodies())
+        assert client.mapped_bytes == COUNT * SHAPE.nbytes
+        assert over_the_wire(server) == 2
+
+
+def test_a_unix_socket_of_another_server_is_not_used(tmp_path: Path) -> None:
+    """Only one of two servers in different file systems listens at the path that both have."""
+    with started(tmp_path) as (server, _):
+        (tmp_path / "socket").rename(tmp_path / "old")
+        with started(tmp_path) as (another, _), PageClient(server.url, deadline=30) as client:
+            client.mset_blocks(NAMES, SHAPE, bodies())
+            check(client, bodies())
+            check(client, bodies())
+            assert client.mapped_bytes == mapped(another) == mapped(server) == 0
+            assert over_the_wire(server) == 2
+
+
+def test_a_user_with_fewer_rights_asks_for_no_socket_twice(tmp_path: Path) -> None:
+    with (
+        started(tmp_path, "--user", "tenant", "on", "nopass", "~kv:r*", "+@all") as (server, _),
+        PageClient(server.url.replace("//", "//tenant:x@"), deadline=30) as client,
+        server.client() as other,
+    ):
+        client.mset_blocks(NAMES, SHAPE, bodies())
+        for _ in range(3):
+            check(client, bodies())
+        assert client.mapped_bytes == 0
+        assert int(other.info("commandstats")["cmdstat_kvmap|socket"]["rejected_calls"]) == 1
+
+
+def test_a_restarted_server_is_used_over_tcp(tmp_path: Path) -> None:
+    with started(tmp_path) as (first, _), PageClient(first.url, deadline=30) as client:
+        client.mset_blocks(NAMES, SHAPE, bodies())
+        check(client, bodies())
+        first.stop()
+        with start_server("--unixsocket", str(tmp_path / "socket"), port=first.port):
+            client.mset_blocks(NAMES, SHAPE, bodies(1))
+            check(client, bodies(1))
+
+
+def test_blocks_are_not_read_in_place_without_a_socket(server: RunningServer) -> None:
     with PageClient(server.url) as client, pytest.raises(Unsupported), client.blocks_in_place(NAMES):
         pass
 

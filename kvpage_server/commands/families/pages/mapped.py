@@ -1,5 +1,5 @@
 """The commands for clients on the same machine that map memory instead of moving bytes through a connection: KVMAP
-ATTACH, KVMAP BLOCKMGET, KVMAP MGET, KVMAP RELEASE.
+ATTACH, KVMAP BLOCKMGET, KVMAP MGET, KVMAP RELEASE, KVMAP SOCKET.
 
 A *ticket* keeps a slot in use for a connection, as a reply does while it is sent: the bytes do not move, and their
 memory is not used for other values, even if the value is overwritten, deleted or evicted meanwhile. It counts for
@@ -11,8 +11,10 @@ before it: until then, the slot was in use.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from kvpage_server.commands.arguments import check_batch, integer_in, plain_all
 from kvpage_server.commands.context import EPOCH_BITS, Client
@@ -213,6 +215,20 @@ def kvmap_release(client: Client, args: list[Argument]) -> Reply:
     for ticket in tickets:
         client.take_back(ticket)
     return len(tickets)
+
+
+@_map(
+    "kvmap|socket",
+    flags="readonly allkeys dangerous noscript no_multi",
+    reply="array",
+    summary="Returns the path of the server's unix socket, which the other commands of KVMAP need.",
+)
+def kvmap_socket(client: Client, args: list[Argument]) -> Reply:
+    """Return an array of the absolute path and the server's run_id, or null without a unix socket (`unixsocket`). A
+    client that has asked over TCP can connect to the path. If the reply there is the same, it is the same server.
+    """
+    path = client.server.config.unixsocket
+    return [os.fsencode(Path(path).absolute()), client.server.run_id.encode()] if path else None
 
 
 def _why_not_held(client: Client, tickets: Sequence[int]) -> str:

@@ -252,6 +252,15 @@ def test_other_mistakes_have_errors_of_their_own(local: Local, server: RunningSe
     assert "EXECABORT" in local.do(b"EXEC")
 
 
+def test_the_unix_socket_is_named_over_tcp(
+    local: Local, client: redis.Redis, server: RunningServer, path: Path
+) -> None:
+    found = client.execute_command("KVMAP", "SOCKET")
+    assert [str(word, "utf-8") for word in found] == [str(path), client.info("server")["run_id"]]
+    assert local.do(b"KVMAP", b"SOCKET") == found
+    assert isinstance(local.do(b"KVMAP", b"SOCKET", b"x"), Error)
+
+
 def test_descriptors_are_passed_only_after_all_replies(local: Local) -> None:
     set_block(local, b"r")
     local.send(encode_command([b"PING"]) + encode_command([b"KVMAP", b"ATTACH"]))
@@ -267,7 +276,7 @@ def test_a_user_with_limited_rights_is_refused(local: Local, client: redis.Redis
     try:
         with Local(path) as tenant:
             tenant.do(b"AUTH", b"tenant", b"")
-            for words in ((b"ATTACH",), (b"BLOCKMGET", b"1", b"r", b"0"), (b"MGET", b"kv:r:0:0:0:0")):
+            for words in ((b"ATTACH",), (b"SOCKET",), (b"BLOCKMGET", b"1", b"r", b"0"), (b"MGET", b"kv:r:0:0:0:0")):
                 assert tenant.do(b"KVMAP", *words).startswith("NOPERM")
             assert tenant.do(b"KVBLOCKGET", b"r", b"0") == BODY
             tenant.do(b"AUTH", b"careful", b"")
@@ -418,6 +427,7 @@ def test_a_server_without_a_unix_socket_shares_nothing() -> None:
     with start_server() as server, Wire(server.port) as wire:
         set_block(wire, b"r")
         assert parse(wire.ask(b"KVMAP", b"ATTACH")) == ATTACH_OVER_TCP
+        assert parse(wire.ask(b"KVMAP", b"SOCKET")) is None
         assert open_memory(server.pid) == 0
 
 
