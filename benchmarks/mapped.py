@@ -51,7 +51,7 @@ def measure(server: Server, local: str, count: int, rounds: int) -> list[Finding
     body = np.random.default_rng(0).integers(0, 255, SHAPE.nbytes, np.uint8)
     memory = [np.zeros(SHAPE.nbytes, np.uint8) for _ in names]
     seconds, cpu = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
-    with PageClient(server.url, deadline=60) as wire, PageClient(local, deadline=60) as mapped:
+    with PageClient(server.url, deadline=60, mapped=False) as wire, PageClient(local, deadline=60) as mapped:
         wire.mset_blocks(names, SHAPE, [body] * count)
 
         def in_place() -> None:
