@@ -508,17 +508,19 @@ def ports(patient: Patient) -> Iterator[Diagnosis]:
     own: dict[str, int] = {}
     for _, info in patient.servers:
         own |= info["ports"] if isinstance(info, dict) else {}
-    taken = []
+    taken, used = [], False
     for name, bind in (("port", config.bind), ("tls-port", config.bind), ("metrics-port", config.metrics_bind)):
         port = config.value(name)
-        if port and own.get(name) != port and not _is_free(bind, port):
+        if port and own.get(name) == port:
+            used = True
+        elif port and not _is_free(bind, port):
             taken.append(f"{name} {port}")
     if taken:
         number = taken[0].split()[1]
         advice = f"`ss -ltnp 'sport = :{number}'` shows the program: stop it, or set another port"
         yield Diagnosis("ports", "error", f"another program has {', '.join(taken)}", advice)
     else:
-        yield Diagnosis("ports", "ok", "in use by the running server" if own else "free")
+        yield Diagnosis("ports", "ok", "in use by the running server" if used else "free")
 
 
 def _is_free(addresses: list[str], port: int) -> bool:

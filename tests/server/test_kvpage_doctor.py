@@ -194,6 +194,7 @@ def test_a_port_of_another_program_is_reported(conf: Path) -> None:
     assert result(doctor.ports, str(conf)).found == "free"
     with start_server(file=conf) as server:
         assert result(doctor.ports, str(conf), "--port", str(server.port)).found == "in use by the running server"
+        assert result(doctor.ports, str(conf), "--port", str(free_port()), url=server.url).found == "free"
 
 
 def test_a_unix_socket_is_tried(conf: Path) -> None:
