@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from rich.console import RenderableType
@@ -92,10 +93,14 @@ def tables_of(holdings: Holdings, rows: int | None = None) -> Iterator[Renderabl
 
 
 def remarks(holdings: Holdings) -> Iterator[str]:
-    """Yield a line about unreadable manifests, and one about entries that were not read because of the limits."""
+    """Yield a line about unreadable manifests, and one about entries that were not read because of the user's rights or
+    the limits.
+    """
     if holdings.unreadable:
         yield f"{plural(len(holdings.unreadable), 'manifest')} cannot be read"
-    if holdings.cut:
+    if holdings.refused:
+        yield f"agents and requests cannot be listed: {holdings.refused}"
+    elif holdings.cut:
         yield f"incomplete: the store has more {' and '.join(holdings.cut)} than were read"
 
 
@@ -128,9 +133,15 @@ def protection_text(protection: BlockProtection) -> Text:
     """Return whether a context is pinned, and until when it is kept for which tenant."""
     parts = ["pinned"] if protection.pinned else []
     if protection.until:
-        parts.append(f"until {time.strftime('%H:%M', time.localtime(protection.until / 1000))}")
+        parts.append(f"until {_minute(protection.until / 1000)}")
     who = readable(f" for {protection.tenant}", _MAX_NAME_CHARACTERS) if protection.tenant else Text()
     return Text(", ".join(parts)).append(who)
+
+
+def _minute(unix: float) -> str:
+    """Return a time in unix seconds as text: 08:15, with the date unless it is today."""
+    at = datetime.fromtimestamp(unix)
+    return f"{at:%H:%M}" if at.date() == datetime.now().date() else f"{at:%Y-%m-%d %H:%M}"
 
 
 def _protection_json(protection: BlockProtection) -> dict[str, Any]:

@@ -57,7 +57,9 @@ def savings(store: redis.Redis, args: argparse.Namespace) -> bool:
         engines = _connected(store, args)
         holdings = ask(store, holdings_of_store())
         found, source = of_engines(engines, holdings, args.watts), shown(args.url)
-        if holdings.cut and not args.json:
+        if holdings.refused and not args.json:
+            out.print(f"Memory is a lower bound: {holdings.refused}")
+        elif holdings.cut and not args.json:
             out.print(f"The store has more {' and '.join(holdings.cut)} than were read: memory is a lower bound.")
     if args.json:
         print_json({"source": source, "watts": args.watts} | {name: getattr(found, name) for name in Savings.__slots__})

@@ -45,7 +45,10 @@ def stat(store: QueriedStore, args: argparse.Namespace) -> bool:
         raise UsageError(f"{name_shown(args.key)} is the index of a request: kvpage ls {word} lists its blocks")
     key = PageKey.parse(args.key)
     name = (key.req_id, key.layer, key.head, key.page, key.kv_type)
-    found = store.execute_command("KVPAGESTAT", *name)
+    try:
+        found = store.execute_command("KVPAGESTAT", *name)
+    except redis.ResponseError as error:
+        raise _no_page(args.key, error) from None
     if found is None:
         raise LookError(f"{name_shown(args.key)} is not there{why_hint(store, *name)}")
     page = named(found)
@@ -73,6 +76,12 @@ def stat(store: QueriedStore, args: argparse.Namespace) -> bool:
     ]
     out.print(titled(rows))
     return True
+
+
+def _no_page(key: bytes, error: redis.ResponseError) -> Exception:
+    """Return the error for a page if its key holds a string, otherwise `error`, which a query of the page has got."""
+    is_string = str(error).startswith("WRONGTYPE")
+    return LookError(f"{name_shown(key)}: this key holds a string, not a page") if is_string else error
 
 
 def _stat_agent(store: QueriedStore, args: argparse.Namespace) -> bool:
@@ -255,10 +264,7 @@ def why(store: QueriedStore, args: argparse.Namespace) -> bool:
     try:
         answer = _why_pages(store, name, args.name)
     except redis.ResponseError as error:
-        found = _why_string(store, args.req) if str(error).startswith("WRONGTYPE") else None
-        if found is None:
-            raise
-        return _print_answer(args, {"url": args.home(name), "string": args.req}, found)
+        raise (_no_page(bytes(PageKey(name, *args.name)), error) if args.name else error) from None
     if answer["reason"] in _UNKNOWN and not args.name:  # no request has this name
         holdings = ask(store, holdings_of_agent(name))
         losses, since = _removed_strings(store, b"%b%b:*" % (PREFIX, exact_pattern(name)))

@@ -13,6 +13,7 @@ import time
 import tomllib
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from datetime import datetime
 from io import StringIO
 from pathlib import Path
 
@@ -85,7 +86,7 @@ def test_ls_shows_pins_and_lifetimes_with_their_tenants(server: RunningServer, c
     [kept, pinned, other] = [
         next(line for line in shown.splitlines() if req in line) for req in ("kept", "pinned", "other")
     ]
-    assert re.search(r"until \d\d:\d\d for alice", kept)
+    assert re.search(r"until (\d{4}-\d\d-\d\d )?\d\d:\d\d for alice", kept)
     assert pinned.rstrip().endswith("pinned")
     assert other.split()[-1] not in ("pinned", "alice")
     rows = {row["request"]: row for row in json.loads(kvpage("ls", "--json", url=server.url)[1])["requests"]}
@@ -93,9 +94,18 @@ def test_ls_shows_pins_and_lifetimes_with_their_tenants(server: RunningServer, c
     assert rows["kept"]["kept_until_ms"] > 0
     assert (rows["pinned"]["pinned"], rows["other"]["pinned"]) == (True, False)
     for words in (("ls", "kept"), ("stat", "kv:kept:0:0:0:0")):
-        assert re.search(r"until \d\d:\d\d for alice", kvpage(*words, url=server.url)[1])
+        assert re.search(r"until (\d{4}-\d\d-\d\d )?\d\d:\d\d for alice", kvpage(*words, url=server.url)[1])
     shown = kvpage("status", url=server.url)[1]
     assert re.search(r"protected +2 values leased, pinned or kept, .*\n.* 1 value with a lifetime, .* for alice", shown)
+
+
+def test_a_lifetime_that_ends_tomorrow_has_a_date(server: RunningServer, client: redis.Redis) -> None:
+    set_block(client, "kept")
+    client.execute_command("KVPAGEKEEP", "alice", 1, 86400, "kv:kept:0:0:0:0")
+    (row,) = json.loads(kvpage("ls", "--json", url=server.url)[1])["requests"]
+    end = datetime.fromtimestamp(row["kept_until_ms"] / 1000)
+    for words in (("ls",), ("ls", "kept"), ("stat", "kv:kept:0:0:0:0")):
+        assert f"until {end:%Y-%m-%d %H:%M} for alice" in kvpage(*words, url=server.url)[1]
 
 
 def test_ls_lists_requests_and_the_blocks_of_one(server: RunningServer, client: redis.Redis) -> None:
@@ -297,9 +307,11 @@ def test_why_reports_the_removal_of_a_string(server: RunningServer, client: redi
         assert (code, shown.split(",")[0]) == (1, "never stored")
 
 
-def test_why_takes_a_string_with_the_name_of_a_page(server: RunningServer, client: redis.Redis) -> None:
+def test_a_string_under_the_key_of_a_page_is_no_page(server: RunningServer, client: redis.Redis) -> None:
     client.set("kv:blk:0:0:9:0", "a string")
-    assert kvpage("why", "kv:blk:0:0:9:0", url=server.url)[:2] == (0, "stored: a read would not miss\n")
+    received = (1, "", "kvpage: kv:blk:0:0:9:0: this key holds a string, not a page\n")
+    for words in (("why", "kv:blk:0:0:9:0"), ("why", "blk", "0", "0", "9", "0"), ("stat", "kv:blk:0:0:9:0")):
+        assert kvpage(*words, url=server.url) == received, words
 
 
 def test_why_reports_the_state_of_an_agent(server: RunningServer, client: redis.Redis) -> None:
@@ -511,6 +523,18 @@ def test_no_connection_of_top_counts_as_a_use(server: RunningServer, client: red
 
         until(lambda: flags() == ["T", "T"], "two connections with CLIENT NO-TOUCH")
         process.send_signal(signal.SIGINT)
+
+
+def test_top_names_the_right_that_its_user_lacks(client: redis.Redis, server: RunningServer) -> None:
+    client.execute_command("ACL", "SETUSER", "m", "on", "nopass", "allkeys", "allchannels", "+@all", "-scan")
+    command = [str(Path(sys.executable).with_name("kvpage")), "top", "--url", server.url, "--user", "m"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "KVPAGE_PASSWORD": "x"}) as process:
+        assert process.stdout is not None
+        line = next(line for line in process.stdout if b"requests" in line)
+        process.send_signal(signal.SIGINT)
+    client.execute_command("ACL", "DELUSER", "m")
+    assert line.startswith(b"agents and requests cannot be listed: ")
+    assert line.endswith(b"User m has no permissions to run the 'scan' command\n")
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,13 @@ export const plural = (value, one, many = `${one}s`) => `${count(value)} ${value
 /** Return the time of day of unix seconds as text, in the browser's time zone: 14:05:09. */
 export const clock = (unix) => CLOCK.format(1000 * unix);
 
+/** Return unix seconds as text, with the date unless it is today: 14:05:09, or 2027-03-01 14:05:09. */
+export function moment(unix) {
+  const [at, now] = [new Date(1000 * unix), new Date()];
+  const day = [at.getFullYear(), at.getMonth() + 1, at.getDate()].map((part) => String(part).padStart(2, "0")).join("-");
+  return at.toDateString() === now.toDateString() ? clock(unix) : `${day} ${clock(unix)}`;
+}
+
 /** Return the median, and of an even number of values the upper of the two middle ones; null without values. */
 export function median(values) {
   const sorted = [...values].sort((a, b) => a - b);

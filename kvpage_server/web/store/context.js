@@ -1,7 +1,7 @@
 // The context of one agent, as a row of blocks, and one block of it, as a matrix of layers and heads.
 
 import { at, el, first, list, say, soon, svg } from "./dom.js";
-import { bytes, clock, count, plural, seconds } from "./format.js";
+import { bytes, count, moment, plural, seconds } from "./format.js";
 import { walk } from "./charts.js";
 
 const MAX_BLOCKS = 600; // in a row; the number of further blocks is shown as text
@@ -93,9 +93,9 @@ function blockButton(each, index) {
 
 /** Return a block as text: index, tokens, size and tier or the reason of its removal, sharing agents, lifetime, lease or pin. */
 function describe(each, index) {
-  const where = each.there ? `${bytes(each.bytes)} ${each.tier === "disk" ? "on disk" : "in memory"}` : `missing: ${each.why}${each.by ? ` by ${each.by}` : ""}${each.at ? ` at ${clock(each.at / 1000)}` : ""}`;
+  const where = each.there ? `${bytes(each.bytes)} ${each.tier === "disk" ? "on disk" : "in memory"}` : `missing: ${each.why}${each.by ? ` by ${each.by}` : ""}${each.at ? ` at ${moment(each.at / 1000)}` : ""}`;
   const others = each.shared > 1 ? `, shared with ${each.with.join(", ")}${each.shared - 1 > each.with.length ? " and others" : ""}` : "";
-  const lifetime = each.kept_until ? `, kept until ${clock(each.kept_until / 1000)}${each.kept_by ? ` for ${each.kept_by}` : ""}` : "";
+  const lifetime = each.kept_until ? `, kept until ${moment(each.kept_until / 1000)}${each.kept_by ? ` for ${each.kept_by}` : ""}` : "";
   const kept = lifetime + (each.pinned ? ", pinned" : each.lease ? `, leased for ${seconds(each.lease / 1000)}` : "");
   return `Block ${count(index)}, ${plural(each.tokens, "token")}: ${where}${others}${kept}`;
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
@@ -174,6 +175,17 @@ def test_a_context_is_a_strip_of_blocks_of_layers_by_heads(seen: SeenServer, bro
         page.keyboard.press("Enter")
         says(page, "#block", f"{LAYERS} layers, {HEADS} heads: K float32, 512 B a page")
         assert page.locator("#block figure").count() == 2
+
+
+def test_a_lifetime_that_ends_tomorrow_has_a_date(browser: Any) -> None:
+    with start_seen_server() as seen, seen.server.client() as client:
+        remember(client, "ann", ["kept"])
+        client.execute_command("KVPAGEKEEP", "alice", 1, 86400, "kv:kept:0:0:0:0")
+        with shown(browser, seen.page) as page:
+            page.locator("#agents button", has_text="ann").click()
+            page.locator("#contexts .block.leased").first.wait_for()
+            title = page.locator("#contexts .block").first.get_attribute("title")
+            assert re.search(r"kept until \d{4}-\d\d-\d\d \d\d:\d\d:\d\d for alice", title)
 
 
 def test_contexts_of_two_models_of_one_name_are_two_rows(browser: Any) -> None:
