@@ -81,7 +81,7 @@ fuzz: $(VENV)/dev.stamp  ## noise for both cores, for FUZZ_SECONDS: guided by co
 
 sanitize: $(VENV)/dev.stamp  ## the core's tests, in a build that sees misuse of memory
 	tests/sanitized.sh -m pytest -s -m "not soak and not alone" -k "not scanned_once" tests/server/core/test_core_alike.py tests/server/core/test_core_memory.py tests/server/resp/test_parser.py tests/server/core/test_outbox.py tests/server/test_lossless.py \
-		tests/server/commands/pages/test_page_properties.py
+		tests/server/commands/pages/test_page_properties.py tests/server/commands/pages/test_mapped.py tests/server/client/test_page_client_mapped.py
 
 lint: $(VENV)/dev.stamp  ## ruff, vulture, mypy, undeclared names in JavaScript, and unclear phrases in comments
 	"$(BIN)/ruff" check .
