@@ -99,6 +99,7 @@ def _name(key: bytes) -> bytes | str:
 
 _LARGE = MAX_SINGLE_PAGES - 1024  # pages of a block above which each step of a write is checked
 _MOST_ORPHANS = 256  # that one call offers for eviction
+_BLOCKS_PER_FREE = 4096  # blocks of a batch that are forgotten in one step
 _ORPHANS_PER_STEP = 256  # blocks that stop being orphans in one step
 NEVER_STORED = "never stored"
 OVER_QUOTA = "over quota"
@@ -258,6 +259,13 @@ class BlockGrowth:
                     f"a block has at most {MAX_SINGLE_PAGES} pages that are stored one by one: use several page ids, "
                     f"or KVBLOCKSET, which stores up to {MAX_BLOCK_PAGES} pages as a whole"
                 )
+
+    def freed(self) -> Iterator[tuple[()]]:
+        """Forget all pages, in steps: a batch may have 100,000 blocks."""
+        while self._new:
+            for _ in range(min(len(self._new), _BLOCKS_PER_FREE)):
+                self._new.popitem()
+            yield ()
 
 
 class Contents:

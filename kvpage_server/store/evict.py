@@ -403,14 +403,16 @@ class QuotaAccounts:
 
     # -- sizes of writes ---------------------------------------------------------------------------------------------
 
-    def add_sizes(self, sizes: Sequence[Sizes], parts: Sequence[Sequence[PendingWrite]]) -> set[Account]:
-        """Add the bytes of each part of a batch to its sizes. Return the accounts of blocks that get more or other
-        pages.
+    def add_sizes(
+        self, sizes: Iterable[Sizes], parts: Iterable[Sequence[PendingWrite]], extended: set[Account]
+    ) -> Iterator[Sizes]:
+        """Add the bytes of each part of a batch to its sizes, and yield them. Add the accounts of blocks that get more
+        or other pages to `extended`.
         """
-        catalogue, index, quotas = self._contents.catalogue, self._contents.index, self._contents.eviction_order.quotas
+        catalogue, index = self._contents.catalogue, self._contents.index
         growth, known = dict[bytes, int](), set[tuple[bytes, int]]()
-        extended = set[Account]()
         for of_part, part in zip(sizes, parts, strict=True):
+            quotas = self._contents.eviction_order.quotas  # CONFIG SET may have changed them since the last part
             last, quota = None, None  # the block and the quota of the value before
             for key, size, block in part:
                 if block is None or block is not last:
@@ -431,7 +433,7 @@ class QuotaAccounts:
                 of_part[of_values] = of_part.get(of_values, 0) + grows - growth.get(key, 0)
                 of_part[of_index] = of_part.get(of_index, 0) + cost
                 growth[key] = grows
-        return extended
+            yield of_part
 
     def sizes_of_block(self, req_id: bytes, page: int, shape: BlockShape) -> Sizes:
         """Return the sizes of a block that is stored as an extent, in place of its pages."""

@@ -29,8 +29,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice, tee
 from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
@@ -159,16 +159,20 @@ class Protection:
         leases, index = self._contents.leases.by_unit, self._contents.index
         return any(index.block(*name) in leases for name in pages.blocks())
 
-    def admit(self, coming: Iterable[PendingWrite]) -> None:
-        """Raise OverLimit if new pages let protected blocks grow above their limit."""
+    def checked(self, sizes: Iterable[Sizes], parts: Iterable[Sequence[PendingWrite]]) -> Iterator[Sizes]:
+        """Yield the sizes of each part of a batch. At the end, raise OverLimit if the new pages let protected blocks
+        grow above their limit.
+        """
         contents, growth, had = self._contents, Counter[Block](), dict[bytes, int]()
-        for key, size, name in coming:
-            block = contents.index.block(*name) if name is not None else None
-            if block is not None and block in contents.leases:
-                if key not in had:
-                    had[key] = counted(key, contents.catalogue.get(key), as_page=True)
-                growth[block] += size - had[key]
-                had[key] = size  # a batch may name a page twice
+        for of_part, part in zip(sizes, parts, strict=True):
+            for key, size, name in part:
+                block = contents.index.block(*name) if name is not None else None
+                if block is not None and block in contents.leases:
+                    if key not in had:
+                        had[key] = counted(key, contents.catalogue.get(key), as_page=True)
+                    growth[block] += size - had[key]
+                    had[key] = size  # a batch may name a page twice
+            yield of_part
         self._admit_growth(growth)
 
     def admit_block(self, req_id: bytes, page: int, size: int) -> None:
@@ -275,17 +279,24 @@ class Keyspace:
             or self._catalogue.in_extents
             or not self.disk.has_space(len(writes), bound)
         ):
-            self._admit([writes])
+            self._admit(writes)
 
-    def _admit(self, parts: Sequence[list[PendingWrite]]) -> Reservation:
-        """Evict values until the disk and the quotas have space for all parts of a batch, as `admit` does. Memory is
-        not checked. Return the reservation of the space.
+    def _admit(self, writes: list[PendingWrite]) -> None:
+        """Evict values until the disk and the quotas have space for new values, as `admit` does. Memory is not
+        checked.
         """
-        if self.leases.by_unit:
-            self.protection.admit(chain.from_iterable(parts))
-        sizes = self.disk.sizes(parts) if self.disk.stored.maxdisk else [Sizes() for _ in parts]
-        extended = self.quotas.add_sizes(sizes, parts) if self.eviction_order.has_quotas else ()
-        return Reservation(sizes, extended).make_room(lambda: units_of(self.contents, chain.from_iterable(parts)))
+        extended = set[Account]()
+        Reservation(self._sizes([writes], extended), extended).make_room(lambda: units_of(self.contents, writes))
+
+    def _sizes(self, parts: Iterable[list[PendingWrite]], extended: set[Account]) -> Iterator[Sizes]:
+        """Yield the sizes of each part of a batch. Add the accounts of units that the batch extends to `extended`. At
+        the end, raise OverLimit if protected blocks would exceed their limit.
+        """
+        on_disk, in_quotas, protected = tee(parts, 3)
+        sizes = self.disk.sizes(on_disk) if self.disk.stored.maxdisk else (Sizes() for _ in on_disk)
+        if self.eviction_order.has_quotas:
+            sizes = self.quotas.add_sizes(sizes, in_quotas, extended)
+        return self.protection.checked(sizes, protected) if self.leases.by_unit else sizes
 
     def admit_batch(self, pages: NewPages) -> None:
         """Evict values until disk and quotas have space for pages that are stored in this step. Memory was checked
@@ -304,7 +315,7 @@ class Keyspace:
             splits = self._catalogue.in_extents and self.has_extents(pages)
             if not splits and disk.has_space(len(slots), size):
                 return
-        self._admit([self._pending(pages)])
+        self._admit(self._pending(pages))
 
     def has_extents(self, pages: NewPages) -> bool:
         """Return whether some of these pages belong to blocks that were stored whole, which have to be split."""
@@ -321,20 +332,21 @@ class Keyspace:
             for i in places
         ]
 
-    def admit_in_steps(self, batches: Iterable[NewPages]) -> Generator[tuple[()], None, Reservation]:
+    def admit_in_steps(self, batches: Collection[NewPages]) -> Generator[tuple[()], None, Reservation]:
         """Evict values until disk and quotas have space for all pages of some batches, each of which is stored in a
-        step of its own later. The sizes are collected in steps.
+        step of its own later. The sizes of each batch are computed in a step.
 
         Return the reservation of the space, with a part for each batch. Raise OverLimit if the policy may not evict
         enough; none of the pages must be stored then.
         """
         if not (self.is_limited or self.leases.by_unit):
             return Reservation()
-        parts: list[list[PendingWrite]] = []
-        for pages in batches:
-            parts.append(self._pending(pages))
+        found, extended = list[Sizes](), set[Account]()
+        for sizes in self._sizes(map(self._pending, batches), extended):
+            found.append(sizes)
             yield ()
-        return self._admit(parts)
+        pages = chain.from_iterable(map(self._pending, batches))
+        return Reservation(found, extended).make_room(lambda: units_of(self.contents, pages))
 
     def set_block(self, req_id: bytes, page: int, extent: Extent) -> None:
         """Admit and store a block as an extent, see `Contents.set_block`. Raise OverLimit as `admit`."""

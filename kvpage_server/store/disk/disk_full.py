@@ -209,17 +209,16 @@ class DiskAccount(Account):
         used = usage.expected + usage.replaced + self._with_replaced.reserved
         return used + 2 * bound <= self.stored.maxdisk * _SHARE_OF_DISK
 
-    def sizes(self, parts: Sequence[Collection[PendingWrite]]) -> list[Sizes]:
-        """Return the sizes of each part of a batch, whose parts are stored in order."""
-        found, before = list[Sizes](), dict[bytes, int]()  # sizes of values in earlier parts
+    def sizes(self, parts: Iterable[Collection[PendingWrite]]) -> Iterator[Sizes]:
+        """Yield the sizes of each part of a batch, whose parts are stored in order."""
+        before = dict[bytes, int]()  # sizes of values in earlier parts
         for part in parts:
             splits = units_of(self.contents, part) if self.contents.catalogue.in_extents else ()
             footprints = self._footprints_of_splits(splits)
             for value in part:
                 footprints[name_of_key(value.key)] = _footprint_of(value)
-            found.append(self._growth(footprints, before))
+            yield self._growth(footprints, before)
             before |= footprints
-        return found
 
     def sizes_of_block(self, req_id: bytes, page: int, shape: BlockShape) -> Sizes:
         """Return the sizes of a block that is stored as an extent, in place of its pages."""

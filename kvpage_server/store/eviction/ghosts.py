@@ -9,7 +9,7 @@ dropped ghost. Costs: O(rows) to record the pages of a block, O(1) to find the g
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 
 from kvpage_server.core.pieces import bit_of, row_of
@@ -17,6 +17,7 @@ from kvpage_server.page import unix_ms
 from kvpage_server.store.memory.index import Block
 
 MOST_ROWS = 1 << 18  # rows of all ghosts together, of about 100 bytes each
+_BLOCKS_PER_STEP = 256  # blocks whose ghosts are compared in one step
 _ROWS_PER_GHOST = 8  # rows that each ghost counts in addition to its own, for its object
 
 
@@ -122,10 +123,20 @@ class Ghosts:
                 return ghost
         return None
 
-    def of_request(self, req_id: bytes) -> Ghost | None:
-        """Return the newest ghost of a request, or None. O(blocks of the request)."""
-        ghosts = (self.of_block(req_id, page) for page in self._requests.get(req_id, ()))
-        return max((ghost for ghost in ghosts if ghost), key=lambda ghost: ghost.at, default=None)
+    def count(self, req_id: bytes) -> int:
+        """Return the number of blocks of a request that have ghosts."""
+        return len(self._requests.get(req_id, ()))
+
+    def of_request(self, req_id: bytes) -> Generator[tuple[()], None, Ghost | None]:
+        """Return the newest ghost of a request, or None, in steps."""
+        newest = None
+        for number, page in enumerate([*self._requests.get(req_id, ())], start=1):
+            ghost = self.of_block(req_id, page)
+            if ghost is not None and (newest is None or ghost.at > newest.at):
+                newest = ghost
+            if not number % _BLOCKS_PER_STEP:
+                yield ()
+        return newest
 
     def clear(self) -> None:
         """Drop all ghosts, and set `since` to now."""

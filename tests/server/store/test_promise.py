@@ -18,6 +18,7 @@ from kvpage_server.commands.dispatch.run import run
 from kvpage_server.commands.families.server.config import apply
 from kvpage_server.commands.specs import find
 from kvpage_server.resp import Reply, ReplyError, Stream
+from kvpage_server.store import evict
 from kvpage_server.store.evict import OverLimit, QuotaAccount, Reservation
 
 PAGES = 1100  # three steps or more
@@ -120,6 +121,18 @@ def test_the_same_room_is_left_at_every_step() -> None:
         assert free(here, limit) == left
     assert type(last(steps)) is not ReplyError
     assert (free(here, limit), reserved(here)) == (left, 0)
+
+
+def test_sizes_of_a_batch_are_computed_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, sized = tenant(2 * COUNTED), list[bytes]()
+    counted = evict.counted
+    monkeypatch.setattr(evict, "counted", lambda key, *rest, **named: sized.append(key) or counted(key, *rest, **named))
+    steps, most = begin(here, batch("ta")), 0
+    for _ in steps:
+        most = max(most, len(sized))
+        sized.clear()
+    assert 0 < most < PAGES // 2
+    assert len(here.keyspace) == PAGES
 
 
 def test_space_freed_by_a_batch_is_available() -> None:

@@ -32,7 +32,7 @@ from kvpage_server.commands.families.pages.request import (
     request_name,
 )
 from kvpage_server.commands.registry import command
-from kvpage_server.commands.specs import Parts, extents_of_pages, nothing, pages, requests, values
+from kvpage_server.commands.specs import WORDS_PER_STEP, Parts, extents_of_pages, nothing, pages, requests, values
 from kvpage_server.commands.steps import STEP, Steps, stepwise
 from kvpage_server.core import NAME, Argument, NewPages, PageNames, Slot, filled
 from kvpage_server.core import arguments as core
@@ -248,6 +248,7 @@ def _store_in_steps(
         growth.add(batches[-1])
         read += len(batches[-1])
         yield ()
+    yield from growth.freed()
     with (yield from client.keyspace.admit_in_steps(batches)) as reservation:
         yield from _split(client, batches)
         while batches:
@@ -587,7 +588,9 @@ def kvpagewhy(client: Client, args: list[Argument]) -> Reply:
     """
     keyspace = client.keyspace
     if len(args) == 1:
-        return stepwise(_why_request(client, request_name(args[0])), small=fit_one_step(client, args[0]))
+        req_id = request_name(args[0])
+        small = fit_one_step(client, args[0]) and keyspace.ghosts.count(req_id) <= WORDS_PER_STEP
+        return stepwise(_why_request(client, req_id), small=small)
     if len(args) != NAME_WORDS:
         raise ReplyError("ERR KVPAGEWHY takes a req, or the five arguments that name a page")
     name = page_name(args)
@@ -607,7 +610,7 @@ def _why_request(client: Client, req_id: bytes) -> Steps[dict[str, Reply]]:
     keyspace = client.keyspace
     blocks = {block.page: block for block in (yield from blocks_of(client, req_id))}
     if not blocks:
-        return _explain(keyspace, keyspace.ghosts.of_request(req_id))
+        return _explain(keyspace, (yield from keyspace.ghosts.of_request(req_id)))
     for page in itertools.count():
         block = blocks.get(page)
         if block is not None and block.is_full:

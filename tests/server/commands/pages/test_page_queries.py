@@ -271,6 +271,16 @@ def test_a_block_of_very_many_pages_is_deleted_in_small_steps() -> None:
     assert len(here.keyspace) == 0
 
 
+def test_removals_of_many_blocks_are_compared_in_steps() -> None:
+    here, count = Here(), 2000
+    described = [word for i in range(count) for word in (b"r", b"0", b"0", b"%d" % i, b"0", *b"8 1 1 0 x".split())]
+    here.call("KVPAGEMSET", count, *described)
+    here.call("KVPAGEDEL", "r")
+    steps = [part for _, part in steps_of(here, [b"KVPAGEWHY", b"r"])]
+    assert len(steps) > count // 512
+    assert b"deleted" in b"".join(steps)
+
+
 def test_a_block_stored_during_its_deletion_is_whole() -> None:
     here, count = Here(), 2000
     described = [word for i in range(count) for word in (b"r", b"%d" % i, b"0", b"0", b"0", *b"8 1 1 0 x".split())]
