@@ -38,7 +38,6 @@ from mlx_lm.models.cache import LRUPromptCache
 
 from kvpage_connectors.reasons import Reasons, guarded
 from kvpage_server.address import with_credentials
-from kvpage_server.system.text import plural
 
 log = logging.getLogger("kvpage")
 
@@ -120,7 +119,7 @@ class StoredContexts:
         with self._lock:
             waiting = list(self._waiting)
         if lost := wait(waiting, CLOSE_SECONDS).not_done:
-            log.warning("%s not written", plural(len(lost), "context"))
+            log.warning("%d %s not written", len(lost), "context" if len(lost) == 1 else "contexts")
         self._writer.shutdown(wait=False, cancel_futures=True)
         self._pages.close()
 

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from kvpage_server.client import Closed, DeadlineExceeded, Disconnected, Refused, Unsupported, WrongReply
-from kvpage_server.system.text import plural
 
 _SILENCE = 10.0  # seconds between two log lines with the same reason
 
@@ -38,7 +37,8 @@ class Reasons:
             if now < self._silent_until.get((job, reason), 0.0):
                 return
             self._silent_until[job, reason] = now + _SILENCE
-        self._log.warning("kvpage: %s missed %s, reason: %s %s", job, plural(blocks, "block"), reason, detail)
+        noun = "block" if blocks == 1 else "blocks"
+        self._log.warning("kvpage: %s missed %d %s, reason: %s %s", job, blocks, noun, reason, detail)
 
 
 class Late(Exception):
