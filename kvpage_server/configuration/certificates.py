@@ -27,10 +27,23 @@ def load(config: Config) -> ssl.SSLContext | None:
 
     Raises CertificateError if a file is missing, damaged, or does not fit the others.
     """
-    if not config.tls_port:
-        return None
+    return _context(config) if config.tls_port else None
+
+
+def check(config: Config) -> None:
+    """Check the configured certificates as `load` does, also if tls-port is 0, but nothing if no file is configured.
+
+    Raises CertificateError.
+    """
+    if config.tls_cert_file or config.tls_key_file:
+        _context(config)
+    elif config.tls_ca_cert_file:
+        _load_authorities(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), config)
+
+
+def _context(config: Config) -> ssl.SSLContext:
     if not config.tls_cert_file or not config.tls_key_file:
-        raise CertificateError("tls-port needs tls-cert-file and tls-key-file")
+        raise CertificateError("TLS needs both tls-cert-file and tls-key-file; CONFIG SET takes both at once")
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     made.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
@@ -45,13 +58,17 @@ def load(config: Config) -> ssl.SSLContext | None:
         return made
     if not config.tls_ca_cert_file:
         raise CertificateError(f"tls-auth-clients {config.tls_auth_clients} needs tls-ca-cert-file")
+    _load_authorities(made, config)
+    made.verify_mode = ssl.CERT_REQUIRED if config.tls_auth_clients == "yes" else ssl.CERT_OPTIONAL
+    return made
+
+
+def _load_authorities(made: ssl.SSLContext, config: Config) -> None:
     try:
         _read(config.tls_ca_cert_file, "CERTIFICATE")
         made.load_verify_locations(config.tls_ca_cert_file)
     except (OSError, ValueError) as error:
         raise CertificateError(f"tls-ca-cert-file {config.tls_ca_cert_file}: {_error_text(error)}") from error
-    made.verify_mode = ssl.CERT_REQUIRED if config.tls_auth_clients == "yes" else ssl.CERT_OPTIONAL
-    return made
 
 
 def _load_own(made: ssl.SSLContext, config: Config) -> None:

@@ -176,6 +176,18 @@ class TestCertificates:
             assert "redacted" in log
             assert "secret" not in log
 
+    def test_bad_ones_are_refused_without_a_port_too(self, next_year: Path) -> None:
+        certificate, key, authority = (str(next_year / name) for name in ("server.crt", "server.key", "ca.crt"))
+        with start_server() as server, server.client(decode_responses=True) as client:
+            for name in ("tls-cert-file", "tls-key-file", "tls-ca-cert-file"):
+                with pytest.raises(redis.ResponseError, match=f"argument '{name}'"):
+                    client.config_set(name, str(next_year / "none"))
+            with pytest.raises(redis.ResponseError, match="CONFIG SET takes both at once"):
+                client.config_set("tls-cert-file", certificate)
+            assert not any(client.config_get("tls-*-file").values())
+            client.config_set("tls-ca-cert-file", authority, "tls-cert-file", certificate, "tls-key-file", key)
+            client.config_set("tls-ca-cert-file", "", "tls-cert-file", "", "tls-key-file", "")
+
     @pytest.mark.parametrize(
         ("changes", "why"),
         [

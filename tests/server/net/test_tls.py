@@ -244,7 +244,7 @@ class TestTLS:
     @pytest.mark.parametrize(
         ("options", "why"),
         [
-            ((), "tls-port needs tls-cert-file and tls-key-file"),
+            ((), "TLS needs both tls-cert-file and tls-key-file"),
             (
                 ("--tls-cert-file", "none.crt", "--tls-key-file", "none.key"),
                 "tls-cert-file none.crt, tls-key-file none.key: ",

@@ -150,6 +150,8 @@ def _certificates(config: Config, changes: Mapping[str, str], name: str) -> Step
 
     def load(asked: Config) -> ssl.SSLContext | None:
         check_separate(asked)
+        if not asked.tls_port:  # a later start may have one
+            certificates.check(asked)
         return certificates.load(asked)
 
     while True:
