@@ -76,7 +76,7 @@ def replacing(path: Path, *, keep_group: bool = False) -> Iterator[BinaryIO]:
     """Yield a new file, which replaces `path` when the caller's ``with`` block ends.
 
     After an exception in the block, `path` is unchanged. Only the owner may read the file. With `keep_group`, owner and
-    group keep their permissions. Raises OSError.
+    group keep their permissions. Raises OSError, which names a file.
     """
     file, unfinished = _create(path)
     with file:
@@ -88,8 +88,10 @@ def replacing(path: Path, *, keep_group: bool = False) -> Iterator[BinaryIO]:
             file.flush()
             flush(file.fileno())
             unfinished.rename(path)
-        except BaseException:
+        except BaseException as error:
             unfinished.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.filename is None:  # a write's error has none
+                error.filename = str(path)
             raise
     flush_directory(path.parent)
 

@@ -552,6 +552,11 @@ def test_a_url_with_an_unknown_option_is_refused(options: str, why: str) -> None
         PageClient(f"redis://127.0.0.1:1?{options}")
 
 
+def test_a_url_with_a_wrong_port_is_named_without_its_password() -> None:
+    code, _, errors = kvpage("status", url="redis://u:secret@127.0.0.1:99999")
+    assert (code, errors) == (2, "kvpage: Port out of range 0-65535, got 'redis://127.0.0.1:99999'\n")
+
+
 @pytest.mark.parametrize("seconds", ["nan", "0", "-1", "inf"])
 def test_bench_refuses_a_duration_that_is_none(seconds: str) -> None:
     code, _, errors = kvpage("bench", "--seconds", seconds)

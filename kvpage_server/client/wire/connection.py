@@ -361,7 +361,7 @@ _ALLOWED = {
 
 
 def check_url(url: str) -> None:
-    """Raise ValueError if the URL is not redis://, rediss:// or unix://, or has an unknown option.
+    """Raise ValueError if the URL is not redis://, rediss:// or unix://, or has an invalid port or unknown option.
 
     redis-py itself raises TypeError for an unknown option, when it connects for the first time.
     """
@@ -370,6 +370,10 @@ def check_url(url: str) -> None:
     if allowed is None:
         schemes = "redis://, rediss:// or unix://, and that of a cluster with valkey-cluster://"
         raise ValueError(f"a server's URL begins with {schemes}, got {shown(url)!r}")
+    try:
+        parts.port  # noqa: B018  urlsplit checks it when it is read
+    except ValueError as error:
+        raise ValueError(f"{error}, got {shown(url)!r}") from None
     for name in parse_qs(parts.query, keep_blank_values=True).keys() - allowed:
         if name in _OF_TLS:
             raise ValueError(f"the option {name} of a server's URL needs rediss://")
