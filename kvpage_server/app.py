@@ -289,9 +289,7 @@ def _load_users(server: Server) -> None:
         except OSError as error:
             raise ConfigError(f"aclfile: {config.aclfile}: {error.strerror or error}") from None
     else:
-        server.users.load(
-            (f"user {' '.join(words[:1])}", [os.fsencode(word) for word in words]) for words in config.user
-        )
+        server.users.load(config.user_lines())
 
 
 async def serve(server: Server, upstream: Upstream | None) -> None:

@@ -602,7 +602,7 @@ def users(patient: Patient) -> Iterator[Diagnosis]:
         for path in _named(patient, "aclfile"):
             found.load_file(path)
         if not config.aclfile:
-            found.load(("user", [os.fsencode(word) for word in words]) for words in config.user)
+            found.load(config.user_lines())
     except (UserFileError, OSError) as error:
         yield Diagnosis("users", "error", _text(error), "docs/security.md has the rules of users")
         return

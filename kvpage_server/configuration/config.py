@@ -45,6 +45,7 @@ from kvpage_server.configuration.kinds import (
     token,
     words,
     yes_no,
+    zmq_address,
 )
 from kvpage_server.core.protocol import split_words
 from kvpage_server.store.disk.database import FILE, STORE_FILES
@@ -280,11 +281,11 @@ class Config:
     )
     notify_keyspace_events: str = option(letters("KEg$lshzxeAtdmn"), "", "keyspace events to publish", mutable=True)
     kv_events: str = option(
-        text,
+        zmq_address(may_connect=True),
         "",
         "address of ZMQ, such as tcp://127.0.0.1:5557, on which blocks that are stored and removed are published",
     )
-    kv_events_replay: str = option(text, "", "address of ZMQ from which subscribers get the last events again")
+    kv_events_replay: str = option(zmq_address(), "", "address of ZMQ from which subscribers get the last events again")
     tracking_table_max_keys: int = option(
         integer(0, 2**31), 1_000_000, "keys that CLIENT TRACKING remembers; 0 is no limit in number", mutable=True
     )
@@ -309,6 +310,7 @@ class Config:
     given: set[str] = field(default_factory=set)  # names of parameters on the command line
     in_effect: dict[str, int] = field(default_factory=dict)  # numbers in effect, of parameters whose value is `auto`
     chosen: set[str] = field(default_factory=set)  # names of parameters that `choose_defaults` has set
+    places: list[str] = field(default_factory=list)  # file and line of the first `user` lines, which are in the file
 
     @classmethod
     def parameters(cls) -> dict[str, Field[Any]]:
@@ -400,6 +402,18 @@ class Config:
                 self.set(name, values)
             except ConfigError as error:
                 raise ConfigError(f"{path}, line {number}: {error}") from None
+            if name.lower() == "user":
+                self.places.append(f"{path}, line {number}")
+
+    def user_lines(self) -> Iterator[tuple[str, list[bytes]]]:
+        """Yield the place of each `user` line and option, for error messages, and its words after `user`.
+
+        The place of an option is the user's name alone: rules in the same word may have a password.
+        """
+        for i, line in enumerate(self.user):
+            name = " ".join(line[:1]).split()[:1]
+            place = self.places[i] if i < len(self.places) else " ".join(["user", *name])
+            yield place, [os.fsencode(word) for word in line]
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str, list[str]]]:

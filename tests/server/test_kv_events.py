@@ -388,12 +388,15 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--kv-events-replay", "tcp://*:1"], "kv-events-replay needs kv-events"),
         (["--kv-events", "tcp://*:1", "--store", "cluster", "--cluster-nodes", "a:1"], "no blocks are stored here"),
-        (["--kv-events", "nonsense", "--store", "memory"], "kv-events: nonsense"),
+        (["--kv-events", "nonsense"], "kv-events must be .* such as tcp://127.0.0.1:5557, .* got 'nonsense'"),
+        (["--kv-events", "tcp://*:65536"], "kv-events must be .*, got 'tcp://"),
+        (["--kv-events", ">ipc://a", "--kv-events-replay", ">ipc://b"], "kv-events-replay must be .*, got '>ipc://b'"),
     ],
 )
 def test_a_wrong_configuration_is_refused(options: list[str], error: str) -> None:
-    with pytest.raises(SystemExit, match=error):
-        app.main(["--port", "0", *options])
+    for words in (["--port", "0"], ["--check-config"]):
+        with pytest.raises(SystemExit, match=error):
+            app.main([*words, *options])
 
 
 @pytest.mark.parametrize(

@@ -460,6 +460,16 @@ class TestTheFile:
         file.write_text(line, encoding="utf-8")
         assert why in start_refused("--aclfile", str(file))
 
+    def test_a_wrong_line_of_the_configuration_is_named(self, tmp_path: Path) -> None:
+        file = tmp_path / "kvpage.conf"
+        file.write_text("# users\nuser a on\nuser a off\n", encoding="utf-8")
+        ended = forked.run("kvpage_server.app", "--check-config", str(file))
+        assert f"{file}, line 3: user 'a' is defined twice" in ended.stderr
+
+    def test_an_error_names_no_rule_that_is_a_part_of_the_name(self) -> None:
+        received = start_refused("--user", "ta on >secret")
+        assert received == "kvpage-server: user ta: a user's name has no spaces: its rules are words of their own\n"
+
     def test_and_lines_of_the_configuration_exclude_each_other(self, tmp_path: Path) -> None:
         file = tmp_path / "users.acl"
         file.write_text("", encoding="utf-8")
