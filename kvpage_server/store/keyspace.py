@@ -465,7 +465,11 @@ def read_block(keyspace: Keyspace, block: Block | None, lent: BorrowedReads) -> 
 
 
 def has_block(keyspace: Keyspace, block: Block | None) -> Steps[bool]:
-    """Return whether a block is complete, without counting it as a use."""
+    """Return whether a block is complete, without counting it as a use. O(1) if none of its pages has changed since the
+    last check.
+    """
+    if block is not None and block.shape_known:
+        return block.shape is not None
     return block is not None and (yield from gathered(keyspace, block)).shape is not None
 
 

@@ -16,7 +16,8 @@ from kvpage_server.core.pieces import bit_of, row_of
 from kvpage_server.page import unix_ms
 from kvpage_server.store.memory.index import Block
 
-MOST_ROWS = 1 << 18  # rows of all ghosts together, of about 100 bytes each
+MOST_ROWS = 1 << 18  # rows of all ghosts together
+_ROW = 100  # approximate bytes of a row
 _BLOCKS_PER_STEP = 256  # blocks whose ghosts are compared in one step
 _ROWS_PER_GHOST = 8  # rows that each ghost counts in addition to its own, for its object
 
@@ -43,9 +44,15 @@ class Ghosts:
         # of their last removal, the oldest first.
         self._blocks: OrderedDict[tuple[bytes, int], dict[str, Ghost]] = OrderedDict()
         self._requests: dict[bytes, set[int]] = {}  # page ids of the blocks with ghosts, by request
+        self._names = 0  # bytes of the request ids
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    @property
+    def nbytes(self) -> int:
+        """Approximate bytes of memory of all ghosts."""
+        return self._rows * _ROW + self._names
 
     def remember(self, block: Block, rows: Mapping[int, int], reason: str, by: str = "", limit: str = "") -> None:
         """Record the removal of pages of a block, given as bits by row. O(rows), amortised."""
@@ -54,7 +61,10 @@ class Ghosts:
         ghosts = self._blocks.pop(name, None)
         if ghosts is None:
             ghosts = {}
-            self._requests.setdefault(block.req_id, set()).add(block.page)
+            if block.req_id not in self._requests:
+                self._requests[block.req_id] = set()
+                self._names += len(block.req_id)
+            self._requests[block.req_id].add(block.page)
         self._blocks[name] = ghosts
         # Take the pages out of the ghosts with other reasons.
         ghost = ghosts.pop(reason, None)
@@ -98,6 +108,7 @@ class Ghosts:
         pages.remove(page)
         if not pages:
             del self._requests[req_id]
+            self._names -= len(req_id)
 
     def has_block(self, req_id: bytes, page: int) -> bool:
         """Return whether pages of a block were removed, and their ghost exists."""
@@ -142,5 +153,5 @@ class Ghosts:
         """Drop all ghosts, and set `since` to now."""
         self._blocks.clear()
         self._requests.clear()
-        self._rows = 0
+        self._rows = self._names = 0
         self.since = unix_ms()

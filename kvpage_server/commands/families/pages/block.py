@@ -353,7 +353,11 @@ def _joined(pieces: Sequence[Piece]) -> Steps[memoryview]:
 
 
 @_block(
-    "kvblockexists req page", needs=nothing, reply="integer", summary="Says whether a block exists and is complete."
+    "kvblockexists req page",
+    needs=nothing,
+    complexity="O(N) with N pages, O(1) if stored as a block, or unchanged since the last check",
+    reply="integer",
+    summary="Says whether a block exists and is complete.",
 )
 def kvblockexists(client: Client, args: list[Argument]) -> Reply:
     """Return 1 if the block is complete, else 0. A block is complete if its pages fit together, as KVBLOCKGET says."""

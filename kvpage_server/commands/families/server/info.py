@@ -329,6 +329,7 @@ def _kvpage(server: Server) -> Fields:
             for number, (tenant, kept) in enumerate(sorted(islice(guards.tenants.items(), _MOST_TENANTS)))
         },
         "blocks_remembered": len(ghosts),
+        "blocks_remembered_bytes": ghosts.nbytes,
         "strings_remembered": len(server.keyspace.lost),
         "strings_remembered_bytes": server.keyspace.lost.bytes,
         **misses,

@@ -271,6 +271,22 @@ def test_a_block_of_very_many_pages_is_deleted_in_small_steps() -> None:
     assert len(here.keyspace) == 0
 
 
+def test_an_unchanged_block_is_not_checked_again() -> None:
+    here, count = Here(), 2000
+    described = [word for i in range(count) for word in (b"r", b"%d" % i, *b"0 0 0 8 1 1 0 x".split())]
+    here.call("KVPAGEMSET", count, *described)
+
+    def steps() -> int:
+        *before, answer = (part for _, part in steps_of(here, [b"KVBLOCKEXISTS", b"r", b"0"]))
+        assert answer == b":%d\r\n" % (here.call("KVBLOCKGET", "r", 0) != b"$-1\r\n")
+        return len(before)
+
+    assert steps() > count // 512
+    assert steps() == 0
+    here.call("KVPAGESET", "r", 0, 0, 0, 0, 8, 1, 2, 0, b"xx")
+    assert steps() > count // 512
+
+
 def test_removals_of_many_blocks_are_compared_in_steps() -> None:
     here, count = Here(), 2000
     described = [word for i in range(count) for word in (b"r", b"0", b"0", b"%d" % i, b"0", *b"8 1 1 0 x".split())]

@@ -206,3 +206,17 @@ def test_ghosts_are_bounded_and_say_since_when_they_know() -> None:
     assert ghosts.of_block(b"r9", 899) is None
     assert ghosts.count(b"r3")
     assert ghosts.since > started
+    assert ghosts.nbytes <= 100 * 200 + 10 * len(b"r3")
+
+
+def test_memory_of_removed_blocks_is_counted() -> None:
+    ghosts, counted = Ghosts(most_rows=9 * 20), [0]
+    for page in range(30):
+        block = Block(b"%03d" % page + b"r" * 200, 0)
+        block.add(0, 0, 0)
+        ghosts.remember(block, block.rows, "evicted")
+        counted.append(ghosts.nbytes)
+        assert (counted[-1] > counted[-2] + 200) == (page < 20)
+    assert counted[20] == counted[-1]
+    ghosts.clear()
+    assert ghosts.nbytes == 0
