@@ -89,10 +89,13 @@ def is_removed(contents: Contents, name: bytes) -> bool:
     """Return whether no value has this name. A page counts as existing as long as its block exists."""
     if name[:1] == b"b":
         return not contents.index.has(*parse_block(name))
-    page = page_named(name[1:])
-    return name[1:] not in contents.catalogue.entries and (
-        page is None or not contents.index.has(page.req_id, page.page)
-    )
+    return is_key_removed(contents, name[1:])
+
+
+def is_key_removed(contents: Contents, key: bytes) -> bool:
+    """Return whether a key has no value, as `is_removed`. It makes no copy of the key, which may have megabytes."""
+    page = page_named(key)
+    return key not in contents.catalogue.entries and (page is None or not contents.index.has(page.req_id, page.page))
 
 
 def is_on_disk_named(contents: Contents, name: bytes) -> bool:

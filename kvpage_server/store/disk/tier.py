@@ -47,6 +47,7 @@ from kvpage_server.store.disk.naming import (
     block_name_of,
     described,
     each_name_in,
+    is_key_removed,
     is_on_disk_named,
     is_removed,
     name_of_unit,
@@ -566,7 +567,7 @@ class DiskTier(Tier):
 
     def removed(self, key: bytes) -> None:
         name = name_of_key(key)
-        self.stored.remove(name, replaced=self.stored.maxdisk > 0 and not is_removed(self._contents, name))
+        self.stored.remove(name, replaced=self.stored.maxdisk > 0 and not is_key_removed(self._contents, key))
 
     def pages_removed(self, keys: Sequence[bytes]) -> None:
         self.stored.remove_all(map(name_of_key, keys), replaced=True)

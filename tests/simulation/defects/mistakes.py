@@ -110,7 +110,7 @@ MISTAKES = [
         "deletion-not-written",
         _STORE + "disk.tier",
         "DiskTier.removed",
-        "        self.stored.remove(name, replaced=self.stored.maxdisk > 0 and not is_removed(self._contents, name))\n",
+        "        self.stored.remove(name, replaced=self.stored.maxdisk > 0 and not is_key_removed(self._contents, key))\n",
         "",
         "what was deleted is back after a restart",
     ),

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -594,3 +595,25 @@ def test_a_flush_frees_the_tables_of_the_disk_in_steps(tmp_path: Path) -> None:
         for last in (b"PING", b"SAVE"):
             turns.cost(encode_command([b"MSET", *values]), encode_command([last]))
             assert turns.on_loop(lambda: len(contents.flush())) >= 1500  # entries, places of the policy, and names
+
+
+def test_the_removal_of_a_long_key_copies_it_once(tmp_path: Path) -> None:
+    key = b"k" * (4 << 20)
+    with measured(directory=tmp_path) as turns:
+        turns.cost(encode_command([b"SET", key, b"value"]), encode_command([b"SAVE"]))
+        tier = turns.server.keyspace.tier
+        assert tier is not None
+        tier.stored.maxdisk = 1 << 30
+
+        def copied() -> int:
+            """Delete the key. Return the most bytes that were allocated at once."""
+            before, _ = tracemalloc.get_traced_memory()
+            tracemalloc.reset_peak()
+            assert turns.server.keyspace.contents.delete(key)
+            return tracemalloc.get_traced_memory()[1] - before
+
+        tracemalloc.start()
+        try:
+            assert turns.on_loop(copied) < 1.5 * len(key)
+        finally:
+            tracemalloc.stop()
