@@ -17,8 +17,10 @@ from wire import encode_command
 from kvpage_server.commands.dispatch.run import run
 from kvpage_server.commands.families.server.config import apply
 from kvpage_server.commands.specs import find
+from kvpage_server.core import NewPages
+from kvpage_server.core.arguments import page_name
 from kvpage_server.resp import Reply, ReplyError, Stream
-from kvpage_server.store import evict
+from kvpage_server.store import contents, evict
 from kvpage_server.store.evict import OverLimit, QuotaAccount, Reservation
 
 PAGES = 1100  # three steps or more
@@ -133,6 +135,16 @@ def test_sizes_of_a_batch_are_computed_in_steps(monkeypatch: pytest.MonkeyPatch)
         sized.clear()
     assert 0 < most < PAGES // 2
     assert len(here.keyspace) == PAGES
+
+
+def test_blocks_of_a_batch_are_forgotten_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Here()
+    growth = contents.BlockGrowth(here.keyspace.contents)
+    for number in range(250):
+        name = page_name([b"r%d" % number, b"0", b"0", b"0", b"0"])
+        growth.add(NewPages.one(name, here.keyspace.arena.allocate(1), 0))
+    monkeypatch.setattr(contents, "_BLOCKS_PER_FREE", 100)
+    assert len([*growth.freed()]) == 3
 
 
 def test_space_freed_by_a_batch_is_available() -> None:
