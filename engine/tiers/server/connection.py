@@ -159,7 +159,8 @@ class Reachability:
     outage.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, level: int = logging.WARNING) -> None:
+        self._level = level  # of the lines
         self.outage: Outage | None = None
         self._address = address
         self._failures = 0  # in a row
@@ -172,22 +173,25 @@ class Reachability:
             self.outage = Outage(reason, time.monotonic())
             event = "lost connection" if self._connected else "cannot connect"
             text = str(error) or "no answer in time"
-            log.warning("%s to the page server at %s (%s): %s", event, self._address, reason, text)
+            log.log(self._level, "%s to the page server at %s (%s): %s", event, self._address, reason, text)
 
     def answered(self) -> None:
         """Note that the server has answered, even with an error."""
         if self.outage:
             event = "connected again" if self._connected else "connected"
-            log.warning("%s to the page server at %s after %.0f s", event, self._address, self.outage.seconds)
+            text = "%s to the page server at %s after %.0f s"
+            log.log(self._level, text, event, self._address, self.outage.seconds)
         self.outage, self._failures, self._connected = None, 0, True
 
 
 class ServerConnection:
     """Connection to a page server, with an event loop. `server`, the client, may be used only on this loop."""
 
-    def __init__(self, url: str, owner: str, deadline: float, code: Coding = "auto") -> None:
+    def __init__(
+        self, url: str, owner: str, deadline: float, code: Coding = "auto", *, outage_level: int = logging.WARNING
+    ) -> None:
         """Start the loop for `owner`. `deadline` is in seconds, for a request or a chunk of blocks. `code` is as for
-        PageClient.
+        PageClient. Outages are logged at `outage_level`.
 
         Raises ValueError for an invalid URL.
         """
@@ -203,7 +207,7 @@ class ServerConnection:
         self._failing = frozenset() if self.several else FAILING  # with several servers, the client skips failing ones
         self.connections = CONNECTIONS
         self.breaker = CircuitBreaker()
-        self.reachability = Reachability(shown(url))
+        self.reachability = Reachability(shown(url), outage_level)
         self.rates = Rates()
         self._may_use_no_touch = True  # no refusal of CLIENT NO-TOUCH so far
         self._turns = asyncio.Semaphore(CONCURRENT_ATTEMPTS)

@@ -12,6 +12,8 @@ from api_engines import RunningEngine, start_engine, write_tiny
 from servers import free_port, start_server
 from waiting import until
 
+from engine.tiers.server.connection import FAILURES
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -25,6 +27,11 @@ def ask(engine: RunningEngine, agent: str) -> None:
         max_tokens=4,
         extra_body={"agent_id": agent},
     )
+
+
+def respond(engine: RunningEngine) -> str:
+    """Return the id of a new response."""
+    return engine.client().responses.create(model="model0", input="hello", max_output_tokens=2).id
 
 
 def agent(engine: RunningEngine, name: str) -> dict[str, object]:
@@ -77,10 +84,13 @@ def test_lost_connection_is_logged_once_and_its_end_once(model: Path) -> None:
             until(lambda: ready(engine) == {"status": "ok", "store": "ok"}, "the connection")
             ask(engine, "alice")
             until(lambda: agent(engine, "alice")["saved"], "alice on the store")
+            respond(engine)
             server.stop()
             until(lambda: ready(engine).get("store") == "unreachable", "the outage")
             assert agent(engine, "alice")["saved"] is False  # the server was its only place
-            with start_server(port=port):
+            responses = [respond(engine) for _ in range(FAILURES)]
+            with start_server(port=port) as again, again.client() as client:
+                until(lambda: client.exists(*(f"response::{name}" for name in responses)) == FAILURES, "the responses")
                 until(lambda: ready(engine).get("store") == "ok", "the connection again")
                 saved = httpx.post(f"{engine.url}/v1/agents/alice/save")
                 assert (saved.status_code, saved.json()["saved"]) == (200, True)
