@@ -197,7 +197,13 @@ async def _pin(contexts: Contexts, agent_id: str, seconds: int) -> str:
     own = sum(contexts.tenant.given(one) is not None for one in pinned)
     if agent_id not in pinned and (len(pinned) >= MAX_PINS or own >= tokens.share(MAX_PINS)):
         return "refused"
-    return _result(await asyncio.to_thread(store.pin, agent_id) or None)
+    if await asyncio.to_thread(store.pin, agent_id):
+        return "done"
+    loaded = await contexts.load(agent_id)  # it is in the tiers below memory alone, or nowhere
+    try:
+        return _result(await asyncio.to_thread(store.pin, agent_id) if loaded.blocks else None)
+    finally:
+        contexts.free(loaded, agent_id)
 
 
 async def _unpin(contexts: Contexts, agent_id: str, seconds: int) -> str:

@@ -102,6 +102,9 @@ def test_a_context_leaves_memory_and_returns(server: RunningServer, tmp_path: Pa
         assert tiers(engine, "alice") == ["page"]
         assert hint(engine, ("prefetch", alice)) == ["done"]
         assert tiers(engine, "alice") == ["hot", "page"]
+        assert hint(engine, ("demote", alice), ("unpin", alice), ("pin", alice)) == ["done", "not_found", "done"]
+        assert tiers(engine, "alice") == ["hot", "page"]
+        assert hint(engine, ("demote", alice), ("pin", {"session_id": "nobody"})) == ["refused", "not_found"]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mamba2"])
