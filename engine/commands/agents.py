@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from functools import partial
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote, urlencode
@@ -16,6 +17,7 @@ from kvpage_server.system.text import as_size
 from . import Failure
 
 TOKEN = "KVPAGE_TOKEN"  # environment variable
+URL = "http://127.0.0.1:8000"  # the default
 ANSWER_SECONDS = 60.0
 ACTIONS = (  # name, help, arguments, method, path
     ("list", "all agents", (), "GET", "/v1/agents"),
@@ -28,22 +30,27 @@ ACTIONS = (  # name, help, arguments, method, path
 
 def add_to(commands: Any) -> None:
     parser = commands.add_parser("agents", help="list, show, save, fork or delete the agents of a serving engine")
-    add = parser.add_argument
-    add("--url", default="http://127.0.0.1:8000", help="URL of the engine (default: %(default)s)")
-    add(
-        "--model",
-        metavar="NAME",
-        help="model, if the engine has several (default: the first, list: all)",
-    )
-    add("--token", default=os.environ.get(TOKEN), help=f"access token (default: {TOKEN} of the environment)")
+    _add_options(parser)
+    parser.set_defaults(url=URL, model=None, token=os.environ.get(TOKEN))
     actions = parser.add_subparsers(title="actions", required=True)
     for name, help, arguments, method, path in ACTIONS:
         action = actions.add_parser(name, help=help)
+        _add_options(action)
         for argument in arguments:
             action.add_argument(argument, metavar=argument.upper())
         if name == "fork":
             action.add_argument("--replace", action="store_true", help="replace the agent NEW if it exists")
         action.set_defaults(run=run, method=method, path=path)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that may be before and after the action. They have no defaults here: those of the action would
+    replace the values before it.
+    """
+    add = partial(parser.add_argument, default=argparse.SUPPRESS)
+    add("--url", help=f"URL of the engine (default: {URL})")
+    add("--model", metavar="NAME", help="model, if the engine has several (default: the first, list: all)")
+    add("--token", help=f"access token (default: {TOKEN} of the environment)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,7 +81,10 @@ def _ask(args: argparse.Namespace, path: str, body: Any) -> Any:
 
 def _message(error: HTTPError) -> str:
     try:
-        return str(json.load(error)["error"]["message"])
+        found = json.load(error)["error"]
+        message = str(found["message"])
+        # The engine's message names the field of the body.
+        return message.replace("replace: true", "--replace") if found["code"] == "agent_exists" else message
     except (ValueError, KeyError, TypeError):
         return f"{error.url} answered {error.code}, which is not what an engine says"
 

@@ -254,8 +254,11 @@ def test_the_command_line_gives_the_same_result(
     assert run("fork", "shelly", "shelly-2").splitlines()[1].startswith("shelly-2 ")
     assert run("delete", "shelly") == "shelly is deleted\n"
     assert "shelly-2" in run("show", "shelly-2")
+    assert cli.main(["agents", "show", "shelly-2", "--url", engines[0].url]) == 0
+    assert capsys.readouterr().out == run("show", "shelly-2")
     for words, complaint in (
         (["--url", engines[0].url, "show", "shelly"], "nothing is remembered of 'shelly'"),
+        (["fork", "shelly-2", "shelly-2", "--url", engines[0].url], "'shelly-2'; --replace replaces it"),
         (["--url", engines[0].url, "show", "a/b"], "agent_id must be 1 to 128"),
         (["--url", engines[0].url, "--model", "other", "list"], "'other' is not served here"),
         (["--url", "http://127.0.0.1:1", "list"], "cannot ask http://127.0.0.1:1: "),
