@@ -88,6 +88,11 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=bos is None or not text.startswith(bos), verbose=False))
 
 
+def encode_part(tokenizer: Any, text: str) -> list[int]:
+    """Return the token ids of a part of a prompt, without special tokens around it."""
+    return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))  # without a warning of its length
+
+
 # -- Fill in the middle: prompts for a text between two others, for models that have tokens for it ---------------------
 
 # The tokens before the text, before its continuation, and before the answer, by family.
@@ -120,17 +125,13 @@ class Infill:
     def prompt(self, tokenizer: Any, before: str, after: str) -> list[int]:
         """Return the token ids of a prompt whose answer is the text between two others. Raises UnknownTokenError."""
         beginning = encode(tokenizer, before)
-        plain = list(tokenizer.encode(before, add_special_tokens=False))
+        plain = encode_part(tokenizer, before)
         special = beginning[: len(beginning) - len(plain)] if beginning[len(beginning) - len(plain) :] == plain else []
         encode(tokenizer, after)  # raises an exception if it is not valid Unicode
         # A continuation has no space before its first word, which SentencePiece would add.
-        line = list(tokenizer.encode("\n", add_special_tokens=False))
-        behind = list(tokenizer.encode("\n" + after, add_special_tokens=False))
-        behind = (
-            behind[len(line) :]
-            if behind[: len(line)] == line
-            else list(tokenizer.encode(after, add_special_tokens=False))
-        )
+        line = encode_part(tokenizer, "\n")
+        behind = encode_part(tokenizer, "\n" + after)
+        behind = behind[len(line) :] if behind[: len(line)] == line else encode_part(tokenizer, after)
         texts = [[self.prefix, *plain], [self.suffix, *behind]]
         if self.suffix_first:
             texts.reverse()

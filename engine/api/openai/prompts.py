@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...generation.structure import Constraint, ConstraintError, Constraints, compiling_thread
 from ...generation.text import TokenText, template_writes_space
-from ...generation.tokens import PromptError, encode, infill_of
+from ...generation.tokens import PromptError, encode, encode_part, infill_of
 from ...spec import ModelCacheSpec
 from .calls import FORCED, INSTEAD, MARKED, CallError, OfferedTool, Written, compile_calls
 from .errors import invalid
@@ -84,7 +84,7 @@ class Prompts:
         self.markup = Markup(self._tokenizer)
         self.infill = infill_of(self._tokenizer)
         # Ends of lines and of the answer, as in mlx-lm's server.
-        self.kept_by_xtc = frozenset([*tokenizer.eos_token_ids, *tokenizer.encode("\n", add_special_tokens=False)])
+        self.kept_by_xtc = frozenset([*tokenizer.eos_token_ids, *encode_part(tokenizer, "\n")])
         self._constraints = Constraints(self._tokenizer, spec.vocab_size, tokenizer.eos_token_ids)
         self._compiling = compiling_thread(spec.name)
         self._keeps_space: bool | None = None  # None before the first conversation
@@ -176,7 +176,7 @@ class Prompts:
         """Return the token ids that end the reasoning with which the answer to `prompt` begins; empty without one."""
         if self.markup.start(prompt) != REASONING:
             return []
-        return list(self._tokenizer.encode(self._tokenizer.think_end, add_special_tokens=False))
+        return encode_part(self._tokenizer, self._tokenizer.think_end)
 
     async def of_text(self, prompt: str | Sequence[int], suffix: str = "") -> list[int]:
         """Return the token ids of a text, encoded as by mlx_lm.generate; return ids as they are, after a check. With
@@ -227,12 +227,12 @@ class Prompts:
         _check_utf8(text)
         if answered:
             self._check_length([text], "messages")
-        tokens = controls.encode(text) if controls else self._tokenizer.encode(text, add_special_tokens=False)
+        tokens = controls.encode(text) if controls else encode_part(self._tokenizer, text)
         if self._keeps_space is None:
             self._keeps_space = not template_writes_space(
                 lambda messages, asks: self._rendered(messages, template, offered, asks=asks)
             )
-        return self._fitting(list(tokens), "messages") if answered else list(tokens)
+        return self._fitting(tokens, "messages") if answered else tokens
 
     def _template(self, tools: Offered) -> str | None:
         """Return the chat template for a conversation with these tools; None if it is a Python function of the

@@ -84,7 +84,7 @@ class ControlTokens:
         return tokens
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))  # as `encode_part` does
 
 
 # -- tool arguments ----------------------------------------------------------------------------------------------------

@@ -310,6 +310,18 @@ def test_reasoning_of_the_history_has_the_templates_name(renderer: Renderer, nam
     assert "a greeting" not in rendered(letters(renderer, TEXT + END), history)
 
 
+@pytest.mark.parametrize("sanitize", [False, True])
+def test_a_long_conversation_is_encoded_without_a_warning(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch, sanitize: bool
+) -> None:
+    tokenizer = letter_tokenizer()._tokenizer
+    tokenizer.chat_template, tokenizer.model_max_length = TEXT + END, 8
+    warned: list[object] = []
+    monkeypatch.setattr("transformers.tokenization_utils_base.logger.warning", warned.append)
+    tokens_of(Prompts(TokenizerWrapper(tokenizer), LETTERS, renderer, sanitize=sanitize), *HELLO)
+    assert not warned
+
+
 def test_control_tokens_in_variables_are_text_if_sanitized(renderer: Renderer) -> None:
     tokenizer = letter_tokenizer()._tokenizer
     tokenizer.chat_template = "{{ mood }}" + TEXT + END
