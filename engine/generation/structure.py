@@ -13,6 +13,7 @@ import math
 import re
 import secrets
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
@@ -36,6 +37,7 @@ MAX_PROPERTIES = 500  # of a JSON Schema, in all its parts
 MAX_REFERENCES = 1000  # of a JSON Schema, different ones
 MAX_RULES = 500  # of a grammar; the mask of a token takes 0.05 s with ambiguous ones, and 0.3 s with 1,000
 MAX_LETTERS = 32_768  # of a grammar
+ALL_MASKS_SECONDS, MASK_SECONDS = 5.0, 0.02  # for the masks of a request: of all, and in addition for each token
 MAX_PATTERN = 4096  # characters of a regular expression: time and memory of `a*` N times grow with the square of N
 # llguidance follows chains of rules and of `$ref` by recursion: an overflow of the stack would end the process.
 _STACK_BYTES = 256 << 20  # virtual memory; chains of 10,000 references need less
@@ -359,6 +361,7 @@ class Constraint:
         self._ends = ends
         self._begin = begin
         self.field: str | None = None  # of the request
+        self._masks, self._seconds = 0, 0.0  # of all answers of the request so far, and the time for them
 
     def _error(self, text: str) -> ConstraintError:
         error = ConstraintError(text[:300])
@@ -369,8 +372,25 @@ class Constraint:
         """Return a processor of logits for one answer to a prompt of `prompt` tokens. If the answer begins with
         reasoning, the constraint begins `after` the tokens that end it.
         """
-        if self._begin is not None:
-            return self._of_calls(prompt)
+        return self._bounded(self._of_calls(prompt) if self._begin is not None else self._of_text(prompt, after))
+
+    def _bounded(self, process: Callable[[mx.array, mx.array], mx.array]) -> Callable[[mx.array, mx.array], mx.array]:
+        """Return a processor that raises ConstraintError if the masks of the request took too long: those of an
+        ambiguous grammar take time that grows with the square of the length of the text.
+        """
+
+        def bounded(tokens: mx.array, logits: mx.array) -> mx.array:
+            begun = time.thread_time()  # a busy machine does not end an answer
+            masked = process(tokens, logits)
+            self._masks, self._seconds = self._masks + 1, self._seconds + time.thread_time() - begun
+            if self._seconds > ALL_MASKS_SECONDS + self._masks * MASK_SECONDS:
+                raise self._error(f"the masks of {self._masks:,} tokens took {self._seconds:.1f} s")
+            return masked
+
+        return bounded
+
+    def _of_text(self, prompt: int, after: Sequence[int]) -> Callable[[mx.array, mx.array], mx.array]:
+        """Return a processor for a constraint that begins with the answer, or `after` these tokens."""
         matcher, seen = self._matcher.deep_copy(), prompt
         before: list[int] | None = [] if after else None  # the last tokens of the reasoning
 

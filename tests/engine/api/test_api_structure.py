@@ -240,6 +240,16 @@ def test_a_constraint_without_a_text_is_refused() -> None:
         process(mx.array([5]), mx.zeros((1, 97)))
 
 
+def test_the_time_of_an_answers_masks_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.generation.structure.ALL_MASKS_SECONDS", 0.1)
+    monkeypatch.setattr("engine.generation.structure.MASK_SECONDS", 0.0)
+    grammar = of_grammar('start: s\ns: s s s s s | s s | "a" | ""')
+    letter = letter_tokenizer()._tokenizer.convert_tokens_to_ids("a")
+    process = Constraints(letter_tokenizer(), 97, [96]).compile(grammar).processor(0)
+    with pytest.raises(ConstraintError, match=r"^the masks of \d+ tokens took \d+\.\d s$"):
+        [process(mx.array([letter] * tokens), mx.zeros((1, 97))) for tokens in range(300)]
+
+
 NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "additionalProperties": False}
 
 
