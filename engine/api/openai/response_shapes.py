@@ -129,13 +129,14 @@ class ResponseReply:
         (answer,) = answers
         cut = answer.finish_reason == "length" and not self._silent
         reused, generated = answer.reuse.tokens, 0 if self._silent else len(answer.tokens)
-        kept = written(answer, self._notes.boundaries)
-        details = {f"ttl_{ttl}_tokens": kept[ttl] for ttl in ("30m", "12h")}
+        boundaries = self._notes.boundaries
+        living = written(answer, boundaries, answer.kept.tokens if answer.kept else 0)
+        details = {f"ttl_{ttl}_tokens": living[ttl] for ttl in ("30m", "12h")}
         usage = {
             "input_tokens": answer.prompt_tokens,
             "input_tokens_details": {
                 "cached_tokens": reused,
-                "cache_write_tokens": kept.total(),
+                "cache_write_tokens": written(answer, boundaries).total(),
                 "cache_write_tokens_details": details if any(details.values()) else None,
             },
             "output_tokens": generated,

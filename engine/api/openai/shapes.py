@@ -320,12 +320,13 @@ def kept_of(kept: KeptContext | None) -> Reply | None:
     return {"tokens": kept.tokens, "until": kept.until // 1000 or None, "why": kept.why or None}
 
 
-def written(answer: Answer, boundaries: Sequence[Boundary]) -> Counter[str]:
+def written(answer: Answer, boundaries: Sequence[Boundary], first: int | None = None) -> Counter[str]:
     """Return how many tokens of a prompt were computed and are kept, by the longest lifetime of the next breakpoints.
-    `boundaries` are in ascending order.
+    `boundaries` are in ascending order. With `first`, only so many first tokens of the prompt count.
     """
     at, found = answer.reuse.tokens, Counter[str]()
     for i, (tokens, _) in enumerate(boundaries if answer.not_kept is None else ()):
+        tokens = tokens if first is None else min(tokens, first)
         longest = max((boundary.ttl for boundary in boundaries[i:]), key=LIFETIMES.__getitem__)
         found[longest] += max(0, tokens - at)
         at = max(at, tokens)

@@ -266,6 +266,26 @@ def test_the_ttls_of_a_response_are_kept(engine: RunningEngine, api: openai.Open
     assert made.kvpage["kept"] is None
 
 
+def test_tokens_by_lifetime_are_those_that_got_one(tmp_path: Path) -> None:
+    """The page server does not store a last block of four tokens."""
+    with (
+        start_server() as server,
+        start_engine(write_tiny(tmp_path / "tiny"), "--store", server.url) as engine,
+        engine.client() as client,
+    ):
+
+        def respond(text: str) -> Any:
+            options: Any = {"ttl": "30m"}
+            return client.responses.create(model="tiny", max_output_tokens=2, input=text, prompt_cache_options=options)
+
+        around = respond("b").usage.input_tokens - 1
+        made = respond(TEXT[: 512 + 4 - around])
+        details = made.usage.input_tokens_details
+        assert (made.usage.input_tokens, made.kvpage["kept"]["tokens"]) == (516, 512)
+        assert details.cached_tokens + details.cache_write_tokens == 516
+        assert details.cached_tokens + details.cache_write_tokens_details.ttl_30m_tokens == 512
+
+
 def test_a_chat_has_lifetimes_but_not_12h(engine: RunningEngine, api: openai.OpenAI) -> None:
     messages: Any = [{"role": "user", "content": TEXT}]
     asked: Any = {"model": "tiny", "max_tokens": 2, "messages": messages}
