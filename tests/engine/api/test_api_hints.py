@@ -87,24 +87,24 @@ def fill(engine: RunningEngine, contexts: int) -> None:
 
 
 def test_a_context_leaves_memory_and_returns(server: RunningServer, tmp_path: Path) -> None:
-    alice = {"session_id": "alice"}
+    erin = {"session_id": "erin"}
     with start_engine(write_tiny(tmp_path / "tiny"), "--store", server.url) as engine:
-        assert hint(engine, ("retain", alice), ("demote", alice), ("prefetch", alice)) == ["not_found"] * 3
-        ask(engine, "I am alice", user="alice")
-        assert hint(engine, ("retain", alice)) == ["done"]
-        assert tiers(engine, "alice") == ["hot", "page"]
-        assert hint(engine, ("pin", alice), ("demote", alice), ("unpin", alice), ("demote", alice)) == [
+        assert hint(engine, ("retain", erin), ("demote", erin), ("prefetch", erin)) == ["not_found"] * 3
+        ask(engine, "I am erin", user="erin")
+        assert hint(engine, ("retain", erin)) == ["done"]
+        assert tiers(engine, "erin") == ["hot", "page"]
+        assert hint(engine, ("pin", erin), ("demote", erin), ("unpin", erin), ("demote", erin)) == [
             "done",
             "refused",
             "done",
             "done",
         ]
-        assert tiers(engine, "alice") == ["page"]
-        assert hint(engine, ("prefetch", alice)) == ["done"]
-        assert tiers(engine, "alice") == ["hot", "page"]
-        assert hint(engine, ("demote", alice), ("unpin", alice), ("pin", alice)) == ["done", "not_found", "done"]
-        assert tiers(engine, "alice") == ["hot", "page"]
-        assert hint(engine, ("demote", alice), ("pin", {"session_id": "nobody"})) == ["refused", "not_found"]
+        assert tiers(engine, "erin") == ["page"]
+        assert hint(engine, ("prefetch", erin)) == ["done"]
+        assert tiers(engine, "erin") == ["hot", "page"]
+        assert hint(engine, ("demote", erin), ("unpin", erin), ("pin", erin)) == ["done", "not_found", "done"]
+        assert tiers(engine, "erin") == ["hot", "page"]
+        assert hint(engine, ("demote", erin), ("pin", {"session_id": "nobody"})) == ["refused", "not_found"]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mamba2"])

@@ -98,7 +98,7 @@ def test_kvpage_shows_memory_by_agent_and_the_result_of_a_load(tier: PageTier, h
     assert (context["found_tokens"], context["missing_blocks"]) == (4 * BLOCK, 1)
     assert [place["there"] for place in context["places"]] == [i != 4 for i in range(len(blocks))]
     assert context["places"][4]["why"] in ("deleted", "absent")
-    (context,) = json_of("stat", "bob", url=home.url)["contexts"]
+    (context,) = json_of("stat", "bob", url=home.url, expected=1)["contexts"]
     assert {place["agents"] for place in context["places"]} == {2}
     assert json_of("why", blocks[3], url=home.url)["reason"] == "stored"
     assert json_of("why", "{nobody}", url=home.url, expected=1)["reason"] in ("never stored", "absent")

@@ -220,7 +220,7 @@ def kvmap_release(client: Client, args: list[Argument]) -> Reply:
 @_map(
     "kvmap|socket",
     flags="readonly allkeys dangerous noscript no_multi",
-    reply="array",
+    reply="array | null",
     summary="Returns the path of the server's unix socket, which the other commands of KVMAP need.",
 )
 def kvmap_socket(client: Client, args: list[Argument]) -> Reply:

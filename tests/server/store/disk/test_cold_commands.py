@@ -196,7 +196,9 @@ ARGUMENTS: dict[str, st.SearchStrategy[Words]] = {
 TRANSACTIONS = {"multi", "exec", "discard", "watch", "unwatch"}  # see `CommandsMachine.transact`
 APART = {"shutdown", "quit", "reset", "monitor", "subscribe", "psubscribe"}  # after these the connection is another
 ELSEWHERE = {"kvblocksetcoded", "kvblockmgetcoded"}  # tests of coded blocks have their replies
-ELSEWHERE |= {f"kvmap|{name}" for name in ("attach", "blockmget", "mget", "release")}  # they need a unix socket
+ELSEWHERE |= {
+    f"kvmap|{name}" for name in ("attach", "blockmget", "mget", "release", "socket")
+}  # they need a unix socket
 APART |= {"auth"}  # wrong passwords are slowed down
 
 
