@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import engine  # noqa: F401 - picks the BLAS before MLX is imported
@@ -38,11 +39,13 @@ from engine.tiers.store import AgentCacheStore, CacheConfig
 
 SOONER = {256: 6.0, 1024: 30.0, 2048: 50.0, 4000: 80.0}  # targets: prefill time / page server time, by tokens
 FILE, MLX_LM = 1.3, 1.0  # targets: at most so many times the time with our file, and with mlx-lm's
+HOT, HOT_TOKENS = 1.1, 4000  # target: the time with mapped memory, at most so many times that with the engine's memory
 MOST_PREFILLED = 3 * 1024  # tokens in all prefills of one context, at most
 QUESTION = " And what else does the keeper have to know?"  # the prompt of a returning agent
 ANSWER = 4  # tokens, which are compared
 POOL_BLOCKS = 64
 SERVER, FILES, MLX_LM_FILE = "page server", "cold file", "mlx-lm's prompt cache"  # only a file needs an agent id
+MAPPED = "mapped memory of the page server"  # read on its unix socket, with KVMAP
 
 Tokens = list[int]
 
@@ -126,6 +129,13 @@ def compute(
 
 
 @contextmanager
+def mapped_url() -> Iterator[str]:
+    """Run another server, and yield the URL of its unix socket: a client of that server's TCP port uses it, too."""
+    with TemporaryDirectory() as directory, start_kvpage("--unixsocket", f"{directory}/socket"):
+        yield f"unix://{directory}/socket"
+
+
+@contextmanager
 def tiers(
     machine: Machine, remembered: Sequence[Remembered], directory: Path, several: Mapping[str, str] | None = None
 ) -> Iterator[dict[str, Tier]]:
@@ -134,7 +144,7 @@ def tiers(
     with ExitStack() as stack:
         url = stack.enter_context(start_kvpage()).url
         found = {}
-        urls = {SERVER: url, **(several or {})}
+        urls = {SERVER: url, **(several or {MAPPED: stack.enter_context(mapped_url())})}
         for name in urls if several else ("hot", *urls, FILES):
             pool = BlockPool(4 * POOL_BLOCKS)
             pages = PageTier(urls[name], machine.spec, pool) if name in urls else None
@@ -254,13 +264,15 @@ def _times_sooner(one: Remembered, turn: Turn, taken: dict[str, list[float]]) ->
 
 
 def _times_as_long(turn: Turn, taken: dict[str, list[float]]) -> Iterator[Finding]:
-    for other, at_most in (("cold file", FILE), (MLX_LM_FILE, MLX_LM)):
-        work = f"{turn.name} from {SERVER}"
-        yield times_as_long(work, other, taken[SERVER], taken[other], "{:.3f} / {:.3f} s", at_most)
+    pairs: list[tuple[str, str, float | None]] = [(SERVER, FILES, FILE), (SERVER, MLX_LM_FILE, MLX_LM)]
+    if MAPPED in taken:
+        pairs.append((MAPPED, "hot", HOT if len(turn.prompt) == HOT_TOKENS else None))
+    for tier, other, at_most in pairs:
+        yield times_as_long(f"{turn.name} from {tier}", other, taken[tier], taken[other], "{:.3f} / {:.3f} s", at_most)
 
 
 def times_as_long(
-    work: str, other: str, ours: Sequence[float], theirs: Sequence[float], template: str, at_most: float
+    work: str, other: str, ours: Sequence[float], theirs: Sequence[float], template: str, at_most: float | None
 ) -> Finding:
     """Return the ratio of measurements made in pairs. `template` is the text with places for the two medians."""
     ratio = median(a / b for a, b in zip(ours, theirs, strict=True))

@@ -23,6 +23,8 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from benchmarks.coming_back import (
     FILE,
+    HOT_TOKENS,
+    MAPPED,
     MLX_LM,
     POOL_BLOCKS,
     SERVER,
@@ -33,6 +35,7 @@ from benchmarks.coming_back import (
     cache_of,
     compute,
     first_tokens,
+    mapped_url,
     tiers,
     times_as_long,
 )
@@ -50,10 +53,11 @@ from engine.tiers.pages import PageTier
 from engine.tiers.store import AgentCacheStore
 
 SMOLLM2 = Path(__file__).parent.parent / "models" / "smollm2"
+PLAIN = 2.0  # target: the time to load mapped blocks, at most so many times that of a plain file in the page cache
 SAVING = 0.05  # target: share of a generation's wall time, at most
 ROUNDS, QUICK_ROUNDS = 7, 1
 SAVED, QUICK_SAVED = (512, 64), (256, 16)  # tokens of the prompt and of the answer of a saved context
-COLOURS = {"hot": "tab:green", SERVER: "tab:orange", "cold file": "tab:blue"}
+COLOURS = {"hot": "tab:green", SERVER: "tab:orange", MAPPED: "tab:red", "cold file": "tab:blue"}
 INTRO = (
     "SmolLM2-135M in float32; time to first token, from the prompt's arrival on, of an agent that comes back with the "
     "same prompt of so many tokens, or with its context and a question of 11 tokens; medians, of up to 1,024 tokens' "
@@ -61,11 +65,17 @@ INTRO = (
 )
 
 
-def loads(machine: Machine, one: Remembered, url: str, directory: Path, rounds: int) -> Iterator[Finding]:
-    """Yield the findings for the load of a context from the page server, compared with files in the page cache."""
+def loads(
+    machine: Machine, one: Remembered, url: str, mapped_url: str, directory: Path, rounds: int
+) -> Iterator[Finding]:
+    """Yield the findings for the load of a context from the page server, over TCP and by KVMAP, compared with files in
+    the page cache.
+    """
     pool = BlockPool(POOL_BLOCKS)
-    pages, cold = PageTier(url, machine.spec, pool), SafetensorsCacheAdapter(machine.spec, pool, directory / "checked")
+    pages, mapped = (PageTier(each, machine.spec, pool) for each in (url, mapped_url))
+    cold = SafetensorsCacheAdapter(machine.spec, pool, directory / "checked")
     pages.save(one.context)
+    mapped.save(one.context)
     cold.save(one.context)
     plain, theirs = str(directory / "plain.safetensors"), str(directory / "mlx-lm.safetensors")
     cache = cache_of(machine, one)
@@ -77,6 +87,9 @@ def loads(machine: Machine, one: Remembered, url: str, directory: Path, rounds: 
 
     def from_server() -> AgentBlocks:
         return evaluated(pages.load(one.agent_id))
+
+    def from_mapped_memory() -> AgentBlocks:
+        return evaluated(mapped.load(one.agent_id))
 
     def from_checked_file() -> AgentBlocks:
         return evaluated(cold.load(one.agent_id))
@@ -104,6 +117,7 @@ def loads(machine: Machine, one: Remembered, url: str, directory: Path, rounds: 
 
     ways: dict[str, Callable[[], object]] = {
         "blocks": from_server,
+        "blocks by KVMAP": from_mapped_memory,
         "the cold tier's file": from_checked_file,
         "a safetensors file": from_file,
         "a cache": to_cache,
@@ -123,9 +137,11 @@ def loads(machine: Machine, one: Remembered, url: str, directory: Path, rounds: 
             if turn >= 0:
                 taken[name].append(milliseconds)
     pages.close()
+    mapped.close()
     for ours, file, at_most in (
         ("blocks", "the cold tier's file", FILE),
         ("blocks", "a safetensors file", FILE),
+        ("blocks by KVMAP", "a safetensors file", PLAIN if one.tokens == HOT_TOKENS else None),
         ("a cache", "mlx-lm's load_prompt_cache", MLX_LM),
     ):
         work = f"{one.tokens:,} tokens, {one.nbytes / 1e6:.0f} MB, loaded from page server to {ours}"
@@ -185,7 +201,7 @@ def write_plot(findings: Sequence[Finding], remembered: Sequence[Remembered], pa
     prefill = [one.prefill for one in remembered]
     axes.plot(sizes, prefill, "o-", color="black", label="full prefill")
     sooner = {finding.work: finding.value for finding in findings if finding.what == "times sooner"}
-    for tier in ("cold file", SERVER, "hot"):
+    for tier in ("cold file", SERVER, MAPPED, "hot"):
         for turn, line, more in ((1, "o--", ", and a question"), (0, "o-", "")):
             times = [sooner[f"{one.turns[turn].name} from {tier}"] for one in remembered]
             seconds = [full / faster for full, faster in zip(prefill, times, strict=True)]
@@ -221,10 +237,10 @@ def main(arguments: list[str] | None = None) -> None:
         directory = Path(scratch)
         with tiers(machine, remembered, directory / "cold") as found:
             findings = list(first_tokens(machine, remembered, found, directory, rounds))
+        for one in remembered:  # on servers of its own: the last bits of a block are those of the first context with it
+            with start_kvpage() as server, mapped_url() as mapped:
+                findings += loads(machine, one, server.url, mapped, directory, rounds)
         with start_kvpage() as server:
-            for one in remembered:
-                server.admin.flushall()  # a block that another context brought has its bits, which differ in the last
-                findings += loads(machine, one, server.url, directory, rounds)
             length, answer_tokens = QUICK_SAVED if quick else SAVED
             print("saving ...", flush=True)
             findings.append(saving(machine, text[:length], server.url, rounds, answer_tokens))

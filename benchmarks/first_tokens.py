@@ -9,7 +9,14 @@ from benchmarks.findings import RESULTS, Finding
 
 DOCUMENT = RESULTS.parent.parent / "docs" / "performance.md"
 _CONTEXTS = ("256", "1,024", "2,048", "4,000")  # tokens
-_TURNS = (("", "hot"), ("", "page server"), ("", "cold file"), (" and a question", "page server"))
+_SERVER = "page server"
+_TURNS = (
+    ("", "hot"),
+    ("", _SERVER),
+    ("", f"mapped memory of the {_SERVER}"),
+    ("", "cold file"),
+    (" and a question", _SERVER),
+)
 
 
 def rewrite_tiers(findings: list[Finding]) -> None:
