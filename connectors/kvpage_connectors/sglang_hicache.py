@@ -279,7 +279,7 @@ class KvpageHiCache(HiCacheStorage):
         end = time.monotonic() + self._jobs.lookup_seconds
         mark = self._mark(end)
         whole, states = [self._pool()], list[StateName]()
-        longest = self._prefix(whole[0], mark, keys, end, lease_ms=0)
+        longest = self._prefix(whole[0], mark, keys, end, lease_ms=0 if pool_transfers else None)
         hits = {str(PoolName.KV): longest}
         for transfer in pool_transfers or []:
             pool = self._pool(transfer.name)
@@ -294,7 +294,8 @@ class KvpageHiCache(HiCacheStorage):
         if states := [state for state in states if state[2] <= longest]:
             pool = whole.pop(0)
             lengths = self._jobs.lengths(pool.named(mark, keys[:longest]), states, len(pool.sizes), end)
-        for pool in whole:  # leases exactly the pages of the longest length, as `lengths` has
+        # Lease exactly the pages of the longest length, as `lengths` has. Without other pools, they are leased already.
+        for pool in whole if pool_transfers else ():
             leased = self._prefix(pool, mark, keys[: lengths[-1]], end) if lengths else 0
             lengths = [length for length in lengths if length <= leased]
         found = lengths[-1] if lengths else 0
