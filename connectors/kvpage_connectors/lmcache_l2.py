@@ -1,8 +1,9 @@
 """L2 adapter of LMCache: objects of its KV cache on a kvpage-server, without a copy. Tried with LMCache 0.5.6.
 
-LMCache's server loads this module, see docs/lmcache.md. An object is one page of bytes, whose name is LMCache's key and
-whose checksum is compared after each load. A lookup leases the found objects. Nothing ends a lease early, so an unlock
-does nothing, and the objects of a process that died are protected no longer than the lease.
+LMCache's server loads this module, see docs/lmcache.md, and with it the serde of `lmcache_serde`. An object is one
+page of bytes, whose name is LMCache's key and whose checksum is compared after each load. A lookup leases the found
+objects. Nothing ends a lease early, so an unlock does nothing, and the objects of a process that died are protected no
+longer than the lease.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.platform import create_event_notifier
 
+from kvpage_connectors import lmcache_serde
 from kvpage_connectors.jobs import Block, Jobs
 from kvpage_connectors.reasons import guarded, reason_of
 from kvpage_server.client import BlockName, Page
@@ -37,6 +39,7 @@ logger = init_logger("lmcache.kvpage")
 TRIED = ("0.5.6",)  # versions of LMCache
 if lmcache.__version__ not in TRIED:
     raise ImportError(f"kvpage_connectors.lmcache_l2 needs LMCache {', '.join(TRIED)}, found {lmcache.__version__}")
+lmcache_serde.register()
 
 _BEGIN = "lmcache."
 _GIB = 1024**3

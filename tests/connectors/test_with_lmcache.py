@@ -83,6 +83,16 @@ class TestLmcache:
             f"Validation (content): {loaded}/8",
         ]
 
+    def test_its_memory_and_wrapper_with_the_serde(self) -> None:
+        """Objects are equal after a store and a load, and take three quarters of their bytes."""
+        python = str(Path(str(LMCACHE)).with_name("python"))
+        with start_server() as server:
+            output = run(python, str(Path(__file__).with_name("lmcache_host.py")), server.url)
+        told = json.loads(output.partition("RESULT ")[2])
+        assert (told["stored"], told["found"], told["equal"]) == (True, [True] * 4, [True] * 4)
+        assert len(told["sizes"]) == 4
+        assert max(told["sizes"]) < 0.751 * told["raw"]
+
     def test_its_check_of_the_remote_backend(self, tmp_path: Path) -> None:
         """Its own check of a remote, which uses redis-py."""
         python = Path(str(LMCACHE)).with_name("python")
