@@ -6,7 +6,7 @@ set -eu
 cd "$(dirname "$0")/.."
 python=$PWD/.venv/bin/python
 copy=build/sanitized
-sources=$(cat setup.py kvpage_server/core/native/*.p[xy][xd] | cksum)
+sources=$(cat setup.py kvpage_server/core/native/*.p[xy][xd] kvpage_server/core/native/*.h | cksum)
 [ "$(cat $copy/sources 2>/dev/null)" = "$sources" ] || rm -rf $copy  # by their times alone a copy would be half new
 mkdir -p $copy
 rm -rf $copy/kvpage_server $copy/tests
