@@ -422,7 +422,7 @@ class Contents:
 
     def set_pages(self, pages: NewPages) -> None:
         """Store pages. If limits apply, the pages were admitted before."""
-        is_opened = self.index.unloaded_pages or self.index.is_scanned
+        is_opened = self.index.unloaded_pages or self.index.scans.current is not None
         if self.expiry_order.keys or is_opened:
             for name in pages.blocks():
                 self._remove_expired(*name)
@@ -445,33 +445,36 @@ class Contents:
 
         Return the index of the next page.
         """
-        catalogue, index, expiry_order, fresh = self.catalogue, self.index, self.expiry_order, self.catalogue.listed
-        each = self.eviction_order.has_quotas or len(self.leases) > 0  # blocks are accounted for one by one
-        put = pages.put(catalogue.entries, index.requests, at, Block, fresh, one_block=each)
-        if put.stop == at:
+        catalogue, index, expiry_order = self.catalogue, self.index, self.expiry_order
+        fresh: list[bytes] | None = [] if catalogue.scans.current is not None else None
+        each = self.eviction_order.has_quotas or bool(self.leases.by_unit)  # blocks are accounted for one by one
+        stop, blocks, made, beside, grown, stored, replaced, key_bytes, name_bytes = pages.put(
+            catalogue.entries, index.requests, at, Block, fresh, one_block=each
+        )
+        if stop == at:
             return self._put_one(pages, at)
-        catalogue.key_bytes += put.key_bytes
-        if put.made:
-            index.note_made(put.blocks, put.made, put.name_bytes)
+        catalogue.key_bytes += key_bytes
+        if made:
+            index.note_made(blocks, made, name_bytes)
         if fresh:
             catalogue.list_all(fresh)
         if expires := pages.expires(at):
-            expiry_order.keys += put.stop - at
-            expiry_order.note_all(pages.keys[at : put.stop], expires)
-        expiry_order.keys -= put.replaced
-        self.eviction_order.units.used_all(put.blocks)
-        for block in put.blocks:
+            expiry_order.keys += stop - at
+            expiry_order.note_all(pages.keys[at:stop], expires)
+        expiry_order.keys -= replaced
+        self.eviction_order.units.used_all(blocks)
+        for block in blocks:
             if block.pages > _LARGE:  # as `note_size`, without the cost of a call
                 self.has_large_blocks = True
-        for block in put.beside:
+        for block in beside:
             self.eviction_order.join(block)
         if self._any_evicted:
-            for block in put.blocks:
+            for block in blocks:
                 self._note_orphan(block)
         if each:
-            self.leases.grew(put.blocks[0], put.grown)
-            self._grow_quota(put.blocks[0], put.stored)
-        return put.stop
+            self.leases.grew(blocks[0], grown)
+            self._grow_quota(blocks[0], stored)
+        return stop
 
     def _put_one(self, pages: NewPages, at: int) -> int:
         """Store the page at index `at`, whatever its key had before. Return the index of the next page."""

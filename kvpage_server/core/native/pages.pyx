@@ -24,7 +24,6 @@ import struct
 
 from kvpage_server import page as contract
 from kvpage_server.core import arguments, pieces
-from kvpage_server.core.python.pages import Put
 
 cdef extern from *:
     int popcount "__builtin_popcountll"(unsigned long long) nogil
@@ -615,7 +614,7 @@ cdef class NewPages(PageNames):
             slot.unit, slot.expires = block, expires
             PyDict_SetItem(entries, key, slot)
             i += 1
-        return Put(i, blocks, made, beside, grown, stored, replaced, key_bytes, name_bytes)
+        return i, blocks, made, beside, grown, stored, replaced, key_bytes, name_bytes
 
     cdef object open_block(self, dict requests, Py_ssize_t i, type make, Py_ssize_t *made, list beside):
         """Return the block of page `i`. Create it with `make` if it does not exist, and count it in `made`.

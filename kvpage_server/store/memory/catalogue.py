@@ -72,7 +72,7 @@ class Catalogue:
         self.costs = IN_MEMORY  # the costs of the index, for `index_size`
         self.index = PageIndex()
         self.in_extents = 0  # number of pages in extents
-        self._scans: ScanOrder[Place] = ScanOrder(self.places, self.__len__)
+        self.scans: ScanOrder[Place] = ScanOrder(self.places, self.__len__)
         # Strays: strings whose keys name pages, by the request and page id in the key. An extent replaces the strays
         # that have the keys of its pages.
         self._strays: dict[tuple[bytes, int], set[bytes]] = {}
@@ -172,13 +172,13 @@ class Catalogue:
 
         Places of deleted keys are included: `existing_at` returns the keys of a place that still exist.
         """
-        return self._scans.visit(cursor, count, monotonic_ms())
+        return self.scans.visit(cursor, count, monotonic_ms())
 
     def draw(self) -> bytes | None:
         """Return a random key, which still exists in at least about half of the calls; None if the drawn place has no
         keys.
         """
-        place = self._scans.draw(monotonic_ms())
+        place = self.scans.draw(monotonic_ms())
         if place is None or isinstance(place, bytes):
             return place
         strays, pages = self.strays_at(place), self.count_at(place)
@@ -194,7 +194,7 @@ class Catalogue:
 
     def drop_idle_scans(self, now: int) -> None:
         """Drop the orders of scans if no client has scanned for REST_AFTER; `now` is in monotonic milliseconds."""
-        self._scans.drop_idle_scans(now)
+        self.scans.drop_idle_scans(now)
         self.index.drop_idle_scans(now)
 
     def expires_of(self, key: bytes) -> int:
@@ -220,21 +220,16 @@ class Catalogue:
         self.key_bytes -= len(key)
         return self.entries.pop(key)
 
-    @property
-    def listed(self) -> list[bytes] | None:
-        """An empty list if a client scans, otherwise None. Code that sets entries without `put` collects their keys in
-        it, and passes it to `list_all`.
-        """
-        return [] if self._scans.current is not None else None
-
     def list_all(self, keys: Iterable[bytes]) -> None:
-        """Add keys with new entries to the order of scans."""
+        """Add keys with new entries to the order of scans. While a client scans, code that sets entries without `put`
+        calls this.
+        """
         for key in keys:
             self._list(key)
 
     def _list(self, place: Place) -> None:
-        if self._scans.current is not None:
-            self._scans.add(place)
+        if self.scans.current is not None:
+            self.scans.add(place)
 
     def fill(self, block: Block, extent: Extent) -> None:
         """Store an extent in a block that has no pages."""
@@ -253,7 +248,7 @@ class Catalogue:
         }
         self.entries.update(pages)
         self.key_bytes += sum(map(len, pages))
-        if self._scans.current is not None:
+        if self.scans.current is not None:
             self.list_all(pages)
         self.in_extents -= len(pages)
         block.split()
@@ -295,6 +290,6 @@ class Catalogue:
         """Remove all keys. Return the former entries and the former requests of the index."""
         old, self.entries = self.entries, {}
         self.in_extents = self.key_bytes = 0
-        self._scans.clear()
+        self.scans.clear()
         self._strays.clear()
         return old, self.index.clear()

@@ -503,7 +503,8 @@ class PageIndex:
         # By request and page id: a block, or the rows of its sheets while it is unloaded. A request has at least one
         # block. The core adds blocks, too; its caller then calls `note_made`.
         self.requests: dict[bytes, dict[int, Block | bytes]] = {}
-        self._scans = ScanOrder(lambda: list(self.requests), lambda: len(self.requests))
+        # While a client scans, `open` creates new blocks, and not the core.
+        self.scans = ScanOrder(lambda: list(self.requests), lambda: len(self.requests))
         self._order: tuple[bytes, list[int]] | None = None  # the last listed request, and its page ids in order
         self.blocks = 0  # number of all blocks
         self.unloaded_pages = 0  # number of pages in unloaded blocks
@@ -520,8 +521,8 @@ class PageIndex:
         request = self.requests.get(req_id)
         if request is None:
             request = self.requests[req_id] = {}
-            if self._scans.current is not None:
-                self._scans.add(req_id)
+            if self.scans.current is not None:
+                self.scans.add(req_id)
         block = request.get(page)
         if block is None:
             if self._order is not None and self._order[0] == req_id:
@@ -590,12 +591,12 @@ class PageIndex:
 
     def scan(self, cursor: int, count: int, now: int) -> tuple[int, list[bytes]]:
         """Return the next cursor, 0 at the end, and the requests in the next `count` places of the order of scans."""
-        cursor, req_ids = self._scans.visit(cursor, count, now)
+        cursor, req_ids = self.scans.visit(cursor, count, now)
         return cursor, [req_id for req_id in req_ids if req_id in self.requests]
 
     def drop_idle_scans(self, now: int) -> None:
         """Drop the order of scans if no client has scanned for REST_AFTER; `now` is in monotonic milliseconds."""
-        self._scans.drop_idle_scans(now)
+        self.scans.drop_idle_scans(now)
 
     def page_ids(self, req_id: bytes) -> list[int]:
         """Return the page ids of a request's blocks, in no particular order."""
@@ -614,11 +615,6 @@ class PageIndex:
         if order is None or order[0] != req_id:
             order = self._order = req_id, sorted(self.requests.get(req_id, ()))
         return islice(order[1], bisect_left(order[1], first), None)
-
-    @property
-    def is_scanned(self) -> bool:
-        """Whether a client scans requests: then new blocks must be created by `open`."""
-        return self._scans.current is not None
 
     def note_made(self, blocks: Sequence[Block], count: int, name_bytes: int) -> None:
         """Count blocks that the core has added to `requests`. `name_bytes` is the sum of the lengths of `req_id`. Of
@@ -662,7 +658,7 @@ class PageIndex:
     def clear(self) -> dict[bytes, dict[int, Block | bytes]]:
         """Remove all blocks. Return the former requests."""
         old, self.requests = self.requests, {}
-        self._scans.clear()
+        self.scans.clear()
         self._order = None
         self.blocks = self.unloaded_pages = self.name_bytes = 0
         if self.on_change is not None:

@@ -94,12 +94,14 @@ class Core:
         while at < len(new):
             fresh: list[bytes] = []
             one_block = len(new) % 2 == 0
-            put = new.put(self.entries, self.requests, at, self.pages.PageSet, fresh, one_block=one_block)
-            names = [[(block.req_id, block.page) for block in blocks] for blocks in (put.blocks, put.beside)]
-            received.append((put._replace(blocks=names[0], beside=names[1]), fresh))
-            if put.stop == at:  # it replaces something that is no page
+            stop, blocks, made, beside, *sums = new.put(
+                self.entries, self.requests, at, self.pages.PageSet, fresh, one_block=one_block
+            )
+            names = [[(block.req_id, block.page) for block in some] for some in (blocks, beside)]
+            received.append((stop, made, *names, *sums, fresh))
+            if stop == at:  # it replaces something that is no page
                 del self.entries[new.keys[at]]
-            at = put.stop
+            at = stop
         return received
 
     @property
