@@ -211,7 +211,7 @@ class Flusher:
 
     def flush(self, agent_id: str | None = None) -> None:
         """Write all dirty contexts to all their tiers before returning. With an agent, write only its context, even if
-        it is clean, because the server may have evicted blocks of it.
+        it is clean, because the server may have evicted blocks of it. This is a use of the context.
 
         A page server that fails is tried once, even while its circuit breaker is open. Every file is tried, because the
         failure of one does not concern the others. If one of several servers lacks a part of a context, the context is
@@ -247,6 +247,8 @@ class Flusher:
                         entry.unwritten_tiers |= self._tiers.keys()
                     elif entry.whole and agent_id and self._pages:
                         entry.unwritten_tiers.add("page")
+                    if agent_id:
+                        entry.used = time.monotonic()
                     if entry.unwritten_tiers:
                         dirty.append(entry.context.agent_id)
         for agent_id in dirty:
@@ -349,8 +351,9 @@ class Flusher:
                 if entry is None or tier not in entry.unwritten_tiers:
                     return True
                 context, entry.on_the_way = entry.context, tier == "page"
+                idle = time.monotonic() - entry.used
                 self._pool.share(context.block_ids, agent_id)
-            nbytes = await self._save_and_free(tier, partial(self._save, tier, entry.lifetimes), context)
+            nbytes = await self._save_and_free(tier, partial(self._save, tier, idle, entry.lifetimes), context)
             self._log_failure(tier)
             with self._lock:
                 entry.on_the_way = False
@@ -359,12 +362,14 @@ class Flusher:
             self._changed.set()
         return nbytes is not None
 
-    async def _save(self, tier: LowerTier, lifetimes: Lifetimes | None, context: AgentBlocks) -> int | None:
+    async def _save(
+        self, tier: LowerTier, idle: float, lifetimes: Lifetimes | None, context: AgentBlocks
+    ) -> int | None:
         if tier == "cold":
             assert self._cold
             return await self._loop.on_file_thread(partial(self._cold.save, context))
         assert self._pages
-        saved = await self._pages.save_async(context)
+        saved = await self._pages.save_async(context, idle)
         if lifetimes:
             keeps = saved is not None and saved.whole
             lifetimes.report(await self._pages.keep_async(context, lifetimes) if keeps else NOT_WRITTEN)

@@ -7,6 +7,7 @@ The keys::
     seal:{chain hash}, state:{chain hash}        the digest of the block or the state, written after it
     manifest:{agent}:{fingerprint}               token ids and chain hashes, for one model, written last
     refs:{chain hash}                            the number of manifests that name the block
+    refs:deleted:{agent}                         the mark of a deleted agent, for a day
     label:{chain hash}                           the text that `kvpage ls` shows for a context without a name
     tails:{chain hash}                           the blocks with which contexts continue after this one
     claim:{chain hash}                           the engine that computes the block at the moment
@@ -21,6 +22,8 @@ are detected, wherever the fault occurred. A mismatch is a miss, with its reason
 
 from __future__ import annotations
 
+import logging
+import time
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -32,7 +35,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from kvpage_server.client import Refused, Unsupported
 from kvpage_server.client.cluster.plan import GONE
 from kvpage_server.client.commands import Coding
-from kvpage_server.client.raw_commands import Kept, RawCommand, fields, ok_or_not, text, up_to
+from kvpage_server.client.raw_commands import Kept, RawCommand, fields, integer, ok_or_not, text, up_to
 from kvpage_server.client.raw_commands import kept as kept_of
 from kvpage_server.page import SEGMENT, tag_of
 from kvpage_server.tracing import current, span
@@ -48,10 +51,20 @@ from .server.block_writer import Saved, Write
 from .server.connection import OUTAGES, CircuitBreaker, Outage, ServerConnection
 from .server.fetch import Fetch
 from .server.lookup import MOST_BRANCHES, FetchRequest, Remote
-from .server.manifest import BlockLayout, BlockPlace, ContextManifest, Miss, manifest_key
+from .server.manifest import (
+    DELETION_SECONDS,
+    BlockLayout,
+    BlockPlace,
+    ContextManifest,
+    Miss,
+    deletion_key,
+    manifest_key,
+)
 from .server.reference_counts import ManifestMaker, label_key
 from .server.restore_planner import Rates
 from .server.tails import Parent, least_tail
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Work = Coroutine[Any, Any, T]
@@ -205,25 +218,47 @@ class PageTier:
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
-    def save(self, context: AgentBlocks) -> Saved | None:
+    def save(self, context: AgentBlocks, idle: float = 0.0) -> Saved | None:
         """Store a context as `save_async` does, and wait for it."""
-        return self.loop.run(self.save_async(context))
+        return self.loop.run(self.save_async(context, idle))
 
     def publish(self, context: AgentBlocks, *, label: str | None = "", answering: bool = False) -> Saved | None:
         """Store a context without a name as `publish_async` does, and wait for it."""
         return self.loop.run(self.publish_async(context, label=label, answering=answering))
 
-    async def save_async(self, context: AgentBlocks) -> Saved | None:
+    async def save_async(self, context: AgentBlocks, idle: float = 0.0) -> Saved | None:
         """Store a context: the missing blocks, the agent's manifest, and the records that name the blocks. Return None
         if it failed.
 
-        An empty context changes nothing. Raises IncompatibleBlocksError for blocks of another model.
+        `idle` is the number of seconds since the context was used. If any engine has deleted the agent since, nothing
+        is stored. An empty context changes nothing. Raises IncompatibleBlocksError for blocks of another model.
         """
         context.validate(self._spec)
         if not context.blocks:
             return Saved(0, 0, 0)
         manifest, parts = await self.loop.on_block_thread(lambda: self._parts(context, context.stored_states))
-        return await self._report_save(self._save(manifest, parts))
+        return await self._report_save(self._save_unless_deleted(manifest, parts, idle))
+
+    async def _save_unless_deleted(self, manifest: ContextManifest, parts: block_writer.Parts, idle: float) -> Saved:
+        """Write an agent's context as `_save` does, unless the agent was deleted in the last `idle` seconds or is
+        deleted meanwhile.
+        """
+        agent_id, begun = manifest.agent_id, time.monotonic()
+        if await self._deleted_within(agent_id, idle):
+            log.info("the context of %s is not written, because the agent was deleted after its last use", agent_id)
+            return Saved(0, 0, 0)
+        saved = await self._save(manifest, parts)
+        if await self._deleted_within(agent_id, idle + time.monotonic() - begun):
+            await self._delete(agent_id)
+        return saved
+
+    async def _deleted_within(self, agent_id: str, seconds: float) -> bool:
+        """Return whether an agent was deleted in the last `seconds`, by the clock of the server. Not if the server's
+        clock was set back behind the time of the deletion, nor if that one of several servers does not answer.
+        """
+        command = RawCommand(["PTTL", deletion_key(agent_id)], integer)
+        (left,) = await self._connection.ask([command], gone=-2)  # as without a mark
+        return 0 <= DELETION_SECONDS - left / 1000 < seconds and left >= 0
 
     async def _save(self, manifest: ContextManifest, parts: block_writer.Parts) -> Saved:
         """Write the blocks of an agent's context, its manifest, and the records that name the blocks. The records do

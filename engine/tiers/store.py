@@ -43,6 +43,7 @@ from .metrics import StoreMetrics, Tally, Tier, figures, publish_statistics
 from .pages import RESTORE_SECONDS, PageTier
 from .prefill_claims import Claim, Claims
 from .server.connection import Outage
+from .server.manifest import DELETION_SECONDS
 from .server.tails import least_tail, names_of
 
 # -- Limits of agents' contexts ----------------------------------------------------------------------------------------
@@ -654,9 +655,12 @@ class AgentCacheStore:
         return unsaved
 
     def _find_lost(self) -> None:
-        """Mark saved contexts that the page server has lost since, so that `close` writes them again."""
+        """Mark saved contexts that the page server has lost since, so that `close` writes them again. Not those whose
+        last use is older than the mark of a deletion can be, because their agents may have been deleted.
+        """
+        earliest = time.monotonic() - DELETION_SECONDS
         with self._lock:
-            saved = [entry for entry in self._hot if entry.whole and entry.kept]
+            saved = [entry for entry in self._hot if entry.whole and entry.kept and entry.used > earliest]
         for entry in saved:
             agent_id = entry.context.agent_id
             if self._is_lost(agent_id, on_file=self._cold is not None and self._cold.has(agent_id)):

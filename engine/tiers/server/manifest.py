@@ -27,6 +27,7 @@ OLDER = 3  # the version before: one manifest for each agent, without a digest
 DIGESTS = 3  # version of the format of blocks' digests
 CHUNK_BYTES = 8 << 20  # of blocks in one request, at most, except for a single larger block
 WRITER = f"{socket.gethostname()}:{os.getpid()}"
+DELETION_SECONDS = 86_400  # time to live of the mark of a deleted agent
 MODEL_SHOWN = 200  # characters of a model's name in a manifest, at most
 # Bounds of a manifest's JSON, which others may have written: a context has at most two million tokens.
 CONTAINERS, STRINGS, VALUES = 50_000, 100_000, 4_000_000
@@ -257,6 +258,11 @@ def manifest_key(agent_id: str, fingerprint: int) -> str:
 def older_key(agent_id: str) -> str:
     """Return the key of an agent's manifest in earlier versions."""
     return f"manifest:{agent_id}"
+
+
+def deletion_key(agent_id: str) -> str:
+    """Return the key of the mark of a deleted agent, because of which no engine writes an earlier context of it."""
+    return f"refs:deleted:{agent_id}"
 
 
 def named_in(raw: bytes | None, key: str, together: int = 0) -> list[tuple[str, str]]:

@@ -21,7 +21,7 @@ from kvpage_server.client.raw_commands import RawCommand, integer, ok, texts
 from ...chains import is_agent_id
 from .block_writer import Saved, Write
 from .connection import ServerConnection
-from .manifest import manifest_key, names_in, older_key, renamed_manifest
+from .manifest import DELETION_SECONDS, deletion_key, manifest_key, names_in, older_key, renamed_manifest
 
 _NO_NUMBER = "not an integer"  # in the error of INCRBY and DECRBY
 _NUMBER = re.compile(rb"-?[0-9]{1,18}")
@@ -67,7 +67,7 @@ async def copy(connection: ServerConnection, agent_id: str, new_id: str, fingerp
 
 
 async def delete(connection: ServerConnection, agent_id: str) -> dict[str, bytes]:
-    """Delete an agent's contexts, of any model. Return their manifests by key."""
+    """Delete an agent's contexts, of any model, and mark the agent as deleted. Return their manifests by key."""
     older, found = older_key(agent_id), dict[str, bytes]()
 
     def change(stored: Stored) -> Stored:
@@ -75,8 +75,13 @@ async def delete(connection: ServerConnection, agent_id: str) -> dict[str, bytes
         found = {key: manifest for key, manifest in stored.items() if manifest is not None}
         return dict.fromkeys(stored)
 
-    await _change(connection, [older, *await connection.scan(f"{older}:*")], change)
+    await _change(connection, [older, *await connection.scan(f"{older}:*")], change, [mark_deleted(agent_id)])
     return found
+
+
+def mark_deleted(agent_id: str) -> RawCommand:
+    """Return the command that marks an agent as deleted."""
+    return RawCommand(["SET", deletion_key(agent_id), 1, "EX", DELETION_SECONDS], ok)
 
 
 async def agents(connection: ServerConnection, fingerprint: int) -> list[str]:
@@ -89,13 +94,19 @@ async def agents(connection: ServerConnection, fingerprint: int) -> list[str]:
     return sorted(filter(is_agent_id, (key.removeprefix(before).removesuffix(after) for key in found)))
 
 
-async def _change(connection: ServerConnection, keys: Sequence[str], change: Callable[[Stored], Stored]) -> None:
+async def _change(
+    connection: ServerConnection,
+    keys: Sequence[str],
+    change: Callable[[Stored], Stored],
+    marks: Sequence[RawCommand] = (),
+) -> None:
     """Replace manifests, or delete them, in a transaction that also counts the manifests of each block. Then delete the
     blocks that no manifest names any more.
 
     `change` gets the manifests at `keys`, None for a missing one, and returns the new ones by key: None deletes a
-    manifest, and a key that it leaves out keeps its own. It is called again if a manifest has changed meanwhile. Counts
-    that are no numbers are deleted, and no block then: they are left to eviction. Raises Refused, or an outage.
+    manifest, and a key that it leaves out keeps its own. It is called again if a manifest has changed meanwhile. If a
+    manifest is deleted, the transaction has the commands `marks`, too. Counts that are no numbers are deleted, and no
+    block then: they are left to eviction. Raises Refused, or an outage.
     """
     dropped: list[str] = []
     counted: set[str] = set()
@@ -114,6 +125,7 @@ async def _change(connection: ServerConnection, keys: Sequence[str], change: Cal
         return [
             *puts,
             *(RawCommand(["DEL", key], integer) for key in deleted),
+            *(marks if deleted else ()),
             *(RawCommand(["INCRBY", count_key(name), count], integer) for name, count in added.items()),
             *(RawCommand(["DECRBY", count_key(name), count], integer) for name, count in removed.items()),
         ]

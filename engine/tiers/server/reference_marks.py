@@ -27,7 +27,7 @@ from kvpage_server.page import SEGMENT
 from .block_writer import Saved, Write
 from .connection import OUTAGES, ServerConnection
 from .manifest import digest_of, manifest_key, named_in, names_in, older_key, renamed_manifest
-from .reference_counts import ManifestMaker, Stored, count_key, forget_block
+from .reference_counts import ManifestMaker, Stored, count_key, forget_block, mark_deleted
 
 _CONCURRENT_SEGMENTS = 8  # segments whose references are changed concurrently
 _TRIES = 10  # of a fork, while the context is being saved
@@ -73,8 +73,10 @@ async def copy(connection: ServerConnection, agent_id: str, new_id: str, fingerp
 
 
 async def delete(connection: ServerConnection, agent_id: str) -> dict[str, bytes]:
-    """Delete an agent's contexts, of any model. Return their manifests by key."""
+    """Delete an agent's contexts, of any model, and mark the agent as deleted. Return their manifests by key."""
     keys = await connection.scan(f"{older_key(agent_id)}:*", all_of_them=True)
+    if keys:
+        await connection.ask([mark_deleted(agent_id)])
     older = {key: await _replace_manifest(connection, key, None) for key in keys}
     return {key: manifest for key, manifest in older.items() if manifest is not None}
 

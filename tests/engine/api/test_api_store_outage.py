@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 from api_engines import RunningEngine, start_engine, write_tiny
-from servers import free_port, start_server
+from servers import RunningServer, free_port, start_server
 from waiting import until
 
 from engine.tiers.server.connection import FAILURES
@@ -194,3 +194,39 @@ def test_context_that_the_store_has_lost_is_written_at_the_stop(model: Path) -> 
         assert len([*client.scan_iter("manifest:*")]) == 2
         with start_engine(model, "--name", "model0", "--store", server.url) as engine:
             assert agent(engine, "alice")["saved"] is True
+
+
+@pytest.mark.parametrize("crash", [False, True], ids=["running", "killed"])
+def test_a_stopping_engine_does_not_store_a_deleted_agent(model: Path, tmp_path: Path, crash: bool) -> None:
+    """Another engine deletes agents that it has in memory, and the page server may be killed afterwards."""
+    port = free_port()
+    tiered = ("--store", "tiered", "--appendfsync", "always")
+    options = (model, "--name", "model0", "--store", f"redis://127.0.0.1:{port}")
+    first = start_server(*tiered, port=port, directory=tmp_path, killed=crash)
+    with first as server, start_engine(*options) as holder:
+        for name in ("alice", "bob"):
+            ask(holder, name)
+            until(lambda name=name: agent(holder, name)["saved"], f"{name} on the store")
+        with start_engine(*options) as deleter:
+            for name in ("alice", "bob"):
+                answer = httpx.delete(f"{deleter.url}/v1/agents/{name}")
+                assert answer.json()["deleted"] is True
+                assert httpx.get(f"{deleter.url}/v1/agents/{name}").status_code == 404
+        ask(holder, "bob")  # a use at this engine after the deletion
+        until(lambda: agent(holder, "bob")["saved"], "bob on the store again")
+        assert agent(holder, "alice")["tiers"] == ["hot"]
+        if crash:
+            server.stop(signal.SIGKILL)
+            with start_server(*tiered, port=port, directory=tmp_path, name="again") as again:
+                until(lambda: ready(holder).get("store") == "ok", "the connection again")
+                holder.stop()
+                assert stored_agents(again) == {"bob"}
+        else:
+            holder.stop()
+            assert stored_agents(server) == {"bob"}
+    assert "could not be saved" not in holder.final_log
+
+
+def stored_agents(server: RunningServer) -> set[str]:
+    with server.client() as client:
+        return {key.decode().split(":")[1] for key in client.scan_iter("manifest:*")}

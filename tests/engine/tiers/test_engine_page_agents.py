@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from engine_families import family
 from pools import pool_of
 from servers import RunningServer, free_port, start_server
 from test_engine_pages import SPEC, TOKENS, context, held, same
+from waiting import until
 
 from engine.memory import kvcache
 from engine.memory.blocks import AgentBlocks, BlockError, KVBlock, block_names
@@ -82,6 +85,38 @@ def test_counts_that_are_no_numbers_do_not_keep_an_agent(tier: PageTier, client:
     assert tier.agents() == ["alice"]
 
 
+def test_an_agent_that_was_deleted_after_its_use_is_not_saved(
+    tier: PageTier, other: PageTier, client: redis.Redis
+) -> None:
+    tier.save(context())
+    assert other.delete("alice")
+    until(lambda: client.pttl("refs:deleted:alice") <= 86_400_000 - 20, "20 ms after the deletion")
+    assert tier.save(context(), idle=60) == Saved(0, 0, 0)
+    assert {*client.keys()} == {b"refs:deleted:alice"}
+    assert tier.save_failure is None
+    assert tier.save(context(), idle=0.001)
+    assert tier.agents() == ["alice"]
+    client.pexpire("refs:deleted:alice", 86_400_000 + 3_600_000)  # the clock of the server was set back
+    assert tier.save(context(), idle=60)
+
+
+def test_an_agent_that_is_deleted_during_a_save_stays_deleted(
+    tier: PageTier, other: PageTier, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another engine deletes it after the first look for the mark."""
+    tier.save(context(TOKENS[:300]))
+    save = PageTier._save
+
+    async def deleted_meanwhile(of: PageTier, *given: Any) -> Saved:
+        assert await asyncio.to_thread(other.delete, "alice")
+        return await save(of, *given)
+
+    monkeypatch.setattr(PageTier, "_save", deleted_meanwhile)
+    tier.save(context())
+    assert tier.agents() == []
+    assert {*client.keys()} == {b"refs:deleted:alice"}
+
+
 def test_of_nothing_there_is_no_fork(tier: PageTier, client: redis.Redis) -> None:
     assert not tier.fork("nobody", "twin")
     assert not tier.delete("nobody")
@@ -100,7 +135,7 @@ def test_a_delete_frees_only_unshared_blocks(tier: PageTier, client: redis.Redis
     assert stored(client) == names(longer.tokens)
     assert held(pool, tier.load("bob")) == 630
     assert tier.delete("bob")
-    assert client.dbsize() == 0
+    assert {*client.keys()} == {b"refs:deleted:alice", b"refs:deleted:bob", b"refs:deleted:twin"}
 
 
 def test_a_fork_that_continues_does_not_change_its_origin(tier: PageTier, client: redis.Redis, pool: BlockPool) -> None:
@@ -124,7 +159,7 @@ def test_repeated_saves_and_forks_count_each_agent_once(tier: PageTier, client: 
     assert {client.get(f"refs:{name}") for name in names(TOKENS)} == {b"2"}
     tier.delete("alice")
     tier.delete("twin")
-    assert client.dbsize() == 0
+    assert {*client.keys()} == {b"refs:deleted:alice", b"refs:deleted:twin"}
 
 
 def test_tenants_share_nothing(tier: PageTier, client: redis.Redis, pool: BlockPool) -> None:

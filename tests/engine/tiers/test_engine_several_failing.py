@@ -156,7 +156,7 @@ def test_the_rights_that_are_documented_are_enough(masters: Cluster, pool: Block
         assert tier.loop.run(tier.release("name"))
         assert tier.delete("alice")
         assert tier.delete("bob")
-        assert home.keys() == set()
+        assert home.keys() == {"refs:deleted:alice", "refs:deleted:bob"}
         tier.close()
         log = [one for node in masters.masters for one in node.ask("ACL", "LOG")]
         assert {one[one.index(b"object") + 1] for one in log} <= {b"client|setinfo"}
@@ -182,7 +182,7 @@ def test_a_server_without_cluster_mode_is_refused_unchanged(
         assert tier.misses == {"refused": 1}
         client.set(f"{{{block[1:33]}}}:theirs", "kept")
         assert tier.delete("alice")
-        assert home.keys() - own == {f"{{{block[1:33]}}}:theirs"}
+        assert home.keys() - own == {f"{{{block[1:33]}}}:theirs", "refs:deleted:alice"}
         tier.close()
 
 

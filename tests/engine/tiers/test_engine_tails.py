@@ -297,7 +297,8 @@ def test_a_deleted_agent_leaves_nothing_in_records(tier: PageTier, home: Home) -
     save(tier, TOKENS[: 3 * BLOCK + 5])
     save(tier, (*TOKENS[: BLOCK + 3], *some_tokens(7, 2 * BLOCK)))
     assert tier.delete("alice")
-    assert home.keys() <= {f"seal:{name}" for name in home.tagged(TOKENS, SPEC)}
+    seals = {f"seal:{name}" for name in home.tagged(TOKENS, SPEC)}
+    assert home.keys() <= seals | {"refs:deleted:alice"}
 
 
 def test_a_deleted_agent_leaves_the_contexts_of_others(tier: PageTier, other: PageTier) -> None:
