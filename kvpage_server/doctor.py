@@ -161,7 +161,9 @@ def run_checks(args: argparse.Namespace) -> int:
 
 
 def examine(patient: Patient) -> Iterator[Diagnosis]:
-    """Run all checks, those of the machine first. Yield the result of each."""
+    """Run all checks, those of the machine first. Yield the result of each. An error that `configuration` has reported
+    is not reported again by the check of its part.
+    """
     for check in _OF_THE_INSTALLATION:
         yield from check(patient)
     try:
@@ -170,7 +172,9 @@ def examine(patient: Patient) -> Iterator[Diagnosis]:
         yield Diagnosis("configuration", "error", _text(error), _CORRECT)
         return
     for check in (*_OF_THE_MACHINE, *_OF_THE_CONFIGURATION, *_OF_THE_SERVERS):
-        yield from check(patient)
+        for found in check(patient):
+            repeats = check is not configuration and found.found == patient.configuration_error
+            yield Diagnosis(found.check, "skipped", f"see configuration; {found.advice}") if repeats else found
 
 
 def _show(diagnosis: Diagnosis) -> None:

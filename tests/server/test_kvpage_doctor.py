@@ -69,6 +69,19 @@ def test_the_exit_status_is_that_of_the_worst_check(conf: Path) -> None:
     assert kvpage("doctor", url="valkey-cluster://127.0.0.1:1")[0] == 2
 
 
+@pytest.mark.parametrize(
+    "line, part",
+    [("user alice on nosuch", "users"), ("tls-port 7\ntls-cert-file /nosuch\ntls-key-file /nosuch", "tls")],
+)
+def test_an_error_of_the_configuration_is_reported_once(conf: Path, line: str, part: str) -> None:
+    with conf.open("a", encoding="utf-8") as file:
+        file.write(f"{line}\n")
+    found = {each.check: each for each in doctor.examine(Patient([str(conf)], ""))}
+    assert [each.check for each in found.values() if "nosuch" in each.found] == ["configuration"]
+    assert found[part].state == "skipped"
+    assert "docs/security.md" in found[part].found
+
+
 def test_each_result_is_printed_when_it_is_there(conf: Path) -> None:
     command = [str(Path(sys.executable).with_name("kvpage")), "doctor", str(conf), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8") as running:
