@@ -257,8 +257,9 @@ class PageTier:
         clock was set back behind the time of the deletion, nor if that one of several servers does not answer.
         """
         command = RawCommand(["PTTL", deletion_key(agent_id)], integer)
+        left: int
         (left,) = await self._connection.ask([command], gone=-2)  # as without a mark
-        return 0 <= DELETION_SECONDS - left / 1000 < seconds and left >= 0
+        return left >= 0 and 0 <= DELETION_SECONDS - left / 1000 < seconds
 
     async def _save(self, manifest: ContextManifest, parts: block_writer.Parts) -> Saved:
         """Write the blocks of an agent's context, its manifest, and the records that name the blocks. The records do

@@ -70,12 +70,12 @@ def test_the_exit_status_is_that_of_the_worst_check(conf: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line, part",
-    [("user alice on nosuch", "users"), ("tls-port 7\ntls-cert-file /nosuch\ntls-key-file /nosuch", "tls")],
+    ("part", "lines"),
+    [("users", "user alice on nosuch\n"), ("tls", "tls-port 7\ntls-cert-file /nosuch\ntls-key-file /nosuch\n")],
 )
-def test_an_error_of_the_configuration_is_reported_once(conf: Path, line: str, part: str) -> None:
+def test_an_error_of_the_configuration_is_reported_once(conf: Path, part: str, lines: str) -> None:
     with conf.open("a", encoding="utf-8") as file:
-        file.write(f"{line}\n")
+        file.write(lines)
     found = {each.check: each for each in doctor.examine(Patient([str(conf)], ""))}
     assert [each.check for each in found.values() if "nosuch" in each.found] == ["configuration"]
     assert found[part].state == "skipped"
