@@ -11,12 +11,14 @@ from __future__ import annotations
 import re
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Generic, TypeVar
 
 from kvpage_server.core import Glob
 
 COMPARED = 1 << 19  # bytes of names that are compared with a pattern in one step
+LONGEST_COMPARED = 1 << 13  # bytes of a name that `Patterns` compares with each pattern
+_COMPARISON = 64  # bytes that are compared in the time that a comparison costs in addition
 
 Matches = Callable[[bytes], object]  # returns a true value if the bytes match
 
@@ -48,6 +50,11 @@ def opening_of(pattern: bytes) -> bytes | None:
     return opening if pattern[-1:] == b"*" and opening and not _SPECIAL.search(opening) else None
 
 
+def is_open_ended(pattern: bytes) -> bool:
+    """Return whether every name that begins with a match of the pattern is a match, too. False in doubt."""
+    return b"\\" not in pattern and pattern.rfind(b"]") >= pattern.rfind(b"[") and pattern.endswith(b"*")
+
+
 def portions(names: Iterable[bytes]) -> Iterator[list[bytes]]:
     """Divide names into lists that each can be compared with a pattern in some milliseconds."""
     some, size = list[bytes](), 0
@@ -69,10 +76,17 @@ def _everything(_: bytes) -> bool:
 # A pattern's opening is its bytes before the first wildcard or backslash. A name is looked up by its own beginnings, of
 # all lengths that openings have. Most patterns are an opening and a star, and match without a comparison. Others are
 # compared if their opening fits. The cost for a name is O(different lengths of openings, up to the name's + patterns
-# that have the opening in common with other patterns).
+# that have the opening in common with other patterns). A comparison costs O(bytes of the name), of which there may be
+# millions. So only the beginning of a name of more than LONGEST_COMPARED bytes is compared, and the name matches only
+# patterns that end with a star, which stands for the rest.
 
 T = TypeVar("T")
 V = TypeVar("V")
+
+
+def compared_bytes(name: Sized) -> int:
+    """Return the bytes that `Patterns` compares in the time that a comparison of a name with one pattern takes."""
+    return _COMPARISON + min(len(name), LONGEST_COMPARED)
 
 
 class _Openings(Generic[V]):
@@ -105,7 +119,9 @@ class _Openings(Generic[V]):
 
 
 class Patterns(Generic[T]):
-    """Glob patterns in the order of adding, each with a value. `matching` finds all patterns that match a name."""
+    """Glob patterns in the order of adding, each with a value. `matching` finds all patterns that match a name, those
+    that end with a star if the name has more than LONGEST_COMPARED bytes.
+    """
 
     def __init__(self) -> None:
         self._all: dict[bytes, T] = {}  # in the order of adding
@@ -167,6 +183,7 @@ class Patterns(Generic[T]):
             if length > len(name):
                 break
             yield self._open_ended.values.get(name[:length])
+        beginning, is_whole = name[:LONGEST_COMPARED], len(name) <= LONGEST_COMPARED
         for length in [*self._others.lengths]:
             if length > len(name):
                 break
@@ -174,8 +191,8 @@ class Patterns(Generic[T]):
             if found is None:
                 yield None
                 continue
-            for matches, value in [*found[1].values()]:
-                yield value if matches(name) else None
+            for pattern, (matches, value) in [*found[1].items()]:
+                yield value if matches(beginning) and (is_whole or is_open_ended(pattern)) else None
 
     def may_match_some(self, prefix: bytes) -> Iterator[T]:
         """Yield the values of the patterns that may match a name with a prefix, judged by the patterns' first bytes up

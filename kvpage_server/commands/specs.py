@@ -30,8 +30,18 @@ from kvpage_server.store.keyspace import Keyspace
 READ, WRITE = 1, 2  # access to a key: bits
 
 
+_LONGEST_PART = 512  # bytes; a request id has at most 256
+
+
 class KeyPrefix(bytes):
     """A prefix that stands for every key that begins with it."""
+
+
+def _part_of_name(word: Argument) -> bytes:
+    """Return a request id or a number of a page's name. A word that is too long for any is cut, as commands refuse it,
+    and a command may have a thousand words of megabytes.
+    """
+    return word if isinstance(word, bytes) else bytes(word.body[:_LONGEST_PART])
 
 
 Use = tuple[bytes, int]  # a key, or a KeyPrefix; and READ, WRITE or both
@@ -66,7 +76,7 @@ class pages(Naming):
     def __call__(self, args: Sequence[Argument], access: int) -> Iterator[Use]:
         """Yield the key of each named page, with `access`. The arguments are not checked."""
         for start in self.starts(args):
-            yield b"kv:%b" % b":".join(plain_all(args[start : start + 5])), access
+            yield b"kv:%b" % b":".join(map(_part_of_name, args[start : start + 5])), access
 
 
 class requests(Naming):
@@ -74,7 +84,7 @@ class requests(Naming):
 
     def __call__(self, args: Sequence[Argument], access: int) -> Iterator[Use]:
         """Yield the prefix `kv:{req}:` of each named request once, with `access`."""
-        for req_id in dict.fromkeys(plain(args[start]) for start in self.starts(args)):
+        for req_id in dict.fromkeys(_part_of_name(args[start]) for start in self.starts(args)):
             yield KeyPrefix(b"kv:%b:" % req_id), access
 
 
@@ -99,7 +109,7 @@ def prefix_words(args: Sequence[Argument]) -> tuple[range, range]:
 
 def key_of_set(args: Sequence[Argument], access: int) -> Iterator[Use]:
     """Yield SET's key. With the option GET, the key is read as well as written."""
-    reads = any(plain(word).upper() == b"GET" for word in args[2:])
+    reads = any(_part_of_name(word).upper() == b"GET" for word in args[2:])
     yield plain(args[0]), access | READ if reads else access
 
 
@@ -210,7 +220,7 @@ def _names(req_ids: Sequence[Argument], pages: Sequence[Argument]) -> Iterator[t
     """Yield (request id, page id) of each pair. Skip a pair whose page id is no number: the command itself
     reports it.
     """
-    for req_id, page in zip(map(plain, req_ids), map(plain, pages), strict=False):
+    for req_id, page in zip(map(_part_of_name, req_ids), map(_part_of_name, pages), strict=False):
         if page.isdigit() and len(page) <= _LONGEST_PAGE:
             yield req_id, int(page)
 

@@ -218,6 +218,8 @@ def _read_quotas(words: list[str]) -> dict[str, int]:
     words = _parts(words)
     if not words or len(words) % 2:
         raise ValueError(f"takes 2 values a quota: a pattern of keys, bytes (0 for no limit); got {len(words)}")
+    if len(words) > 2 * _MOST_QUOTAS:  # before any pattern is compiled
+        raise ValueError(f"has at most {_MOST_QUOTAS} quotas, got {len(words) // 2}")
     quotas: dict[str, int] = {}
     for pattern, limit in zip(words[::2], words[1::2], strict=True):
         if pattern.split() != [pattern]:

@@ -27,7 +27,7 @@ from kvpage_server.page import (
 NAME_WORDS = 5  # words of a name: req_id layer head page_id kv_type
 PAGE_WORDS = 10  # words of a page to store: its name, and dtype page_size head_dim ttl body
 LONGEST_WORD = 4 * 1024 * 1024  # bytes of a word that is not a value
-LONGEST_TOGETHER = 4 * LONGEST_WORD  # bytes of all names of a command
+LONGEST_TOGETHER = LONGEST_WORD  # bytes of all names of a command: each is copied, hashed and compared in one step
 
 Word = Any  # bytes, or a slot for a long word
 

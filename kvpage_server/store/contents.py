@@ -100,6 +100,7 @@ def _name(key: bytes) -> bytes | str:
 _LARGE = MAX_SINGLE_PAGES - 1024  # pages of a block above which each step of a write is checked
 _MOST_ORPHANS = 256  # that one call offers for eviction
 _BLOCKS_PER_FREE = 4096  # blocks of a batch that are forgotten in one step
+_FLUSHED_PER_STEP = 1000  # entries that are freed in one step
 _ORPHANS_PER_STEP = 256  # blocks that stop being orphans in one step
 NEVER_STORED = "never stored"
 OVER_QUOTA = "over quota"
@@ -217,23 +218,6 @@ class Counters:
         self.string_misses.clear()
 
 
-class Flushed:
-    """Values that a flush removed. They can be freed in steps, because freeing millions of values takes seconds."""
-
-    def __init__(self, *parts: dict[Any, Any] | OrderedMap[Any, Any]) -> None:
-        self._parts = parts
-
-    def __len__(self) -> int:
-        return sum(map(len, self._parts))
-
-    def free(self, most: int) -> None:
-        """Free up to `most` values."""
-        for part in self._parts:
-            for _ in range(min(len(part), most)):
-                part.popitem()
-                most -= 1
-
-
 class TooManyPages(Exception):
     """Error: a block would get too many pages that are stored one by one. The text is the reply."""
 
@@ -292,6 +276,7 @@ class Contents:
         self._orphans: dict[Block, int] = {}
         self._reunited: list[Block] = []  # blocks that are no orphans; those after them are none either, see `reunite`
         self._any_evicted = False  # whether a unit was evicted, so that there may be orphans
+        self._flushed: list[dict[Any, Any] | OrderedMap[Any, Any]] = []  # tables of keys that `flush` has removed
         self.has_large_blocks = False  # whether a block may have so many pages that a step may exceed the limit
 
     def find(self, key: bytes) -> Entry | None:
@@ -840,11 +825,11 @@ class Contents:
             return quota.pattern.decode("utf-8", "surrogateescape")
         return self.eviction_order.policy if event == "evicted" else ""
 
-    def flush(self) -> Flushed:
-        """Remove all keys. The result keeps the values until the caller frees them in steps, or drops it."""
+    def flush(self) -> None:
+        """Remove all keys. Their values stay in memory until `free_flushed` is called often enough."""
         of_tier = self.tier.clear()
         self.notify("flush", b"")
-        flushed = Flushed(*self.catalogue.clear(), self.eviction_order.units.clear(), *of_tier)
+        self._flushed += [*self.catalogue.clear(), self.eviction_order.units.clear(), *of_tier]
         self.expiry_order.clear()
         self.leases.clear()
         self.ghosts.clear()
@@ -853,7 +838,25 @@ class Contents:
         self._reunited.clear()
         self.has_large_blocks = False
         self.texts = 0
-        return flushed
+
+    @property
+    def flushed(self) -> int:
+        """Number of removed entries of `flush` that are still in memory."""
+        return sum(map(len, self._flushed))
+
+    def free_flushed(self) -> bool:
+        """Free some entries that `flush` has removed, because freeing millions of them takes seconds. Return whether
+        there are more.
+        """
+        left = _FLUSHED_PER_STEP
+        while self._flushed and left:
+            part = self._flushed[-1]
+            for _ in range(min(len(part), left)):
+                part.popitem()
+                left -= 1
+            if not part:
+                self._flushed.pop()
+        return bool(self._flushed)
 
     def expire(self, key: bytes) -> None:
         """Remove an expired key. If the key is a page of an extent, the whole block is removed."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from kvpage_server.commands.arguments import escaped
 from kvpage_server.commands.specs import CATEGORIES, READ, TABLE, WRITE, KeyPrefix, Spec
 from kvpage_server.core import Argument
-from kvpage_server.glob import Matches, Patterns, PatternTooLong, glob
+from kvpage_server.glob import Matches, Patterns, PatternTooLong, glob, is_open_ended
 
 # -- absent ------------------------------------------------------------------------------------------------------------
 #
@@ -154,7 +154,7 @@ class KeyRules:
         """Give `access` to the keys of a pattern. `matches` is the compiled pattern."""
         before = self._rights.get(pattern)
         accesses = {access} if before is None else before.accesses | {access}
-        self._rights.add(pattern, _Rights(_is_open_ended(pattern), frozenset(accesses)), matches)
+        self._rights.add(pattern, _Rights(is_open_ended(pattern), frozenset(accesses)), matches)
         self._given[pattern, access] = None
 
     def all(self, access: int) -> bool:
@@ -179,11 +179,6 @@ class KeyRules:
     def cost(self) -> int:
         """Number of patterns that one key is compared with, at most."""
         return self._rights.cost
-
-
-def _is_open_ended(pattern: bytes) -> bool:
-    """Return whether every name that begins with a match of the pattern is a match, too. False in doubt."""
-    return b"\\" not in pattern and pattern.rfind(b"]") >= pattern.rfind(b"[") and pattern.endswith(b"*")
 
 
 _UNKNOWN = "Unknown command or category name in ACL"

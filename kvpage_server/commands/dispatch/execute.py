@@ -28,13 +28,14 @@ from kvpage_server.commands.dispatch.checks import (
 from kvpage_server.commands.dispatch.run import run, run_part, run_with_client_flags
 from kvpage_server.commands.specs import BY_WORD, WORDS_PER_STEP, Parts, Spec, find
 from kvpage_server.commands.steps import Steps, freed
-from kvpage_server.core import Command
+from kvpage_server.core import Argument, Command
 from kvpage_server.core.pieces import Piece
+from kvpage_server.glob import LONGEST_COMPARED, compared_bytes
 from kvpage_server.resp import Raw, Reply, ReplyError, Stream, Wait, encode
 from kvpage_server.store.disk.prefetch import Hold
 
-_CHECKS = 4000  # comparisons of a key with a pattern in a step
-_RIGHTS = 16 * _CHECKS  # comparisons above which the rights are checked in steps
+_COMPARED = 1 << 18  # bytes of keys that are compared with patterns in a step, and the same for each comparison
+_RIGHTS = 16 * _COMPARED  # such bytes above which the rights are checked in steps
 
 
 def begin(client: Client, spec: Spec, words: Command) -> Stream:
@@ -55,10 +56,17 @@ def begin(client: Client, spec: Spec, words: Command) -> Stream:
 
 
 def rights_need_steps(client: Client, words: Command) -> bool:
-    """Return whether the check of the rights takes so long that it has to run in steps: very many words, each compared
-    with very many patterns. False inside a transaction.
+    """Return whether the check of the rights takes so long that it has to run in steps: many or long words, each
+    compared with many patterns. False inside a transaction.
     """
-    return client.user is not None and client.user.cost * len(words) > _RIGHTS and client.transaction is None
+    if client.user is None or client.transaction is not None:
+        return False
+    cost = client.user.cost
+    return cost * len(words) * 2 * LONGEST_COMPARED > _RIGHTS and cost * sum(map(_size, words)) > _RIGHTS
+
+
+def _size(word: Argument) -> int:
+    return compared_bytes(word if isinstance(word, bytes) else word.body)
 
 
 def check_rights_in_steps(client: Client, spec: Spec, words: Command) -> Stream:
@@ -71,18 +79,28 @@ def check_rights_in_steps(client: Client, spec: Spec, words: Command) -> Stream:
     def steps() -> Iterator[Reply]:
         """Check the rights, then yield the reply; an error is the reply if a right is missing."""
         try:
-            assert client.user is not None
-            at_once = max(_CHECKS // client.user.cost, 1)
-            for number, denial in enumerate(client.user.checks(spec, words[spec.words :]), start=1):
-                if denial is not None:
-                    raise refused(client, denial)
-                if not number % at_once:
-                    yield ()
+            yield from _check_rights(client, spec, words)
             yield from _run_whole(client, spec, words)
         except ReplyError as error:
             yield rejected(client, spec, words, error)
 
     return Stream(None, steps(), whole=spec.writes)
+
+
+def _check_rights(client: Client, spec: Spec, words: Command) -> Iterator[Reply]:
+    """Check the rights for a command, or for a part of it, as `check_rights`, in several steps if `rights_need_steps`.
+    Raises ReplyError.
+    """
+    user = client.user
+    if user is None or "no_auth" in spec.flags or not rights_need_steps(client, words):
+        check_rights(client, spec, words)
+        return
+    at_once = max(_COMPARED // (user.cost * max(map(_size, words))), 1)
+    for number, denial in enumerate(user.checks(spec, words[spec.words :]), start=1):
+        if denial is not None:
+            raise refused(client, denial)
+        if not number % at_once:
+            yield ()
 
 
 def refuse_in_steps(error: ReplyError, words: Command) -> Stream:
@@ -125,7 +143,7 @@ def _steps(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterator
     try:
         if not client.fast_path_ok:
             for part in parts.divided(words, spec.words):
-                check_rights(client, spec, part)
+                yield from _check_rights(client, spec, part)
                 yield ()
         if parts.joined:
             try:

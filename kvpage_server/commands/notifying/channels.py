@@ -16,7 +16,7 @@ from time import monotonic_ns
 from typing import NamedTuple, Protocol
 
 from kvpage_server.core.pieces import Piece
-from kvpage_server.glob import COMPARED, Patterns, compiled
+from kvpage_server.glob import COMPARED, Patterns, compared_bytes, compiled
 from kvpage_server.resp import Push, Raw, Reply, Wait, encode
 
 # -- Interface of a client that receives messages ----------------------------------------------------------------------
@@ -88,7 +88,6 @@ Group = tuple[Listeners, list[Reply]]  # subscribers, and the items of the messa
 Steps = Iterator[None]
 
 _END = object()
-_COMPARISON = 64  # bytes that are compared in the time that a comparison costs in addition
 _FEW = 32  # subscribers that get a message at once
 _TURN = 1_000_000  # nanoseconds
 MOST_WAITING = 8 << 20  # bytes of messages that wait to be sent; above it, commands that write wait
@@ -223,7 +222,7 @@ class Channels:
         patterns takes long, also of all messages since the last steps together, it is done in steps, too.
         """
         delivery, size = Delivery(), len(channel) + len(message) + _MESSAGE
-        self._compared += (len(channel) + _COMPARISON) * self.by_pattern.cost
+        self._compared += compared_bytes(channel) * self.by_pattern.cost
         if self._compared > COMPARED:
             self._do(self._deliver(channel, message, about, delivery), size, at_once=False)
             return delivery
@@ -239,7 +238,7 @@ class Channels:
             if group:
                 delivery.count += len(group[0])
                 yield from _push([group], about)
-            compared += len(channel) + _COMPARISON
+            compared += compared_bytes(channel)
             if compared > COMPARED:
                 compared = 0
                 yield

@@ -536,7 +536,7 @@ def test_long_keys_for_many_clients_invalidate_all_keys() -> None:
         received = [cache.invalidated() for cache in caches]
         assert all(received)
         assert sorted(map(len, chain(*received))) == [len(ALL)] * 4 + [len(key)] * 2
-        writer.ask("MSET", key, "value", key + b"b", "value", key + b"c", "value")
+        writer.ask_all([("MULTI",), *(("SET", key + end, "value") for end in (b"", b"b", b"c")), ("EXEC",)])
         assert [cache.invalidated() for cache in caches] == [[ALL]] * 3 + [[]] * 3
         writer.ask("SET", "short", "value")
         assert [cache.invalidated() for cache in caches] == [[b"short"]] * 3 + [[]] * 3

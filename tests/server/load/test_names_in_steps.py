@@ -15,6 +15,7 @@ from turns import Turns, measured
 from wire import encode_command
 
 from kvpage_server.core import NAME
+from kvpage_server.glob import LONGEST_COMPARED
 
 PATTERN = b"*" + b"[ab]" * 60 + b"c*"
 LONGEST = 0.04  # seconds of a turn, for slow machines; usually 6 ms. With other costs, the commands take 0.3 to 4 s
@@ -63,12 +64,20 @@ def test_a_long_channel_is_compared_with_patterns_in_steps(turns: Turns) -> None
 
 
 def test_a_message_of_a_long_channel_is_counted_and_arrives(turns: Turns) -> None:
-    channel = b"a" * 1_000_000 + b"c"
+    """Patterns that do not end with a star match channels of up to 8 KiB."""
     with ExitStack() as stack:
-        turns.join(stack, b"".join(map(encode_command, [[b"PSUBSCRIBE", PATTERN, b"*c", b"*b", b"a*"]])))
+        turns.join(stack, b"".join(map(encode_command, [[b"PSUBSCRIBE", b"*[ab]a*c*", b"*c", b"*", b"?a*", b"a*"]])))
         sock = stack.enter_context(socket.create_connection(("127.0.0.1", turns.server.port), timeout=60))
-        sock.sendall(encode_command([b"PUBLISH", channel, b"m"]))
-        assert sock.recv(100) == b":3\r\n"
+        for size, found in ((LONGEST_COMPARED, 5), (LONGEST_COMPARED + 1, 3), (1_000_000, 3)):
+            sock.sendall(encode_command([b"PUBLISH", b"a" * (size - 1) + b"c", b"m"]))
+            assert sock.recv(100) == b":%d\r\n" % found
+
+
+def test_the_longest_channel_costs_little_for_each_pattern(turns: Turns) -> None:
+    with ExitStack() as stack:
+        turns.join(stack, encode_command([b"PSUBSCRIBE", *(b"*x%d*" % i for i in range(1000))]))
+        publish = encode_command([b"PUBLISH", b"a" * (4 << 20), b"m"])
+        assert min(turns.cost(b"", publish).total for _ in range(5)) < 0.5  # usually 10 ms; 3.5 s if all was compared
 
 
 def test_events_of_many_keys_are_compared_with_patterns_in_steps(turns: Turns) -> None:
@@ -120,3 +129,45 @@ def test_a_very_long_unknown_name_is_cut_in_the_error(turns: Turns) -> None:
     with socket.create_connection(("127.0.0.1", turns.server.port), timeout=60) as sock:
         sock.sendall(encode_command([b"x" * (5 << 20), b"a"]))
         assert sock.recv(300) == b"-ERR unknown command '%b', with args beginning with: 'a' \r\n" % (b"x" * 128)
+
+
+RULES = [b"~*x%d*" % i for i in range(500)]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [b"GET", b"k" * (4 << 20)],
+        [b"EXISTS", *(b"%d" % i + b"k" * 8000 for i in range(500))],
+        [b"EXISTS", *(b"%d" % i + b"k" * 2000 for i in range(2000))],
+        [b"KVPAGEMEXISTS", b"200", *[b"r" * (1 << 18)] * 1000],
+        [b"KVBLOCKMGET", b"500", *[b"r" * (1 << 18)] * 1000],
+        [b"SET", b"k", b"v", *[b"x" * (1 << 18)] * 1000],
+    ],
+    ids=["one", "long", "many", "pages", "blocks", "options"],
+)
+def test_rights_for_long_names_are_checked_in_steps(turns: Turns, words: list[bytes]) -> None:
+    """Usually 6 ms; 0.3 to 1.2 s if all bytes of all names are compared with all patterns, or copied, in one step."""
+    made = [b"ACL", b"SETUSER", b"user", b"on", b"nopass", b"+@all", *RULES]
+    assert is_short(turns, [made, [b"AUTH", b"user", b"x"]], words)
+
+
+@pytest.mark.parametrize("name", [b"loglevel", b"maxmemory", b"notify-keyspace-events", b"quota"])
+@pytest.mark.parametrize("value", [b"\xff", b"a", b"a* 1gb "], ids=["bytes", "letters", "words"])
+def test_a_long_value_of_a_parameter_is_a_short_turn(turns: Turns, name: bytes, value: bytes) -> None:
+    """Usually 1 ms; 5 to 180 ms if all of it is decoded and parsed before it is refused."""
+    words = [b"CONFIG", b"SET", name, value * ((4 << 20) // len(value))]
+    assert is_short(turns, [], words, limit=LONGEST / 8)
+
+
+@pytest.mark.parametrize(
+    "words", [[b"DEL"], [b"MSETNX"], [b"MSET"], [b"EXISTS"], [b"MGET"], [b"WATCH"]], ids=lambda words: words[0].decode()
+)
+@pytest.mark.parametrize("size", [8000, 4 << 20])
+def test_all_names_of_a_command_together_are_bounded(turns: Turns, words: list[bytes], size: int) -> None:
+    """Usually 1 to 6 ms, and four times that if a command may have 16 MiB of names."""
+    count, pair = max((4 << 20) // size, 1), words[0].startswith(b"MSET")
+    keys = [b"%03d" % i + b"k" * (size - 3) for i in range(min(count, 500))]
+    values = [word for key in keys for word in (key, b"v")]
+    before = [[b"FLUSHALL"], [b"MSET", *values]]
+    assert is_short(turns, before, [*words, *(values if pair else keys)], limit=LONGEST / 2)

@@ -200,6 +200,8 @@ class KeyspaceMachine(RuleBasedStateMachine):
     @rule()
     def flush(self) -> None:
         self.keys.contents.flush()
+        while self.keys.contents.free_flushed():
+            pass
         self.model.clear()
         self.nothing_is_left()
 
@@ -415,6 +417,8 @@ def test_a_slot_in_flight_is_not_recycled() -> None:
         keys.contents.set_string(b"key", letter * 5000)
         assert bytes(view) == b"$5000\r\n" + b"a" * 5000 + b"\r\n"
     keys.contents.flush()
+    while keys.contents.free_flushed():
+        pass
     assert bytes(view) == b"$5000\r\n" + b"a" * 5000 + b"\r\n"
     assert keys.arena.used == sending.footprint
     del view, sending

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from kvpage_server.commands.arguments import plain_all
@@ -15,7 +15,8 @@ from kvpage_server.commands.steps import STEP, Steps, each, stepwise
 from kvpage_server.core import Argument
 from kvpage_server.core.pieces import Piece, borrowed_bytes
 from kvpage_server.page import unix_ms
-from kvpage_server.resp import NULL_ARRAY, OK, Reply, ReplyError, Wait
+from kvpage_server.resp import NULL_ARRAY, OK, Reply, ReplyError, Stream, Wait
+from kvpage_server.store.contents import Contents
 
 MOST_WATCHED = 8192  # keys that a client can watch
 
@@ -52,8 +53,9 @@ def exec_(client: Client, args: list[Argument]) -> Reply:
     transaction = client.transaction
     if transaction is None:
         raise ReplyError("ERR EXEC without MULTI")
+    contents = client.keyspace.contents
     for key in client.watching:
-        client.keyspace.contents.find(key)  # an overdue key expires here, which changes it
+        contents.find(key)  # an overdue key expires here, which changes it
     changed = client.watched_changed or 0 < client.watched_until <= unix_ms()
     client.end_transaction()
     if transaction.refused:
@@ -70,7 +72,14 @@ def exec_(client: Client, args: list[Argument]) -> Reply:
         else:
             held += size
         pieces += reply
-    return tuple(pieces)
+    return tuple(pieces) if not contents.flushed else Stream(None, _after_freeing(contents, pieces), whole=True)
+
+
+def _after_freeing(contents: Contents, pieces: list[Piece]) -> Iterator[Reply]:
+    """Free the values that a FLUSHALL of the transaction has removed, in steps, and then yield EXEC's reply."""
+    while contents.free_flushed():
+        yield ()
+    yield tuple(pieces)
 
 
 def _too_long(spec: Spec, size: int, most: int) -> ReplyError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
 from collections.abc import Iterable, Iterator
@@ -16,13 +17,13 @@ from kvpage_server.commands.specs import Parts, extents, lists_pages, nothing
 from kvpage_server.core import Argument, literal
 from kvpage_server.glob import COMPARED, Matches, glob, portions
 from kvpage_server.page import index_key
-from kvpage_server.resp import OK, Raw, Reply, ReplyError, Stream, simple
+from kvpage_server.resp import OK, Raw, Reply, ReplyError, Stream, Wait, simple
 from kvpage_server.store.contents import OVER_QUOTA, Loss
 
 _CURSOR = re.compile(rb"(?:[+-]?\d{1,20})?\Z")  # the 64-bit numbers that C's strtoul accepts
 _U64_MAX = 2**64 - 1
 MOST_SCANNED = 1000  # upper limit of COUNT; the keys of one block are returned together, even if there are more
-_STEP = 1000  # keys that a step lists, compares, encodes or frees
+_STEP = 1000  # keys that a step lists, compares or encodes
 
 
 _for_each = partial(
@@ -290,18 +291,20 @@ def dbsize(client: Client, args: list[Argument]) -> Reply:
 def flushall(client: Client, args: list[Argument]) -> Reply:
     """Remove every key. All keys disappear for all clients at the same time.
 
-    Return OK when the memory is free, or before that with ASYNC.
+    Return OK when the memory is free, or before that with ASYNC. In a transaction, EXEC frees it before its reply.
     """
     options = [word.upper() for word in plain_all(args)]
     if options not in ([], [b"ASYNC"], [b"SYNC"]):
         raise ReplyError(SYNTAX_ERROR)
-    fallen = client.server.keyspace.contents.flush()
+    contents, in_transaction = client.server.keyspace.contents, list[bool]()
+    contents.flush()
 
     def steps() -> Iterator[Reply]:
         if options == [b"ASYNC"]:
             yield OK
-        for _ in range(0, len(fallen), _STEP):
-            fallen.free(_STEP)
+        if contents.flushed > _STEP:
+            yield Wait(asyncio.get_running_loop().call_soon, now=lambda: in_transaction.append(True))
+        while not in_transaction and contents.free_flushed():
             yield ()
         if options != [b"ASYNC"]:
             yield OK

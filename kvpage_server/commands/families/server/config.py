@@ -25,6 +25,8 @@ from kvpage_server.system.process import raise_descriptor_limit
 
 OWN_DESCRIPTORS = 32  # file descriptors of the process, in addition to those of clients
 _FLAGS = "admin noscript loading stale"
+_LONGEST = 1 << 19  # bytes of all values of CONFIG SET together
+_LONGEST_VALUE = 1 << 16  # bytes of a value, except for the patterns of quotas
 _SHORT = 1024  # bytes of patterns that are compared in one step
 _TOO_MANY_CLIENTS = "The operating system is not able to handle the specified number of clients, try with"
 
@@ -97,6 +99,7 @@ def config_set(client: Client, args: list[Argument]) -> Reply:
         raise ReplyError(SYNTAX_ERROR)
     names = [name[:1024].decode("utf-8", "surrogateescape").lower() for name in words[::2]]
     _check_changeable(server.config, names)
+    _check_lengths(names, words[1::2])
     changes = {name: value.decode("utf-8", "surrogateescape") for name, value in zip(names, words[1::2], strict=True)}
     tls = next((name for name in changes if name in certificates.PARAMETERS), None)
 
@@ -123,6 +126,15 @@ def _check_changeable(config: Config, names: list[str]) -> None:
         if not config.is_mutable(name):
             raise _refused(name, "can't set immutable config")
         known.add(name)
+
+
+def _check_lengths(names: Sequence[str], values: Sequence[bytes]) -> None:
+    """Raise ReplyError if values of parameters are so long that it takes too long to parse them."""
+    for name, value in zip(names, values, strict=True):
+        if len(value) > _LONGEST_VALUE and name != "quota":
+            raise _refused(name, f"a value has at most {_LONGEST_VALUE} bytes, got {len(value)}")
+    if (size := sum(map(len, values))) > _LONGEST:
+        raise ReplyError(f"ERR all values of CONFIG SET have at most {_LONGEST} bytes, got {size}")
 
 
 def _change_all(config: Config, changes: Mapping[str, str]) -> None:
