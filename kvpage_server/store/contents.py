@@ -25,7 +25,7 @@ from kvpage_server.store.eviction.queues import BURST, OrderedMap, Unit
 from kvpage_server.store.eviction.quotas import counted, text_size
 from kvpage_server.store.expire import ExpiryOrder
 from kvpage_server.store.memory.catalogue import Catalogue
-from kvpage_server.store.memory.entry import LONGEST_TEXT, TEXT_OVERHEAD, Entry, Page, Text, is_page
+from kvpage_server.store.memory.entry import LONGEST_TEXT, TEXT_OVERHEAD, Entry, Page, Text, is_page, stored_size_of
 from kvpage_server.store.memory.index import Block, BlockKeys, Extent, ExtentPage, OnDisk, rows_of
 from kvpage_server.system.text import monotonic_ms
 
@@ -316,7 +316,7 @@ class Contents:
         for key, layer, head, kv_type in names:
             page = cast(Page, self.catalogue.pop(key))
             footprint += page.footprint
-            size += HEADER_SIZE + page.size
+            size += HEADER_SIZE + stored_size_of(page)
             block.discard(layer, head, kv_type)
             rows[row_of(layer, head, kv_type)] |= bit_of(head)
         self.grow(block, -footprint)
@@ -502,8 +502,8 @@ class Contents:
         if not isinstance(unit, Block):
             return counted(unit, entries[unit], as_page=False)
         if unit.extent is not None:
-            return HEADER_SIZE * unit.pages + unit.extent.slot.size
-        return sum(HEADER_SIZE + entries[key].size for key in unit.page_keys())
+            return HEADER_SIZE * unit.pages + _stored_in(unit.extent.slot)
+        return sum(HEADER_SIZE + stored_size_of(entries[key]) for key in unit.page_keys())
 
     def _use_written(self, block: Block) -> None:
         self.eviction_order.units.used(block)
@@ -672,14 +672,24 @@ class Contents:
     # -- values on disk --------------------------------------------------------------------------------------------
 
     def move_body(self, place: bytes | Extent, body: Slot | OnDisk) -> None:
-        """Set the body of an existing value, by its key or in its extent, after it was loaded or dropped from memory.
+        """Set the body of an existing value, by its key or in its extent, after it was loaded, coded in memory, or
+        dropped from there.
 
-        The value is the same, so listeners are not notified. The caller updates the accounts, see `grow`.
+        The value is the same, so listeners are not notified. The caller updates the accounts of memory, see `grow`.
         """
         if isinstance(place, Extent):
-            place.slot = body
+            old, place.slot = place.slot, body
         else:
-            self.catalogue.entries[place] = body
+            old, self.catalogue.entries[place] = cast(Slot | OnDisk, self.catalogue.entries[place]), body
+        if self.eviction_order.has_quotas and (grown := _stored_in(body) - _stored_in(old)):
+            self.eviction_order.quotas.grew(
+                unit_on_disk(body if isinstance(body, OnDisk) else cast(OnDisk, old)), grown
+            )
+
+    def set_stored(self, value: OnDisk, size: int) -> None:
+        """Set the bytes that a value takes for its quota, after it was dropped from memory, or decoded on disk."""
+        self.eviction_order.quotas.grew(unit_on_disk(value), size - value.stored)
+        value.stored = size
 
     def add_string_on_disk(self, key: bytes, entry: Entry) -> None:
         """Add a string that was found on disk at the start."""
@@ -789,7 +799,7 @@ class Contents:
         row = row_of(name.layer, name.head, name.kv_type)
         self.ghosts.remember(block, {row: bit_of(name.head)}, _REASONS.get(event, event))
         block.discard(name.layer, name.head, name.kv_type)
-        self.eviction_order.quotas.grew(block, -HEADER_SIZE - old.size)
+        self.eviction_order.quotas.grew(block, -HEADER_SIZE - stored_size_of(old))
         if not block.pages:
             self.index.remove(block)
             self.leases.removed(block)
@@ -943,6 +953,15 @@ def check_split(block: Block) -> None:
             f"the block has {block.pages} pages and was stored as a whole: one of more than {MAX_SINGLE_PAGES} pages "
             "can be replaced or removed only as a whole (KVBLOCKSET, KVPAGEDEL)"
         )
+
+
+def _stored_in(body: Slot | OnDisk) -> int:
+    return body.stored if isinstance(body, OnDisk) else body.size
+
+
+def unit_on_disk(value: OnDisk) -> Unit:
+    """Return the unit of a value on disk only: its block, or the key of a string."""
+    return value.unit if type(value.unit) is Block else value.name[1:]
 
 
 def footprint_of(key: bytes, entry: Entry) -> int:

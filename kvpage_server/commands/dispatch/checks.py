@@ -27,8 +27,8 @@ from kvpage_server.commands.steps import IN_THREAD_FROM, Steps, wait_for_thread
 from kvpage_server.core import Command
 from kvpage_server.core.pieces import Piece
 from kvpage_server.resp import Reply, ReplyError, Wait, bare
+from kvpage_server.store.contents import unit_on_disk
 from kvpage_server.store.disk.fetching import BorrowedReads
-from kvpage_server.store.disk.naming import unit_on_disk
 from kvpage_server.store.disk.prefetch import Hold, Needed, Prefetcher, TooMuch
 from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.evict import OverLimit

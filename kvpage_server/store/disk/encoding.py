@@ -140,7 +140,7 @@ def extent_of(record: Record, block: Block, used: int) -> Extent:
         raise Damaged(f"its shape cannot be read: {error}") from None
     if shape.nbytes != record.body.size:
         raise Damaged("its body has another length than its shape")
-    body = OnDisk(record.name, record.body.size, unit=block, used=used)
+    body = OnDisk(record.name, record.body.size, unit=block, used=used, stored=record.body.stored)
     extent = Extent(shape, body, record.body.digest, created, ttl)
     extent.expires = record.expires
     return extent

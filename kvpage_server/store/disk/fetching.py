@@ -27,7 +27,7 @@ import numpy as np
 from kvpage_server.core import Arena, Slot
 from kvpage_server.core.regions import capacity_step
 from kvpage_server.page import checksum
-from kvpage_server.store.contents import Contents
+from kvpage_server.store.contents import Contents, unit_on_disk
 from kvpage_server.store.disk.borrowed_reads import (
     VALUES_PER_COPY,
     BorrowedRead,
@@ -39,7 +39,7 @@ from kvpage_server.store.disk.borrowed_reads import (
 from kvpage_server.store.disk.database import Found, Outcome
 from kvpage_server.store.disk.encoding import Corrupt, Write, change_of, code_of
 from kvpage_server.store.disk.lmdb_file import DiskError
-from kvpage_server.store.disk.naming import described, name_of_unit, unit_on_disk
+from kvpage_server.store.disk.naming import described, name_of_unit
 from kvpage_server.store.disk.prefetch import HeldUnits, Hold, Needed, TooMuch
 from kvpage_server.store.disk.readers import Coded, DiskReader
 from kvpage_server.store.disk.usage import Stored
@@ -602,7 +602,15 @@ class Coder:
         header = b"" if isinstance(place, Extent) else body.write.meta
         expires = 0 if isinstance(place, Extent) else body.slot.expires
         used = units.now - units.idle(body.block)
-        value = OnDisk(body.write.name, body.slot.size, expires=expires, header=header, unit=body.block, used=used)
+        value = OnDisk(
+            body.write.name,
+            body.slot.size,
+            expires=expires,
+            header=header,
+            unit=body.block,
+            used=used,
+            stored=code.size,
+        )
         value.code = code
         if isinstance(place, Extent):
             self._extents.add(value)

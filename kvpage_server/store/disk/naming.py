@@ -34,11 +34,6 @@ def names_in(unit: Unit) -> Sequence[bytes]:
     return [*each_name_in(unit)]
 
 
-def unit_on_disk(value: OnDisk) -> Unit:
-    """Return the unit of a value on disk only: its block, or the key of a string."""
-    return value.unit if type(value.unit) is Block else value.name[1:]
-
-
 def parse_block(name: bytes) -> tuple[bytes, int]:
     """Return the request id and page id in a block's name."""
     req_id, _, page = name[1:].rpartition(b":")

@@ -207,7 +207,7 @@ class Loader:
         for header, (key, (kv_type, layer, head), expires, used), stored in found:
             name = name_of_key(key)
             size, last = records.size_of(header), self._seconds(used)
-            on_disk = OnDisk(name, size, expires=expires, header=header, unit=block, used=last)
+            on_disk = OnDisk(name, size, expires=expires, header=header, unit=block, used=last, stored=stored)
             add(block, key, on_disk, (layer, head, kv_type))
             note_found(name, unit, records.footprint_of(len(block.req_id), stored))
         self._contents.note_size(block)
@@ -485,14 +485,19 @@ class DiskTier(Tier):
         return "" if restored else "some values are still coded"
 
     def _note_decoded(self, name: bytes, size: int) -> None:
+        body: object
         if name[:1] == b"b":
             unit, footprint_now = name, footprint(name, size)
+            block = self._contents.index.block(*parse_block(name))
+            body = block.extent.slot if block is not None and block.extent is not None else None
         else:
-            self._contents.catalogue.get(name[1:])  # creates the entries of its block
+            body = self._contents.catalogue.get(name[1:])  # creates the entries of its block
             unit = block_name_of(name) or name
             footprint_now = records.footprint_of(len(parse_block(unit)[0]), size)
         if name in self.stored.usage:
             self.stored.usage.resize(name, unit, footprint_now)
+        if isinstance(body, OnDisk) and body.code is None:
+            self._contents.set_stored(body, body.size)
 
     async def close(self) -> str:
         """Write all dirty values, and close the disk. Return the reason if some could not be written, else ""."""
@@ -678,12 +683,14 @@ class DiskTier(Tier):
             if not all_dropped:
                 return
         elif isinstance(slot := unit.extent.slot, Slot):
-            contents.move_body(unit.extent, OnDisk(names[0], slot.size, unit=unit, used=used))
+            stored = self.stored.usage.stored_size(names[0], slot.size)
+            contents.move_body(unit.extent, OnDisk(names[0], slot.size, unit=unit, used=used, stored=stored))
             contents.grow(unit, -slot.footprint)
             self.stored.counts.dropped += 1
         elif slot.code is not None:
             contents.grow(unit, -slot.footprint)
             slot.code, slot.used = None, used
+            contents.set_stored(slot, self.stored.usage.stored_size(names[0], slot.size))
             self.stored.counts.dropped += 1
         units.evicted(unit)
         if isinstance(unit, Block):
@@ -706,11 +713,14 @@ class DiskTier(Tier):
             left -= 1
             freed += entry.footprint
             self.stored.counts.dropped += 1
+            stored = self.stored.usage.stored_size(name, entry.size)
             if isinstance(entry, OnDisk):
                 entry.code, entry.used = None, used
+                contents.set_stored(entry, stored)
             else:
                 header = bytes(entry.header) if type(unit) is Block else b""
                 on_disk = OnDisk(name, entry.size, expires=entry.expires, header=header, unit=entry.unit, used=used)
+                on_disk.stored = stored
                 contents.move_body(key, on_disk)
         return freed, True
 

@@ -107,6 +107,10 @@ class DiskUsage:
         size = self._expected.get(name)
         return self._sizes.get(name, 0) if size is None else size
 
+    def stored_size(self, name: bytes, size: int) -> int:
+        """Return the bytes that a body of `size` bytes on disk takes for its quota: at most `size`."""
+        return min(size, self._sizes[name])
+
     def size_of_unit(self, unit: bytes) -> int:
         """Return a unit's bytes on disk; 0 for an unloaded block, and for a block of single pages without
         `counts_blocks`.

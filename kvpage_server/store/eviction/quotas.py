@@ -1,10 +1,10 @@
 """Quotas: limits in bytes for the keys that match a pattern, usually a tenant's; and the order of their eviction.
 
 A string belongs to the first quota whose pattern matches its key, a block to the first whose pattern matches
-`kv:{req_id}:`. A value counts with its stored size, whether it is in memory or on disk, so the size is the same after a
-restart. A page counts 64 bytes for its header and the bytes of its body, alone or in an extent. A string counts its
-key, its value and `TEXT_OVERHEAD`. The memory of the index is counted apart, as many small values take more of it than
-their own size, and has a limit of its own: see `QuotaIndexAccount`.
+`kv:{req_id}:`. A value counts with its stored size: that of its bytes in memory, or on disk if it is on disk only. A
+page counts 64 bytes for its header and the bytes of its body, alone or in an extent; a body that is coded there counts
+the bytes of its code. A string counts its key, its value and `TEXT_OVERHEAD`. The memory of the index is counted apart,
+as many small values take more of it than their own size, and has a limit of its own: see `QuotaIndexAccount`.
 
 Each quota has a policy of its own in addition to that of the whole store. It gets only the uses of the quota's units,
 so a quota's victim is found without examining other units. Costs: O(1) for a use, a change of size and a victim. The
@@ -22,7 +22,7 @@ from kvpage_server.glob import Matches, Patterns
 from kvpage_server.page import HEADER_SIZE
 from kvpage_server.store.eviction.queues import Queues, Unit
 from kvpage_server.store.memory.catalogue import IndexCosts
-from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, is_page
+from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, is_page, stored_size_of
 from kvpage_server.store.memory.index import Block
 
 _MOST_NAMES = 1 << 17  # names whose quota is cached; more clear the cache
@@ -42,7 +42,7 @@ def counted(key: bytes, entry: Entry | None, *, as_page: bool) -> int:
     """Return the size of a page, or without `as_page` of a string, for its quota; 0 for a value of the other kind."""
     if entry is None or is_page(entry) != as_page:
         return 0
-    return HEADER_SIZE + entry.size if as_page else text_size(key, entry.size)
+    return HEADER_SIZE + stored_size_of(entry) if as_page else text_size(key, entry.size)
 
 
 class Rule(NamedTuple):

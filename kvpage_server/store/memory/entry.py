@@ -59,6 +59,14 @@ def coded_size_of(page: Page) -> int:
     return 0 if body is None or body.code is None else body.code.size * page.size // body.size
 
 
+def stored_size_of(entry: Entry) -> int:
+    """Return the bytes that a value takes for its quota: of its code, if it is coded where it is stored."""
+    if type(entry) is OnDisk:
+        return entry.stored
+    body = entry.extent.slot if type(entry) is ExtentPage else None
+    return body.stored * entry.size // body.size if type(body) is OnDisk else entry.size
+
+
 def has_bytes(page: Page) -> bool:
     """Return whether a page's bytes can be read: they are in memory, or loaded temporarily as `temporary_slot`."""
     placeholder = body_on_disk(page)

@@ -72,24 +72,35 @@ class OnDisk:
 
     `code` is the code of a body that is on disk and, coded, in memory. A load decodes it, and does not read the disk.
 
-    `name` is the value's name on disk, `size` the bytes of its body. `header` is a page's 64-byte header, empty for
-    other values. `unit` is the block of a page or a body, None for a string. `expires` is in unix milliseconds, 0 for
-    never; `used`, the last use, in monotonic seconds. `borrowed_at` is the number of bytes that all replies had
-    borrowed from disk when a reply last borrowed this value; -1 if none has. `failing` is the error of the last attempt
-    to read it from disk, empty after a success. `temporary_slot` has the bytes as long as a client with CLIENT NO-TOUCH
-    holds the value: its reads must not change the order of eviction.
+    `name` is the value's name on disk, `size` the bytes of its body. `stored` is its size for its quota: the bytes of
+    its code if it is coded in memory, or on disk only and coded there; else `size`. `header` is a page's 64-byte
+    header, empty for other values. `unit` is the block of a page or a body, None for a string. `expires` is in unix
+    milliseconds, 0 for never; `used`, the last use, in monotonic seconds. `borrowed_at` is the number of bytes that all
+    replies had borrowed from disk when a reply last borrowed this value; -1 if none has. `failing` is the error of the
+    last attempt to read it from disk, empty after a success. `temporary_slot` has the bytes as long as a client with
+    CLIENT NO-TOUCH holds the value: its reads must not change the order of eviction.
     """
 
     __slots__ = (
         "__weakref__",
-        *("borrowed_at", "code", "expires", "failing", "header", "name", "size", "temporary_slot", "unit", "used"),
+        *("borrowed_at", "code", "expires", "failing", "header", "name", "size", "stored", "temporary_slot", "unit"),
+        "used",
     )
 
     def __init__(
-        self, name: bytes, size: int, *, expires: int = 0, header: bytes = b"", unit: object = None, used: int = 0
+        self,
+        name: bytes,
+        size: int,
+        *,
+        expires: int = 0,
+        header: bytes = b"",
+        unit: object = None,
+        used: int = 0,
+        stored: int = 0,
     ) -> None:
         self.name = name
         self.size = size
+        self.stored = stored or size
         self.expires = expires
         self.header = header
         self.unit = unit

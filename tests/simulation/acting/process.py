@@ -20,7 +20,7 @@ from kvpage_server.commands.notifying.tracking import _NOTE, _SHARE
 from kvpage_server.core import Caller, NewPages, Parser
 from kvpage_server.core.python import calls
 from kvpage_server.net import replies
-from kvpage_server.store.disk.naming import unit_on_disk
+from kvpage_server.store.contents import unit_on_disk
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.memory.index import Block, OnDisk
 from tests.simulation.programs.seed import Seed

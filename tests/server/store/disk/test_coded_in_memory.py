@@ -346,3 +346,78 @@ def test_coded_blocks_are_decoded_for_clients_that_map(tmp_path: Path) -> None:
             assert mapping.mget_blocks_into([(b"b", page) for page in range(12)], SHAPE, into) == [True] * 12
             assert [found.tobytes() for found in into] == bodies
         assert client.info("commandstats")["cmdstat_kvmap|blockmget"]["calls"] >= 3
+
+
+# -- quotas ------------------------------------------------------------------------------------------------------------
+
+
+QUOTA = ("--quota", "kv:*", "1mb")
+HEADERS = 64 * SHAPE.pages  # bytes that the headers of a block count
+ROWS, HEADS = 128, 8  # of single pages
+
+
+def counted(turns: Turns, client: redis.Redis) -> int:
+    """Return the bytes of the quota, after a check that they are the sum of those of its units."""
+    contents = turns.server.keyspace.contents
+
+    def check() -> None:
+        [quota] = contents.eviction_order.quotas.all
+        assert quota.sizes == {unit: contents.size_for_quota(unit) for unit in quota.sizes}
+        assert quota.bytes == sum(quota.sizes.values())
+
+    turns.on_loop(check)
+    quota: dict[str, int] = client.info("quotas")["quota0"]
+    return quota["bytes"]
+
+
+def test_a_quota_counts_the_code_of_coded_values(tmp_path: Path) -> None:
+    size = ROWS * DIM * 2  # of the body of a single page
+    raw = 3 * (HEADERS + SIZE) + HEADS * (64 + size)
+    with server(tmp_path, "always", *QUOTA) as (turns, client):
+        for page in range(3):
+            set_block(client, page)
+        for head in range(HEADS):
+            client.execute_command("KVPAGESET", "p", 0, head, 0, 0, BF16, ROWS, DIM, 0, cache(head, ROWS))
+        until(lambda: coded(client) == 3 + HEADS, "the code")
+        in_codes = counted(turns, client)
+        assert in_codes == 3 * HEADERS + HEADS * 64 + disk_info(client)["memory_coded_bytes"]
+        assert in_codes < 0.75 * raw
+        client.execute_command("KVPAGEPIN", "b", 0)  # so that the block is not coded again
+        code = client.execute_command("KVPAGESTAT", "b", 0, 0, 0, 0)[b"coded_size"] * SHAPE.pages
+        get_block(client, 0)
+        assert counted(turns, client) == pytest.approx(in_codes + SIZE - code, abs=SHAPE.pages)
+        client.execute_command("KVPAGEUNPIN", "b", 0)
+        until(lambda: counted(turns, client) == in_codes, "the code of the block that was read")
+    with server(tmp_path, "always", *QUOTA) as (turns, client):
+        assert counted(turns, client) == in_codes
+        get_block(client, 1)
+        client.execute_command("KVPAGESET", "p", 0, 1, 0, 0, BF16, ROWS, DIM, 0, cache(99, ROWS))
+        until(lambda: coded(client) == 2, "the code of what was read and written")
+        client.config_set("maxmemory", "1kb")
+        client.set("x", "y")  # a write demotes
+        assert coded(client) == 0
+        on_disk = counted(turns, client)
+        assert in_codes <= on_disk < 0.85 * raw
+        client.execute_command("DEL", "kv:p:0:2:0:0")
+        assert 64 + size > on_disk - counted(turns, client) > 0.7 * size
+    with server(tmp_path, "off", *QUOTA) as (turns, client):
+        assert counted(turns, client) < 0.75 * raw
+        client.execute_command("KVDECODE")
+        assert counted(turns, client) == raw - 64 - size
+
+
+def test_a_full_quota_has_room_for_values_after_the_code(tmp_path: Path) -> None:
+    """The quota has room for four raw blocks, or five in the code. Each is read again, and none is evicted."""
+    limit = 4 * (HEADERS + SIZE) + SIZE // 8
+    with server(tmp_path, "always", "--quota", "kv:*", str(limit), "--maxmemory-policy", "noeviction") as (
+        turns,
+        client,
+    ):
+        bodies = []
+        for page in range(5):
+            bodies.append(set_block(client, page))
+            until(lambda: coded(client) == len(bodies), "the code")
+        assert counted(turns, client) < limit
+        with pytest.raises(redis.ResponseError, match="quota of 'kv:\\*'"):
+            set_block(client, 5), set_block(client, 6)
+        assert [get_block(client, page) for page in range(5)] == bodies
