@@ -20,6 +20,10 @@ enum {
     PER_CHANNEL = SAMPLES + TRIED + 1, /* bytes of scratch memory */
 };
 
+/* Elements at any address: callers may have memory that is not aligned. */
+typedef uint16_t __attribute__((aligned(1), may_alias)) Half;
+typedef uint32_t __attribute__((aligned(1), may_alias)) Full;
+
 #define INLINE static inline __attribute__((always_inline))
 #define EACH(count) _Pragma("GCC ivdep") for (size_t i = 0; i < (count); i++) /* no two arrays overlap */
 #define EACH_WORD(count) _Pragma("GCC ivdep") for (size_t i = 0; i < (count); i += 8)
@@ -42,8 +46,8 @@ INLINE size_t fixed_size(size_t rows, size_t n, int code) {
 }
 
 INLINE void exponents_of(const void *values, size_t m, int code, uint8_t *restrict exponent) {
-    const uint16_t *half = values;
-    const uint32_t *full = values;
+    const Half *half = values;
+    const Full *full = values;
     if (code == BFLOAT16)
         EACH(m) exponent[i] = (uint8_t)(half[i] >> 7);
     else if (code == FLOAT16)
@@ -54,8 +58,8 @@ INLINE void exponents_of(const void *values, size_t m, int code, uint8_t *restri
 
 /* Write the plain bytes of m values, one array for each byte of a value, and their other bits. */
 INLINE void rest_of(const void *values, size_t m, int code, uint8_t *restrict plain, uint8_t *restrict other) {
-    const uint16_t *half = values;
-    const uint32_t *full = values;
+    const Half *half = values;
+    const Full *full = values;
     if (code == BFLOAT16) {
         EACH(m) plain[i] = (uint8_t)((half[i] & 0x7f) | (half[i] >> 8 & 0x80));
     } else if (code == FLOAT16) {
@@ -73,8 +77,8 @@ INLINE void join(
     void *values, size_t m, int code, const uint8_t *bases, const uint8_t *codes, const uint8_t *plain,
     const uint8_t *other
 ) {
-    uint16_t *half = values;
-    uint32_t *full = values;
+    Half *half = values;
+    Full *full = values;
     const uint8_t *middle = plain + m, *high = plain + 2 * m;
     if (code == BFLOAT16)
         EACH(m) half[i] = (uint16_t)((plain[i] & 0x80) << 8 | (uint8_t)(bases[i] - codes[i]) << 7 | (plain[i] & 0x7f));
@@ -86,8 +90,8 @@ INLINE void join(
 }
 
 INLINE void set_exponent(void *values, size_t i, int code, uint8_t exponent) {
-    uint16_t *half = values;
-    uint32_t *full = values;
+    Half *half = values;
+    Full *full = values;
     if (code == BFLOAT16) half[i] = (uint16_t)((half[i] & 0x807f) | exponent << 7);
     else if (code == FLOAT16) half[i] = (uint16_t)((half[i] & 0x83ff) | (exponent & 0x1f) << 10);
     else full[i] = (full[i] & 0x807fffff) | (uint32_t)exponent << 23;
