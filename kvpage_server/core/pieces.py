@@ -6,15 +6,18 @@ length, its bytes, and `END`. A slot contains all three.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from typing_extensions import Buffer
 
 from kvpage_server.page import MAX_HEAD, MAX_KV_TYPE
 
+T = TypeVar("T")
+
 END = b"\r\n"
+COPIED_FROM = 4  # times that a value is larger than the waiting parts of it together, from which they are copied
 
 
 class Span(Protocol):
@@ -40,6 +43,24 @@ def borrowed_bytes(pieces: Iterable[Piece]) -> int:
 def largest_value(pieces: Iterable[Piece]) -> int:
     """Return the bytes of the largest value that a piece borrows; 0 if none does."""
     return max([piece.size for piece in pieces if not isinstance(piece, bytes)], default=0)
+
+
+def copied_parts(pieces: Sequence[T]) -> list[T | bytes]:
+    """Return pieces with copies of the parts of each value that is more than COPIED_FROM times as large as its parts
+    that follow each other.
+    """
+    found: list[Any] = list(pieces)
+    start = 0
+    while start < len(found):
+        slot, stop = getattr(found[start], "slot", None), start + 1
+        if slot is not None:
+            while stop < len(found) and (isinstance(found[stop], bytes) or getattr(found[stop], "slot", None) is slot):
+                stop += 1
+            some = [piece if isinstance(piece, bytes) else piece.view for piece in found[start:stop]]
+            if sum(map(len, some)) * COPIED_FROM < slot.size:
+                found[start:stop] = map(bytes, some)
+        start = stop
+    return found
 
 
 def frame(size: int) -> bytes:

@@ -11,10 +11,10 @@ import asyncio
 import socket
 import ssl
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from kvpage_server.core.pieces import Piece
+from kvpage_server.core.pieces import Piece, copied_parts
 
 HANDSHAKE_BYTES = 256 * 1024  # memory of a handshake at most: OpenSSL reserves 175 KB for the longest message
 MOST_INPUT = 32 * 1024  # bytes that a peer may send before its handshake is complete; certificates take a few KB
@@ -89,11 +89,14 @@ class Encryption:
         """Whether OpenSSL has too many answers of its own to send, because the peer renews keys but reads nothing."""
         return self._outgoing.pending > _PART
 
-    def add(self, pieces: Iterable[Piece]) -> None:
-        for piece in pieces:
+    def add(self, pieces: Sequence[Piece]) -> None:
+        for piece in copied_parts(pieces):
             if size := len(piece) if isinstance(piece, bytes) else len(piece.view):
                 self._queue.append(piece)
                 self._plain += size
+
+    def copy_parts(self) -> None:
+        """Do nothing, because `add` has copied small parts of large values."""
 
     def renew(self) -> None:
         """Do nothing, because a piece's address is read when it is encrypted."""

@@ -170,6 +170,8 @@ class SocketTransport:
                 self.abort()
                 return
         self.queued = outbox.nbytes
+        if self.queued:
+            outbox.copy_parts()
         if self.queued or self._closing:
             self.largest = max(self.largest, largest_value(pieces))
             self._settle()

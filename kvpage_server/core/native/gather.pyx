@@ -19,6 +19,7 @@ from kvpage_server.core.native.slots cimport Part, Slot, frame_size
 from kvpage_server.core.native.sockets cimport MSG_DONTWAIT, iovec, msghdr, sendmsg
 from kvpage_server.core.native.unlocked cimport UNLOCKED_FROM
 
+from kvpage_server.core.pieces import COPIED_FROM as _COPIED_FROM
 from kvpage_server.core.python.bodies import SEND_BYTES as _SEND_BYTES
 from kvpage_server.core.python.bodies import SEND_TURN as _SEND_TURN
 
@@ -29,6 +30,7 @@ cdef Py_ssize_t SEND_BYTES = _SEND_BYTES
 cdef Py_ssize_t SEND_TURN = _SEND_TURN
 cdef Py_ssize_t SHORT = 512  # a piece with fewer bytes is joined with others
 cdef Py_ssize_t JOINED = 64 * 1024  # the most bytes of joined pieces
+cdef Py_ssize_t COPIED_FROM = _COPIED_FROM
 cdef Py_ssize_t KEPT_PIECES = 64  # most pieces for which an empty queue keeps its memory
 
 
@@ -49,6 +51,7 @@ cdef class Outbox:
     cdef Py_ssize_t count
     cdef Py_ssize_t room
     cdef Py_ssize_t begun  # bytes of the first piece that were sent
+    cdef Py_ssize_t fresh  # pieces that were added since the last `copy_parts`, including those that were sent
 
     def __dealloc__(self):
         cdef Py_ssize_t i
@@ -115,7 +118,44 @@ cdef class Outbox:
         waiting.piece = <PyObject *>piece
         self.pieces[self.count] = waiting
         self.count += 1
+        self.fresh += 1
         self.nbytes += waiting.size
+        return 0
+
+    def copy_parts(self):
+        """Copy small parts of large values that wait."""
+        cdef Py_ssize_t i = max(self.count - self.fresh, self.first), stop, size
+        cdef Slot slot
+        while i < self.count:
+            stop, size = i + 1, self.pieces[i].size
+            piece = <object>self.pieces[i].piece
+            if type(piece) is Part:
+                slot = (<Part>piece).slot
+                while stop < self.count and self.belongs(stop, slot):
+                    size += self.pieces[stop].size
+                    stop += 1
+                if size * COPIED_FROM < slot.size:
+                    while i < stop:
+                        self.copy(i)
+                        i += 1
+            i = stop
+        self.fresh = 0
+
+    cdef bint belongs(self, Py_ssize_t i, Slot slot) except -1:
+        """Return whether a piece is a part of a slot, or bytes, which may be the frame of one."""
+        piece = <object>self.pieces[i].piece
+        return PyBytes_Check(piece) or (type(piece) is Part and (<Part>piece).slot is slot)
+
+    cdef int copy(self, Py_ssize_t i) except -1:
+        """Replace a piece of borrowed memory by bytes."""
+        cdef Waiting *waiting = self.pieces + i
+        cdef PyObject *before = waiting.piece
+        if PyBytes_Check(<object>before):
+            return 0
+        text = PyBytes_FromStringAndSize(waiting.at, waiting.size)
+        Py_INCREF(text)
+        waiting.piece, waiting.at = <PyObject *>text, PyBytes_AS_STRING(text)
+        Py_XDECREF(before)
         return 0
 
     cdef int grow(self) except -1:

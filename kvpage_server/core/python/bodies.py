@@ -20,7 +20,16 @@ import numpy as np
 import xxhash
 from typing_extensions import Buffer
 
-from kvpage_server.core.pieces import MAX_BULK, MAX_FRAME, MAX_LINE, ErrorAnswer, WrongAnswer, as_bytes, wrong_answer
+from kvpage_server.core.pieces import (
+    MAX_BULK,
+    MAX_FRAME,
+    MAX_LINE,
+    ErrorAnswer,
+    WrongAnswer,
+    as_bytes,
+    copied_parts,
+    wrong_answer,
+)
 from kvpage_server.core.python.slots import Slot
 from kvpage_server.page import (
     FIELD_AT,
@@ -147,6 +156,7 @@ class Outbox:
         self._ends: list[int] = []  # end of each piece, in bytes since the outbox was created
         self._sent = 0  # bytes that were sent since the outbox was created
         self._gone = 0
+        self._fresh = 0  # pieces added since the last `copy_parts`; some of them may have been sent
 
     @property
     def nbytes(self) -> int:
@@ -164,6 +174,16 @@ class Outbox:
         self._ends += ends
         self._buffers += buffers
         self._pieces += pieces
+        self._fresh += len(pieces)
+
+    def copy_parts(self) -> None:
+        """Copy small parts of large values that wait, so that a part that is not read keeps no whole value in memory
+        that the store has dropped. It is called after `send`, because parts that are sent at once need no copy.
+        """
+        start = max(len(self._pieces) - self._fresh, self._gone)
+        self._pieces[start:] = copied_parts(self._pieces[start:])
+        self._buffers[start:] = _views(self._pieces[start:])
+        self._fresh = 0
 
     def send(self, descriptor: int) -> int:
         """Send queued output until the socket's buffer is full or SEND_TURN bytes were sent. Return their number.

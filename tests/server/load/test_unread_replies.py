@@ -11,9 +11,13 @@ from pathlib import Path
 import pytest
 import redis
 from servers import start_server
-from turns import measured
+from turns import Turns, measured
 from waiting import until
 from wire import encode_command
+
+from kvpage_server.core import Arena, Part
+from kvpage_server.core.pieces import copied_parts
+from kvpage_server.page import DType
 
 LARGE, SMALL = 6 << 20, 300 << 10  # bytes of values; a large one does not fit in the kernel's buffers
 READERS, WRITES = 8, 190
@@ -92,3 +96,54 @@ def test_read_replies_are_counted_no_longer() -> None:
             while left:
                 left -= len(reader.recv(1 << 20))
             until(lambda: (memory.unread, turns.server.in_flight) == (0, 0), "that all replies are read")
+
+
+BLOCK, PAGE, PAGES = 8 << 20, 16 << 10, 8  # bytes of a block and of its page; blocks of which a page is not read
+ECHOED = 8 * 900_000  # bytes, more than fit in the kernel's buffers
+
+
+@pytest.mark.parametrize("kind", ["page", "range"])
+def test_an_unread_part_of_a_value_is_copied(kind: str) -> None:
+    """Otherwise a page of 16 KiB, which counts for its reader, keeps its whole block in memory after the deletion."""
+    shape = [0, 1, BLOCK // PAGE, 1, 0, 1, 0, int(DType.FLOAT16), PAGE // 2]
+    with (
+        measured() as turns,
+        redis.Redis(port=turns.server.port) as client,
+        slow_reader(turns.server.port) as reader,
+    ):
+
+        def used() -> int:
+            """The bytes of values, without those of replies that are not read."""
+            return int(turns.on_loop(lambda: turns.server.keyspace.memory.used)) - ECHOED
+
+        reader.sendall(ECHOED // 900_000 * encode_command([b"ECHO", bytes(900_000)]))
+        until(
+            lambda: max(one.connection.unread for one in [*turns.server.clients.values()]) > 1 << 20, "unread replies"
+        )
+        for i in range(PAGES):
+            if kind == "page":
+                client.execute_command("KVBLOCKSET", f"r{i}", *shape, bytes(BLOCK))
+                words = [b"KVPAGEGET", b"r%d" % i, b"0", b"5", b"0", b"0"]
+            else:
+                client.set(f"r{i}", bytes(BLOCK))
+                words = [b"GETRANGE", b"r%d" % i, b"0", b"%d" % PAGE]
+            before = turns.server.stats.calls[words[0].decode().lower()].count
+            reader.sendall(encode_command(words))
+            until(lambda words=words, before=before: calls_of(turns, words[0]) > before, "the call")  # type: ignore[misc]
+        assert used() > PAGES * BLOCK - BLOCK
+        client.flushall()
+        assert used() < BLOCK
+
+
+def calls_of(turns: Turns, command: bytes) -> int:
+    return turns.server.stats.calls[command.decode().lower()].count
+
+
+def test_parts_are_copied_if_they_are_a_small_share() -> None:
+    arena = Arena()
+    slot = arena.allocate(1000)
+    slot.body[:] = bytes(range(250)) * 4
+    few = [b"$1", Part(slot, 0, 100), b"$2", Part(slot, 200, 300), b"$3"]
+    assert copied_parts(few) == [b"$1", bytes(range(100)), b"$2", bytes(slot.body[200:300]), b"$3"]
+    much = [Part(slot, 0, 100), b"$2", Part(slot, 200, 352), slot]
+    assert copied_parts(much) == much
