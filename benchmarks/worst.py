@@ -20,14 +20,14 @@ from kvpage_server.page import MAX_SINGLE_PAGES, BlockShape, DType, Plane, check
 MANY = 100_000
 _LAYERS, _HEADS = 125, 8  # layers and heads of a block with a thousand pages
 _PAGES = _LAYERS * _HEADS
-_MAPPED = (WORDS_PER_STEP - 3) // 2  # blocks in a KVMAP BLOCKMGET
+_MAPPED = (WORDS_PER_STEP - 4) // 2  # blocks in a KVMAP BLOCKMGET or COPY
 _LONG = b"[a-z]" * (LONGEST_PATTERN // 5 - 3)  # the part of a pattern that takes longest to compile
 
 # The cost of these does not depend on their arguments or on existing keys.
 _PLAIN = """acl|cat acl|genpass acl|whoami client|caching client|getname client|getredir client|id client|info
     client|no-evict client|no-touch client|reply client|setinfo client|setname client|trackinginfo client|unblock
     cluster|info cluster|keyslot cluster|myid cluster|nodes cluster|shards cluster|slots
-    command|count discard kvmap|attach kvmap|socket lastsave latency|doctor latency|latest module|list multi
+    command|count discard kvmap|area kvmap|attach kvmap|socket lastsave latency|doctor latency|latest module|list multi
     pubsub|numpat quit readonly readwrite
     role select slowlog|len time unwatch wait"""
 PLAIN = frozenset(_PLAIN.split())
@@ -253,11 +253,12 @@ def _single(many: int) -> Iterator[Scene]:
     for words in (coded, [b"KVBLOCKMGETCODED", b"1", *names]):
         yield Scene("a block of 64 MB in the lossless code", words, [coded])
         yield Scene("a cold block of 64 MB in the lossless code", words, [coded], cold=True)
-    named = chain.from_iterable((b"r", b"%d" % page) for page in range(_MAPPED))
-    yield Scene(
-        *("as many blocks as it may name", [b"KVMAP", b"BLOCKMGET", b"%d" % _MAPPED, *named]),
-        before=[_block(b"r", page) for page in range(_MAPPED)],
-    )
+    named = [*chain.from_iterable((b"r", b"%d" % page) for page in range(_MAPPED))]
+    for command in (b"BLOCKMGET", b"COPY 0"):
+        yield Scene(
+            *("as many blocks as it may name", [b"KVMAP", *command.split(), b"%d" % _MAPPED, *named]),
+            before=[_block(b"r", page) for page in range(_MAPPED)],
+        )
     widest = _block(b"r", 0, heads=64)
     reading = [[b"HELLO", b"3"], [b"CLIENT", b"TRACKING", b"ON"], [b"KVPAGEMGET", b"8000", *_names_in_widest()]]
     yield Scene("a block of 8,000 pages that somebody tracks", widest, [widest], crowd=1, they_say=reading)

@@ -179,6 +179,14 @@ OK
 > KVMAP BLOCKMGET 1 req 0
 (error) ERR KVMAP needs a connection to the server's unix socket (unixsocket)
 """,
+    "kvmap|area": """\
+> KVMAP AREA 8388608
+(error) ERR KVMAP needs a connection to the server's unix socket (unixsocket)
+""",
+    "kvmap|copy": """\
+> KVMAP COPY 0 1 req 0
+(error) ERR KVMAP needs a connection to the server's unix socket (unixsocket)
+""",
     "kvmap|mget": """\
 > KVMAP MGET key
 (error) ERR KVMAP needs a connection to the server's unix socket (unixsocket)
@@ -332,8 +340,9 @@ the value is overwritten, deleted or evicted. A ticket ends with its connection.
 same values.
 
 The user needs the right to read every key, because the memory has the values of all users.
-[Security](security.md) says what a process can do with it. Regions for users who may not see everything are not built
-yet. Linux from 5.1 on has what this needs. With vm.overcommit_memory 2, memory is not shared, and clients use the
+[Security](security.md) says what a process can do with it. For other users, the server copies blocks into memory of
+their connection alone (`KVMAP AREA`, `KVMAP COPY`), which takes less time than to send them. `PageClient` does so by
+itself. Linux from 5.1 on has what this needs. With vm.overcommit_memory 2, memory is not shared, and clients use the
 connection.
 """
 

@@ -23,7 +23,7 @@ from kvpage_server.client.cluster.plan import RAISES, Failed, NodeRequest, Plan,
 from kvpage_server.client.cluster.store import PAUSE, ClusterCalls, several
 from kvpage_server.client.commands import BlobCommands, BlockCode, Coding, ask_dialect, block_code, refuses_code
 from kvpage_server.client.errors import Closed, DeadlineExceeded, Disconnected, PageClientError, Refused, Unsupported
-from kvpage_server.client.mapped import ASK_SOCKET, NOT_IN_PLACE, Dialogue, borrow, give_back, maps_of
+from kvpage_server.client.mapped import ASK_SOCKET, NOT_IN_PLACE, Dialogue, Meanwhile, borrow, give_back, maps_of
 from kvpage_server.client.page import BlockBody, BlockName, Page, StateName, check_keys, check_names
 from kvpage_server.client.raw_commands import BlockCommands, Kept, RawCommand, Word, ask, commit, encoded, watch
 from kvpage_server.client.wire.connection import Deadline, PageConnection, PagePool, page_pool, pause_before_retry
@@ -61,6 +61,20 @@ async def converse(
         raise end.late(node, why) from None
     finally:
         connection.close_unless(conversation.over)
+
+
+async def _converse_while(connection: PageConnection, step: Meanwhile, end: Deadline) -> tuple[Any, Any]:
+    """Send a request on an open connection, and do the work in a thread until the reply is there. Return the decoded
+    reply and the result of the work.
+    """
+    asked = asyncio.create_task(converse(connection, step.request, end))
+    try:
+        done = await _in_thread(step.work)
+    except BaseException:
+        asked.cancel()
+        await asyncio.wait([asked])
+        raise
+    return await asked, done
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
@@ -518,11 +532,16 @@ class AsyncPageClient:
 
     async def _go_through(self, dialogue: Dialogue[T], connection: PageConnection, end: Deadline) -> T:
         """Carry out a dialogue on an open connection, and return its result."""
-        steps = dialogue.steps()
+        steps = dialogue.steps(connection)
         try:
             step = next(steps)
             while True:
-                answer = await (converse(connection, step, end) if isinstance(step, Request) else _in_thread(step))
+                if isinstance(step, Meanwhile):
+                    answer: Any = await _converse_while(connection, step, end)
+                elif isinstance(step, Request):
+                    answer = await converse(connection, step, end)
+                else:
+                    answer = await _in_thread(step)
                 step = steps.send(answer)
         except StopIteration as over:
             result: T = over.value

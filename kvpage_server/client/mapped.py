@@ -4,6 +4,9 @@ Both must be on one machine, and the connection a unix socket. A client that is 
 the path of its socket (`KVMAP SOCKET`). `KVMAP BLOCKMGET` says where the blocks are and keeps them there; the client
 copies them, and compares the digest of each copy; `KVMAP RELEASE` confirms that the server has kept all of them until
 then. Every block that cannot be read so is read over the connection.
+
+Without the right to read every key, a client cannot map that memory. Each connection has an *area* then, which the
+client maps (`KVMAP AREA`) and the server copies blocks into (`KVMAP COPY`).
 """
 
 from __future__ import annotations
@@ -38,6 +41,9 @@ T = TypeVar("T")
 LEAST_BYTES = 256 * 1024  # of a batch: a smaller one is not faster, because it takes two round trips
 NOT_IN_PLACE = "blocks are read in place only over a unix socket of one server, by a user who may read every key"
 _BYTES_AT_ONCE = 64 << 20  # bytes of blocks that the client keeps in the server's memory at the same time
+_HALF = (4 << 20) + 4096  # bytes of one half of an area, or of one block if that is larger: they stay in the cache
+_MOST_AREA = 32 << 20  # bytes of an area
+_AROUND = 128  # bytes that the server needs for each block, at most, in addition to the block
 _MOST_BLOCKS = 256  # in a command
 _MOST_DESCRIPTORS = 128  # in a reply
 _NOT_POSSIBLE = ("ERR unknown", "ERR KVMAP", "ERR a gateway")  # errors of a server that cannot be mapped at all
@@ -46,18 +52,29 @@ _ASKED_FOR = 30.0  # seconds until a client asks again for the server's unix soc
 _GET_SEALS, _NO_SHRINK = 1034, 2  # fcntl(2) of Linux
 
 Copying = Callable[[], Any]  # copies bytes of the map into the caller's memory, which takes milliseconds
-Steps = Generator[Request[Any] | Copying, Any, T]
+
+
+@dataclass(frozen=True, slots=True)
+class Meanwhile:
+    """A request, and work to do between sending it and receiving its reply. The results of both are a pair."""
+
+    request: Request[Any]
+    work: Copying
+
+
+Steps = Generator[Request[Any] | Copying | Meanwhile, Any, T]
 
 
 @dataclass(frozen=True, slots=True)
 class Dialogue(Generic[T]):
     """Several requests on one connection: a generator that yields each request, and gets its decoded reply. Between
-    requests it yields functions to call, and gets their results.
+    requests, or with one as a `Meanwhile`, it yields functions to call, and gets their results.
 
-    It can be begun again. If it fails, its connection has to be closed, because the server keeps its tickets.
+    It can be begun again, on a connection. If it fails, the connection has to be closed, because the server keeps its
+    tickets.
     """
 
-    steps: Callable[[], Steps[T]]
+    steps: Callable[[PageConnection], Steps[T]]
 
 
 class Maps:
@@ -74,6 +91,7 @@ class Maps:
         self._asked_until = 0.0  # by the monotonic clock
         self.read_bytes = 0  # bytes of blocks that were copied out of the regions
         self._refused_until = 0.0  # by the monotonic clock
+        self.copies_only = False  # whether the user may not map the server's memory
         self._regions: dict[int, memoryview] = {}
         self._lock = threading.Lock()
 
@@ -147,11 +165,7 @@ class Maps:
         Raises OSError, or WrongReply for memory that could become shorter while it is read.
         """
         for (number, size), descriptor in zip(sizes.items(), descriptors, strict=True):
-            if sys.platform == "linux" and not fcntl.fcntl(descriptor, _GET_SEALS) & _NO_SHRINK:
-                raise WrongReply("the server's memory is not sealed")
-            if os.fstat(descriptor).st_size < size:
-                raise WrongReply(f"the server's memory is shorter than {size} bytes")
-            view = memoryview(mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ))
+            view = _mapped(descriptor, size)
             with self._lock:
                 self._regions[number] = view
         with self._lock:
@@ -164,6 +178,17 @@ class Maps:
             self._close_socket()
         with self._lock:
             self._regions.clear()
+
+
+def _mapped(descriptor: int, size: int) -> memoryview:
+    """Map `size` bytes of shared memory for reading. Raises OSError, or WrongReply for memory that could become shorter
+    while it is read.
+    """
+    if sys.platform == "linux" and not fcntl.fcntl(descriptor, _GET_SEALS) & _NO_SHRINK:
+        raise WrongReply("the server's memory is not sealed")
+    if os.fstat(descriptor).st_size < size:
+        raise WrongReply(f"the server's memory is shorter than {size} bytes")
+    return memoryview(mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ))
 
 
 def maps_of(pool: PagePool | None) -> Maps | None:
@@ -216,13 +241,16 @@ class _ReplyWithDescriptors:
         return self._values.result()[0], taken
 
 
-def _attach(numbers: Sequence[int]) -> Request[tuple[Any, list[int]]]:
-    return Request(lambda: iter((command(b"KVMAP", b"ATTACH", *numbers),)), _ReplyWithDescriptors, lambda found: found)
+def _for_descriptors(*words: bytes | int) -> Request[tuple[Any, list[int]]]:
+    return Request(lambda: iter((command(*words),)), _ReplyWithDescriptors, lambda found: found)
 
 
-ASK_SOCKET: Request[Any] = Request(
-    lambda: iter((command(b"KVMAP", b"SOCKET"),)), lambda: Values(with_errors=True), only
-)
+def _request(*words: bytes | int) -> Request[Any]:
+    """Return a request whose result is the reply, which may be a Refused."""
+    return Request(lambda: iter((command(*words),)), lambda: Values(with_errors=True), only)
+
+
+ASK_SOCKET = _request(b"KVMAP", b"SOCKET")
 
 
 def _check_socket(expected: Any, connection: PageConnection, deadline: Deadline) -> None:
@@ -232,12 +260,11 @@ def _check_socket(expected: Any, connection: PageConnection, deadline: Deadline)
 
 
 def _locate(names: Sequence[BlockName]) -> Request[Any]:
-    words = command(b"KVMAP", b"BLOCKMGET", len(names), *(word for name in names for word in name))
-    return Request(lambda: iter((words,)), lambda: Values(with_errors=True), only)
+    return _request(b"KVMAP", b"BLOCKMGET", len(names), *(word for name in names for word in name))
 
 
 def _release(tickets: Sequence[int]) -> Request[Any]:
-    return Request(lambda: iter((command(b"KVMAP", b"RELEASE", *tickets),)), lambda: Values(with_errors=True), only)
+    return _request(b"KVMAP", b"RELEASE", *tickets)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -270,10 +297,10 @@ def _map_missing(maps: Maps, numbers: Iterable[int]) -> Steps[None]:
     if not (missing := maps.missing(numbers)):
         return
     before = maps.numbers()  # other threads may map more meanwhile, which the reply does not have
-    reply, descriptors = yield _attach(missing[:_MOST_DESCRIPTORS])
+    reply, descriptors = yield _for_descriptors(b"KVMAP", b"ATTACH", *missing[:_MOST_DESCRIPTORS])
     try:
         if isinstance(reply, Refused) or not descriptors:
-            maps.refuse()
+            _refuse(maps, reply)
             return
         _, existing, passed = array(3)(reply)
         maps.add({int(number): int(size) for number, size in passed}, descriptors, before - set(existing))
@@ -294,16 +321,19 @@ def read_mapped(
     """
     views = places.views()
 
-    def steps() -> Steps[Missed]:
+    def steps(connection: PageConnection) -> Steps[Missed]:
         missed: Missed = {}
         wire: list[int] = []  # indexes of blocks to read over the connection
         at_once = min(max(_BYTES_AT_ONCE // shape.nbytes, 1), _MOST_BLOCKS)
         for start in range(0, len(names), at_once):
             some = range(start, min(start + at_once, len(names)))
-            if maps.refused:
-                wire += some
-            else:
-                yield from _read(maps, names, some, views, missed, wire, verify)
+            left = [*some]
+            if not maps.refused and not maps.copies_only:
+                left = []
+                yield from _read(maps, names, some, views, missed, left, verify)
+            if maps.copies_only and not maps.refused and shape.nbytes <= _MOST_AREA - _AROUND:
+                left = yield from _read_copies(maps, connection, names, left, views, missed, verify)
+            wire += left
         if wire:
             found = yield to.read_blocks(
                 [names[i] for i in wire], shape, Memory([views[i] for i in wire], writable=True), verify
@@ -331,7 +361,8 @@ def _read(
         return
 
     def copy_all() -> Missed:
-        reasons = {i: _copy(maps, block, views[i], verify=verify) for i, block in lent.items()}
+        parts = {i: maps.part(block.region, block.offset, block.size) for i, block in lent.items()}
+        reasons = {i: _copy(parts[i], block.digest if verify else None, views[i]) for i, block in lent.items()}
         return {i: reason for i, reason in reasons.items() if reason}
 
     wrong: Missed | None = None
@@ -354,7 +385,7 @@ def _borrow(
     answer = yield _locate(names[some.start : some.stop])
     if isinstance(answer, Refused):
         if _is_impossible(answer):
-            maps.refuse()
+            _refuse(maps, answer)
         wire += some
         return {}
     lent: dict[int, _Lent] = {}
@@ -369,9 +400,127 @@ def _borrow(
     return lent
 
 
+def _refuse(maps: Maps, answer: Any) -> None:
+    """Stop mapping the server's memory: for ever if the user has no right to do so, otherwise for half a minute."""
+    if isinstance(answer, Refused) and answer.code == "NOPERM":
+        maps.copies_only = True
+    else:
+        maps.refuse()
+
+
 def _is_impossible(error: Refused) -> bool:
     """Return whether the server refuses all commands for maps to this client."""
     return error.code == "NOPERM" or str(error).startswith(_NOT_POSSIBLE)
+
+
+def _copy(source: memoryview, digest: bytes | None, into: memoryview) -> str | None:
+    """Copy a block. Return the reason if it is a miss: its size is wrong, or the copy does not match `digest`."""
+    if len(source) != len(into):
+        return "size"
+    if digest is not None:
+        return None if b"%016x" % copy_hashed(source, into) == digest else "checksum"
+    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
+    return None
+
+
+# -- copies by the server ----------------------------------------------------------------------------------------------
+
+
+def _read_copies(
+    maps: Maps,
+    connection: PageConnection,
+    names: Sequence[BlockName],
+    some: Sequence[int],
+    views: Sequence[memoryview],
+    missed: Missed,
+    verify: bool,
+) -> Steps[list[int]]:
+    """Copy the blocks with the indexes `some`, which have the same size, into their `views`, by way of the connection's
+    area. Add misses to `missed`. Return the indexes of blocks to read over the connection.
+
+    The server copies a part of the blocks into one half of the area, while the client copies the part before out of the
+    other half. Two blocks may be too large for that; there is only one half then.
+    """
+    size = max((len(views[i]) for i in some), default=0) + _AROUND
+    at_once = min(max(_HALF // size, 1), _MOST_BLOCKS)
+    half = at_once * size
+    halves = 2 if 2 * half <= _MOST_AREA else 1
+    parts = [some[start : start + at_once] for start in range(0, len(some), at_once)]
+
+    def ask(k: int) -> Request[Any]:
+        words = (word for i in parts[k] for word in names[i])
+        return _request(b"KVMAP", b"COPY", k % halves * half, len(parts[k]), *words)
+
+    answer: Any = None
+    for _ in range(2 if parts else 0):  # once more if the connection was opened again, as its area has ended then
+        if connection.area is None or len(connection.area) < halves * half:
+            yield from _open_area(maps, connection, halves * half)
+        if connection.area is None:
+            return [*some]
+        answer = yield ask(0)
+        if connection.area is not None:
+            break
+    area, wrong, wire = connection.area, Missed(), list[int]()
+    for k, part in enumerate(parts):
+        if area is None or isinstance(answer, Refused):
+            maps.refuse()
+            return [*some]
+        found = dict(zip(part, array(len(part))(answer), strict=True))
+        work = partial(_copy_all, area, found, views, verify)
+        if k + 1 == len(parts):
+            why = yield work
+        elif halves == 2:
+            answer, why = yield Meanwhile(ask(k + 1), work)
+        else:
+            why = yield work
+            answer = yield ask(k + 1)
+        wrong.update(why)
+        wire += [i for i, item in found.items() if isinstance(item, Refused)]
+    if not parts:
+        return []
+    yield _request(b"PING")
+    if connection.area is not area:  # it may have ended before the copies were complete
+        return [*some]
+    missed.update(wrong)
+    maps.read_bytes += sum(len(views[i]) for i in some if i not in wrong) - sum(len(views[i]) for i in wire)
+    return wire
+
+
+def _copy_all(area: memoryview, found: dict[int, Any], views: Sequence[memoryview], verify: bool) -> Missed:
+    """Copy blocks out of an area, given an item of KVMAP COPY's reply for each index. Return the misses."""
+    wrong: Missed = {}
+    for i, item in found.items():
+        if item is None:
+            wrong[i] = "absent"
+        if item is None or isinstance(item, Refused):
+            continue
+        try:
+            at, size, text = item
+            source = area[at : at + size]
+        except (TypeError, ValueError):
+            raise WrongReply(f"instead of a copy of a block came {item!r:.60}") from None
+        if not 0 <= at <= at + size <= len(area):
+            raise WrongReply(f"{size} bytes from {at} on are not in an area of {len(area)} bytes")
+        if why := _copy(source, text if verify else None, views[i]):
+            wrong[i] = why
+    return wrong
+
+
+def _open_area(maps: Maps, connection: PageConnection, size: int) -> Steps[None]:
+    """Map an area of at least `size` bytes for a connection. After a refusal, `maps.refused` is set."""
+    reply, descriptors = yield _for_descriptors(b"KVMAP", b"AREA", size)
+    try:
+        if isinstance(reply, Refused) or not descriptors:
+            maps.refuse()
+            return
+        connection.area = _mapped(descriptors[0], int(reply))
+    except (TypeError, ValueError) as error:
+        raise WrongReply(f"KVMAP AREA answered {reply!r:.60}") from error
+    except OSError:  # no descriptor, or no memory
+        maps.refuse()
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 # -- blocks in place ---------------------------------------------------------------------------------------------------
@@ -391,9 +540,9 @@ class BlocksInPlace:
 def borrow(maps: Maps, names: Sequence[BlockName], verify: bool) -> Dialogue[BlocksInPlace]:
     """Return the dialogue that borrows blocks. With `verify`, the digest of each block is compared in the map."""
 
-    def steps() -> Steps[BlocksInPlace]:
+    def steps(connection: PageConnection) -> Steps[BlocksInPlace]:
         found = BlocksInPlace([None] * len(names), {}, [])
-        for start in range(0, len(names), _MOST_BLOCKS):
+        for start in range(0, 0 if maps.copies_only else len(names), _MOST_BLOCKS):
             some = range(start, min(start + _MOST_BLOCKS, len(names)))
             lent = yield from _borrow(maps, names, some, found.missed, [])
             found.tickets.extend(block.ticket for block in lent.values())
@@ -418,21 +567,10 @@ def _compare(maps: Maps, lent: dict[int, _Lent], found: BlocksInPlace, verify: b
 def give_back(tickets: Sequence[int]) -> Dialogue[None]:
     """Return the dialogue that ends tickets. Raises Disconnected if the server has not kept the blocks until then."""
 
-    def steps() -> Steps[None]:
+    def steps(connection: PageConnection) -> Steps[None]:
         for start in range(0, len(tickets), _MOST_BLOCKS):
             some = tickets[start : start + _MOST_BLOCKS]
             if (yield _release(some)) != len(some):
                 raise Disconnected("the server has not kept the blocks while they were read")
 
     return Dialogue(steps)
-
-
-def _copy(maps: Maps, block: _Lent, into: memoryview, *, verify: bool) -> str | None:
-    """Copy a block from its region. Return the reason if it is a miss: its size or its digest is wrong."""
-    if block.size != len(into):
-        return "size"
-    source = maps.part(block.region, block.offset, block.size)
-    if verify and block.digest is not None:
-        return None if b"%016x" % copy_hashed(source, into) == block.digest else "checksum"
-    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
-    return None

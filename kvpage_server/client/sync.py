@@ -17,7 +17,7 @@ from kvpage_server.client.cluster.plan import RAISES, Timed, present
 from kvpage_server.client.cluster.store import PAUSE, several
 from kvpage_server.client.commands import BlobCommands, BlockCode, Coding, ask_dialect, block_code, refuses_code
 from kvpage_server.client.errors import Closed, DeadlineExceeded, Disconnected, PageClientError, Refused, Unsupported
-from kvpage_server.client.mapped import ASK_SOCKET, NOT_IN_PLACE, Dialogue, borrow, give_back, maps_of
+from kvpage_server.client.mapped import ASK_SOCKET, NOT_IN_PLACE, Dialogue, Meanwhile, borrow, give_back, maps_of
 from kvpage_server.client.page import BlockBody, BlockName, Page, StateName, check_keys, check_names
 from kvpage_server.client.raw_commands import Kept, RawCommand, Word, ask, commit, encoded, watch
 from kvpage_server.client.wire.connection import Deadline, PageConnection, PagePool, page_pool, pause_before_retry
@@ -461,11 +461,14 @@ class PageClient:
 
 def _carry_out(dialogue: Dialogue[T], connection: PageConnection, end: Deadline) -> T:
     """Carry out a dialogue on a connection, and return its result. Raises as `PageConnection.ask`."""
-    steps = dialogue.steps()
+    steps = dialogue.steps(connection)
     try:
         step = next(steps)
         while True:
-            step = steps.send(connection.ask(step, end) if isinstance(step, Request) else step())
+            if isinstance(step, Meanwhile):
+                step = steps.send(connection.converse_while(step.request, step.work, end))
+            else:
+                step = steps.send(connection.ask(step, end) if isinstance(step, Request) else step())
     except StopIteration as over:
         result: T = over.value
         return result

@@ -22,6 +22,7 @@ from kvpage_server.commands.specs import READ, Spec
 from kvpage_server.configuration.config import Config
 from kvpage_server.core import Command, Slot
 from kvpage_server.core.protocol import WORD
+from kvpage_server.core.regions import Area
 from kvpage_server.page import unix_ms
 from kvpage_server.resp import QUEUED, Reply, ReplyError
 from kvpage_server.store.keyspace import Keyspace
@@ -299,6 +300,7 @@ class Client:
     last_ticket: int = field(default=0, init=False)  # 0 before the first one
     lent: int = field(default=0, init=False)  # bytes of these slots
     ticket_bytes: int = field(default=0, init=False)  # memory of all tickets
+    area: Area | None = field(default=None, init=False)  # memory into which blocks are copied for it
     read_ahead: int = field(default=0, init=False)  # bytes borrowed from disk for later steps of its current reply
     waited_to_authenticate: bool = field(default=False, init=False)  # has waited for its turn to try a password
     protocol: int = field(default=2, init=False)
@@ -442,6 +444,17 @@ class Client:
         self.keep(-self.ticket_bytes)
         self.lent = self.ticket_bytes = 0
         return all_of_them
+
+    def keep_area(self, area: Area) -> None:
+        """Count the memory of an area for the client, as long as it has it."""
+        self.area = area
+        self.keep(area.size)
+
+    def drop_area(self) -> None:
+        """Return the memory of the client's area to the system, unless a thread copies into it: then afterwards."""
+        if self.area:
+            self.keep(-self.area.size)
+            self.area = None
 
     def _count_lent(self, slot: Slot, sign: int) -> None:
         """Count the memory of a ticket for the client. A slot does not count for maxmemory: it would evict values."""

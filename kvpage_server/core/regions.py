@@ -300,6 +300,50 @@ class Region:
         return [*self.fresh] == [(0, self.size)]
 
 
+class Area:
+    """Shared memory of one client, into which the server copies values for it: at least `size` bytes.
+
+    Other clients never have it. So the client may write to it, but can neither resize it nor keep its memory: that is
+    returned to the system when the object is deleted, even if the client still maps it (on Linux). The constructor
+    raises OSError.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = round_up(size, mmap.PAGESIZE)
+        descriptor, self._reading = _open_shared(self.size)
+        try:
+            if self._reading < 0:
+                fcntl.fcntl(descriptor, _ADD_SEALS, _NO_MORE_SEALS)  # with others, it could keep its memory
+                self._reading = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+            self._memory = mmap.mmap(descriptor, self.size)
+        except OSError:
+            self.close()
+            raise
+        finally:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_memory"):
+            address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+            _madvise(address, self.size, _REMOVE if sys.platform == "linux" else _UNUSED)
+        self.close()
+
+    @property
+    def descriptor(self) -> int:
+        """The descriptor to read, for the client, until `close`."""
+        return self._reading
+
+    def close(self) -> None:
+        """Close the descriptor, when the client has it. The mapping stays."""
+        if getattr(self, "_reading", -1) >= 0:
+            os.close(self._reading)
+            self._reading = -1
+
+    def copy(self, source: memoryview, at: int) -> None:
+        """Copy bytes to index `at`."""
+        self._memory[at : at + len(source)] = source
+
+
 class Stretch:
     """Allocated bytes of a region: `size` bytes from `start` on."""
 

@@ -228,6 +228,7 @@ class Session:
         self._run_queue.finish(freed(self._parser.give_up()))
         if self.client.tickets:
             self._run_queue.finish(freed(self.client.take_back_all()))
+        self.client.drop_area()
         self._cancel_pause_end()
         self._runner.drop()
         self._memory.drop()

@@ -24,7 +24,7 @@ CHEAP = {"evicted-is-still-listed": 2, "last-part-first": 3}  # mistakes, and th
 ORDERED_BY = 3  # the seed of a run that depends on the order of a set of objects, where there is one
 HANGS = 900  # seconds; so many seeds take some, and on a machine that is busy they may take many
 
-KVMAP = "attach", "blockmget", "help", "mget", "release", "socket"
+KVMAP = "area", "attach", "blockmget", "copy", "help", "mget", "release", "socket"
 NOT_BY_PROGRAMS = {
     "auth": "every tenant says it when it comes",
     "config|resetstat": "the judge looks at what is counted",

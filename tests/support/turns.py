@@ -28,6 +28,7 @@ from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.keyspace import Keyspace
 
 _MARK = b"$4\r\nmark\r\n"
+_AREA = b"*3\r\n$5\r\nKVMAP\r\n$4\r\nAREA\r\n$8\r\n33554432\r\n"
 _END = b"*2\r\n$4\r\nPING\r\n" + _MARK
 
 
@@ -50,9 +51,11 @@ class Turns:
     def cost(self, before: bytes, command: bytes, *, local: bool = False) -> Cost:
         """Return the cost of a command on a connection of its own, with its background work; `before` was sent first.
 
-        Both are spelt already. With `local`, the connection is one to the unix socket.
+        Both are spelt already. With `local`, the connection is one to the unix socket, and has memory of KVMAP AREA.
         """
         with self._connect(local=local) as sock:
+            if local:
+                self._converse(sock, _AREA)
             self._converse(sock, before)
             self.on_loop(self.loop.forget)
             self._converse(sock, command)

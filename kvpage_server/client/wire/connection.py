@@ -87,6 +87,7 @@ class Deadline:
 
 
 T = TypeVar("T")
+U = TypeVar("U")
 # errors that redis-py's handshake raises for a reply that it cannot read
 NONSENSE = (AttributeError, LookupError, TypeError, ValueError)
 
@@ -100,6 +101,7 @@ class PageConnection(AbstractConnection):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.interrupted = False
+        self.area: memoryview | None = None  # memory into which the server copies blocks, mapped; see `client.mapped`
         self._ending = threading.Lock()  # held by a close and by a shutdown, which may be on different threads
         super().__init__(*args, **options)
 
@@ -195,6 +197,20 @@ class PageConnection(AbstractConnection):
         finally:
             self.close_unless(conversation.over)
 
+    def converse_while(self, request: Request[T], work: Callable[[], U], deadline: Deadline) -> tuple[T, U]:
+        """Send a request, do `work`, and receive the reply, as `ask`. Return the decoded reply and the result of the
+        work.
+        """
+        self.open(deadline)
+        conversation = self.conversation(request)
+        try:
+            next(conversation.steps(), None)  # this sends the request
+            done = work()
+            wait_through(conversation, deadline)
+            return conversation.result(), done
+        finally:
+            self.close_unless(conversation.over)
+
     def conversation(self, request: Request[T]) -> Conversation[T]:
         """Return the conversation of a request on the open connection."""
         assert self._sock is not None
@@ -213,6 +229,7 @@ class PageConnection(AbstractConnection):
 
     def disconnect(self, *args: Any, **options: Any) -> None:
         """Close the socket. A lock keeps `interrupt` from using it at the same time."""
+        self.area = None
         with self._ending:
             super().disconnect(*args, **options)  # type: ignore[no-untyped-call]
 

@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import cycle
 from pathlib import Path
 
@@ -21,6 +21,11 @@ from servers import RunningServer, start_server
 from waiting import until
 
 from kvpage_server.client import AsyncPageClient, PageClient, Unsupported
+from kvpage_server.client.commands import PageCommands, ask_dialect
+from kvpage_server.client.mapped import Maps, Meanwhile, read_mapped
+from kvpage_server.client.wire.connection import Deadline, page_pool
+from kvpage_server.client.wire.exchange import Request
+from kvpage_server.core import Memory
 from kvpage_server.page import BlockShape, DType, KVType, Plane
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs sealed shared memory of Linux")
@@ -194,7 +199,7 @@ def test_a_unix_socket_of_another_server_is_not_used(tmp_path: Path) -> None:
 
 def test_a_user_with_fewer_rights_asks_for_no_socket_twice(tmp_path: Path) -> None:
     with (
-        started(tmp_path, "--user", "tenant", "on", "nopass", "~kv:r*", "+@all") as (server, _),
+        started(tmp_path, "--user", "tenant", "on", "nopass", "~kv:r*", "+@all", "-@dangerous") as (server, _),
         PageClient(server.url.replace("//", "//tenant:x@"), deadline=30) as client,
         server.client() as other,
     ):
@@ -281,8 +286,8 @@ def test_other_blocks_are_read_over_the_connection(tmp_path: Path) -> None:
         assert mapped(server) == over_the_wire(server) == 2
 
 
-def test_a_tenant_reads_over_the_connection(tmp_path: Path) -> None:
-    with started(tmp_path, "--user", "tenant", "on", "nopass", "~kv:r*", "+@all") as (server, url):
+def test_a_tenant_without_the_right_reads_over_the_connection(tmp_path: Path) -> None:
+    with started(tmp_path, "--user", "tenant", "on", "nopass", "~kv:r*", "+@all", "-kvmap") as (server, url):
         with PageClient(url.replace("unix://", "unix://tenant:x@"), deadline=30) as client:
             written = bodies()
             client.mset_blocks(NAMES, SHAPE, written)
@@ -291,12 +296,128 @@ def test_a_tenant_reads_over_the_connection(tmp_path: Path) -> None:
         assert over_the_wire(server) == 2
 
 
+TENANT = ("--user", "tenant", "on", "nopass", "~kv:r*", "+@all")  # may not read every key
+
+
+def of_tenant(url: str) -> str:
+    """Return the URL with which the user `tenant` connects."""
+    return url.replace("//", "//tenant:x@")
+
+
+@pytest.mark.parametrize("way", ["unix", "tcp"])
+@pytest.mark.parametrize("verify", [True, False], ids=["verify", "no verify"])
+@pytest.mark.parametrize("connections", [1, 3])
+def test_a_tenant_reads_copies(tmp_path: Path, verify: bool, connections: int, way: str) -> None:
+    with started(tmp_path, *TENANT) as (server, socket):
+        url = of_tenant(socket if way == "unix" else server.url)
+        with PageClient(url, verify=verify, connections=connections, deadline=30) as client, server.client() as other:
+            written = bodies()
+            client.mset_blocks(NAMES, SHAPE, written)
+            for _ in range(3):
+                check(client, written)
+            assert client.mapped_bytes == 3 * COUNT * SHAPE.nbytes
+            assert over_the_wire(server) == 0
+            client.mset_blocks(NAMES, SHAPE, bodies(1))
+            client.delete_request(NAMES[3][0])
+            into = empty()
+            reasons = client.fetch_blocks_into(NAMES, SHAPE, into)
+            assert reasons == [None] * 3 + ["absent"] + [None] * (COUNT - 4)
+            read = [i for i, why in enumerate(reasons) if why is None]
+            assert all((into[i] == bodies(1)[i]).all() for i in read)
+            with client.blocks_in_place(NAMES) as blocks:
+                assert blocks == [None] * COUNT
+            stats = other.info("commandstats")
+            assert int(stats["cmdstat_kvmap|area"]["calls"]) < 4 * connections
+            assert int(stats["cmdstat_kvmap|blockmget"]["rejected_calls"]) <= connections
+        with server.client() as other:
+            until(lambda: int(other.info("memory")["mem_clients_normal"]) < SHAPE.nbytes, "the end of the memory")
+
+
+async def read_copies(url: str, written: list[Array]) -> None:
+    await read_and_cancel(url, written)
+    async with AsyncPageClient(url, deadline=30) as client:
+        into = empty()
+        assert await client.mget_blocks_into(NAMES, SHAPE, into) == [True] * COUNT
+        assert all((found == body).all() for found, body in zip(into, written, strict=True))
+        assert client.mapped_bytes == COUNT * SHAPE.nbytes
+
+
+def test_an_event_loop_of_a_tenant_reads_copies(tmp_path: Path) -> None:
+    with started(tmp_path, *TENANT) as (server, url):
+        with PageClient(url, deadline=30) as client:
+            client.mset_blocks(NAMES, SHAPE, bodies())
+        asyncio.run(read_copies(of_tenant(url), bodies()))
+        assert over_the_wire(server) == 0
+
+
+@pytest.mark.parametrize(("layers", "copied"), [(31, 3), (250, 3), (310, 3), (600, 0)])
+def test_copies_of_large_blocks(tmp_path: Path, layers: int, copied: int) -> None:
+    """Blocks of 2, 15, 19 and 37 MiB: in two halves of the memory, in all of it, and over the connection."""
+    shape = BlockShape(layers, 4, 64, (Plane(KVType.K, DType.FLOAT16, 128),))
+    names = [(b"r", page) for page in range(3)]
+    written = list(np.random.default_rng(0).integers(0, 255, (3, shape.nbytes), np.uint8))
+    with started(tmp_path, *TENANT) as (_, url), PageClient(of_tenant(url), deadline=60) as client:
+        client.mset_blocks(names, shape, written)
+        for _ in range(2):
+            into = [np.zeros(shape.nbytes, np.uint8) for _ in names]
+            assert client.mget_blocks_into(names, shape, into) == [True] * 3
+            assert all((found == body).all() for found, body in zip(into, written, strict=True))
+        assert client.mapped_bytes == 2 * copied * shape.nbytes
+
+
+def kill_tenant(server: RunningServer) -> None:
+    with server.client() as client:
+        assert client.execute_command("CLIENT", "KILL", "USER", "tenant") > 0
+
+
+def test_a_lost_connection_of_a_tenant_gets_new_memory(tmp_path: Path) -> None:
+    with started(tmp_path, *TENANT) as (server, url), PageClient(of_tenant(url), deadline=60) as client:
+        client.mset_blocks(NAMES, SHAPE, bodies())
+        for number in range(3):
+            check(client, bodies())
+            assert client.mapped_bytes == (number + 1) * COUNT * SHAPE.nbytes
+            kill_tenant(server)
+
+
+def test_copies_of_a_connection_that_ends_are_not_used(tmp_path: Path) -> None:
+    """The server has overwritten the memory with zeros. No digest is compared, but the next command fails."""
+    into, pool = empty(), page_pool(of_tenant(f"unix://{tmp_path / 'socket'}"), {})
+    maps, killed = Maps(pool), 0
+    maps.copies_only = True
+    with started(tmp_path, *TENANT) as (server, url), pool.lent() as connection:
+        with PageClient(url, deadline=60) as client:
+            client.mset_blocks(NAMES, SHAPE, bodies())
+        to = connection.ask(ask_dialect(), Deadline(60))
+        assert isinstance(to, PageCommands)
+        places = Memory(into, writable=True)
+        steps = read_mapped(maps, to, NAMES, SHAPE, places, verify=False).steps(connection)
+        step = next(steps)
+        with suppress(StopIteration):
+            while True:
+                if isinstance(step, Meanwhile):
+                    answer: object = connection.converse_while(step.request, step.work, Deadline(60))
+                elif isinstance(step, Request):
+                    answer = connection.ask(step, Deadline(60))
+                else:
+                    area = connection.area
+                    assert area
+                    kill_tenant(server)
+                    until(lambda: not any(area[:4096]), "the zeros")  # noqa: B023 - it is called here
+                    answer, killed = step(), killed + 1
+                step = steps.send(answer)
+        assert (killed, maps.read_bytes, over_the_wire(server)) == (1, 0, 1)
+        assert all((found == body).all() for found, body in zip(into, bodies(), strict=True))
+        pool.close()
+
+
+@pytest.mark.parametrize("user", ["default", "tenant"])
 @pytest.mark.parametrize("page_code", ["disk", "always"])
-def test_values_on_disk_are_loaded_and_mapped(tmp_path: Path, page_code: str) -> None:
-    options = ("--store", "tiered", "--maxmemory", "256mb", "--page-code", page_code)
+def test_values_on_disk_are_loaded_and_mapped(tmp_path: Path, page_code: str, user: str) -> None:
+    options = ("--store", "tiered", "--maxmemory", "256mb", "--page-code", page_code, *TENANT)
+    of_user = of_tenant if user == "tenant" else str
     values = np.random.default_rng(0).standard_normal((COUNT, SHAPE.nbytes // 2)).astype(np.float16)
     written = list(values.view(np.uint8))
-    with started(tmp_path, *options) as (server, url), PageClient(url, deadline=30) as client:
+    with started(tmp_path, *options) as (server, url), PageClient(of_user(url), deadline=30) as client:
         client.mset_blocks(NAMES, SHAPE, written)
         check(client, written)
         with server.client() as other:
@@ -305,7 +426,7 @@ def test_values_on_disk_are_loaded_and_mapped(tmp_path: Path, page_code: str) ->
                 until(lambda: int(other.info("kvpage")["memory_coded_values"]) == COUNT, "the codes")
         check(client, written)
         assert over_the_wire(server) == 0
-    with started(tmp_path, *options) as (server, url), PageClient(url, deadline=30) as client:
+    with started(tmp_path, *options) as (server, url), PageClient(of_user(url), deadline=30) as client:
         check(client, written)
         check(client, written)
         assert over_the_wire(server) == 0

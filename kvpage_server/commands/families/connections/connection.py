@@ -107,6 +107,7 @@ def reset(client: Client, args: list[Argument]) -> Reply:
     client.silence = max(client.silence, 0)  # SKIP still holds for this reply
     client.spared, client.touches = False, True
     client.take_back_all()
+    client.drop_area()
     default = client.server.users.default
     is_open = default.no_password and default.enabled and not client.needs_password
     client.become(default if is_open else None)

@@ -1,5 +1,9 @@
 """The commands for clients on the same machine that map memory instead of moving bytes through a connection: KVMAP
-ATTACH, KVMAP BLOCKMGET, KVMAP MGET, KVMAP RELEASE, KVMAP SOCKET.
+AREA, KVMAP ATTACH, KVMAP BLOCKMGET, KVMAP COPY, KVMAP MGET, KVMAP RELEASE, KVMAP SOCKET.
+
+The memory of values has those of all tenants, so only users with the right to read every key can map it. For others,
+the server copies blocks into an *area*: memory of a single connection, which nobody else has. It only ever contains
+blocks that the user was allowed to read when they were copied, so a change of rights does not have to take it back.
 
 A *ticket* keeps a slot in use for a connection, as a reply does while it is sent: the bytes do not move, and their
 memory is not used for other values, even if the value is overwritten, deleted or evicted meanwhile. It counts for
@@ -18,18 +22,25 @@ from pathlib import Path
 
 from kvpage_server.commands.arguments import check_batch, integer_in, plain_all
 from kvpage_server.commands.context import EPOCH_BITS, Client
-from kvpage_server.commands.families.pages.request import block_missed, block_names
+from kvpage_server.commands.dispatch.checks import ReadAhead
+from kvpage_server.commands.families.pages.request import block_missed, block_names, note_chain
 from kvpage_server.commands.registry import command, container
 from kvpage_server.commands.specs import Parts, blocks, requests, values
+from kvpage_server.commands.steps import Steps, stepwise
 from kvpage_server.core import Argument, Slot
 from kvpage_server.core.arguments import I64
-from kvpage_server.core.pieces import Piece
+from kvpage_server.core.pieces import END, Piece, borrowed_bytes, frame
+from kvpage_server.core.regions import Area, round_up
 from kvpage_server.page import FIELD_AT
 from kvpage_server.resp import Reply, ReplyError, encode
+from kvpage_server.store.keyspace import read_block
 from kvpage_server.store.memory.entry import Text, is_page
 from kvpage_server.store.memory.index import ExtentPage, OnDisk
 
 MOST_REGIONS = 128  # descriptors in a reply; Linux passes at most 253 at once
+MOST_AREA = 32 << 20  # bytes: to return the memory takes 6 ms
+_ALIGNED = 64  # bytes: copies in an area begin at multiples
+_COPIED_PER_STEP, _STEP_BYTES = 4 << 20, 1 << 20  # bytes of a step, and of a piece that is a step of its own
 MOST_TICKETS = 65_536  # of a connection: each takes memory in addition to its slot
 _SHARE = 2  # tickets take at most 1/2 of maxmemory-clients, so that they do not close other clients
 _CHECKSUM = slice(FIELD_AT["checksum"], FIELD_AT["checksum"] + 8)
@@ -74,11 +85,16 @@ def kvmap_attach(client: Client, args: list[Argument]) -> Reply:
         descriptors = [shared[number].descriptor_to_read() for number in named]
     except OSError as error:
         raise ReplyError(f"ERR the system cannot seal and open shared memory: {error.strerror}") from None
+    _pass(client, reply, descriptors)
+    return ()
+
+
+def _pass(client: Client, reply: Reply, descriptors: Sequence[int]) -> None:
+    """Send a reply with descriptors. Raise ReplyError if that is not possible now."""
     pieces: list[Piece] = []
     encode(reply, client.protocol, pieces)
     if client.silence or not client.connection.pass_descriptors(_joined(pieces), descriptors):
         raise ReplyError(_NOT_PASSED)
-    return ()
 
 
 _NOT_PASSED = "ERR descriptors cannot be passed now: read all earlier replies, then send this command alone"
@@ -93,7 +109,7 @@ _NO_ROOM = "OOM the tickets of this connection, or all clients, hold as much as 
 
 
 def _has_room(client: Client, nbytes: int) -> bool:
-    """Return whether a client may have a ticket for `nbytes` more."""
+    """Return whether a client may have a ticket, or an area, for `nbytes` more."""
     most = client.server.config.client_memory
     return len(client.tickets) < MOST_TICKETS and not client.server.in_flight + nbytes > most // _SHARE > 0
 
@@ -107,7 +123,12 @@ def _lent(client: Client, slot: Slot, start: int, size: int, digest: int) -> Rep
         return ReplyError("NOMAP the value is in memory that cannot be mapped")
     if not _has_room(client, slot.footprint):
         return ReplyError(_NO_ROOM)
-    return [region.number, offset + start, size, b"%016x" % digest if digest else None, client.lend(slot)]
+    return [region.number, offset + start, size, _as_text(digest), client.lend(slot)]
+
+
+def _as_text(digest: int) -> bytes | None:
+    """Return a digest as 16 hexadecimal digits, None if it is not known."""
+    return b"%016x" % digest if digest else None
 
 
 _NOT_IN_MEMORY = "NOMAP the value is on disk only"
@@ -154,6 +175,107 @@ def kvmap_blockmget(client: Client, args: list[Argument]) -> Reply:
     found = (client.keyspace.index.block(*name) for name in names)
     client.keyspace.chain([block for block in found if block])
     return [_block(client, *name) for name in names]
+
+
+@_map(
+    "kvmap|area bytes",
+    flags="readonly noscript no_multi",
+    reply="integer",
+    summary="Passes the descriptor of memory of this connection alone, for KVMAP COPY.",
+)
+def kvmap_area(client: Client, args: list[Argument]) -> Reply:
+    """Return the bytes of the memory: as many as requested, or a few more. The reply carries its descriptor
+    (SCM_RIGHTS), which can be mapped for reading.
+
+    The memory is at most 32 MiB, counts for `maxmemory-clients`, and replaces that of an earlier KVMAP AREA. When the
+    connection ends, its bytes become zeros, also where the client has mapped them. The command must not be sent in a
+    pipeline behind others.
+    """
+    _check_socket(client)
+    size = integer_in("bytes", args[0], 1, MOST_AREA)
+    client.drop_area()
+    if not _has_room(client, size):
+        raise ReplyError(_NO_ROOM)
+    try:
+        area = Area(size)
+    except OSError as error:
+        raise ReplyError(f"ERR the system cannot seal and open shared memory: {error.strerror}") from None
+    try:
+        _pass(client, area.size, [area.descriptor])
+    finally:
+        area.close()
+    client.keep_area(area)
+    return ()
+
+
+@_map(
+    "kvmap|copy offset N req page [req page ...]",
+    flags="readonly noscript no_multi",
+    uses=requests(2, 2),
+    needs=blocks(2),
+    fetches=True,
+    complexity="O(N) with N bytes",
+    reply="array",
+    summary="Copies N blocks into the memory of this connection (KVMAP AREA).",
+)
+def kvmap_copy(client: Client, args: list[Argument]) -> Reply:
+    """Return for each block null if it is not complete, an array, or an error. The array has the offset of the block in
+    the memory of KVMAP AREA, the number of bytes, and their digest as KVMAP BLOCKMGET, null for a block of single
+    pages. N is at most 510.
+
+    The first block is put behind `offset`, and each block behind the one before it, with less than 128 bytes between
+    them. The user needs the right to read the blocks, not every key. An error NOMAP means that the memory has no room
+    for the block, which KVBLOCKGET can read. The reply to a later command confirms that the connection, and so its
+    memory, had not ended before it.
+    """
+    _check_socket(client)
+    area = client.area
+    if area is None:
+        raise ReplyError("ERR KVMAP COPY needs memory of its connection: KVMAP AREA")
+    offset = integer_in("offset", args[0], 0, area.size)
+    check_batch("KVMAP COPY", args[1:], 2, "block")
+    return stepwise(_copy(client, area, offset, block_names(args[2:])), small=False)
+
+
+def _copy(client: Client, area: Area, end: int, names: Sequence[tuple[bytes, int]]) -> Steps[Reply]:
+    """Copy blocks into an area, one after the other from index `end` on, and return KVMAP COPY's reply."""
+    keyspace = client.keyspace
+    known = [block for name in names if (block := keyspace.index.block(*name))]
+    yield from note_chain(keyspace, known)
+    ahead = ReadAhead(client, lambda lookup, name: lookup.values_to_load_for_block(*name), names, of_pages=False)
+    items: list[Reply] = []
+    for name in names:
+        yield from ahead.next()
+        block = keyspace.reader.block(*name)
+        digest = block.extent.digest if block is not None and block.extent is not None else 0
+        body = yield from read_block(keyspace, block, ahead.lent)
+        ahead.end_step()
+        if body is None:
+            block_missed(client, *name)
+            items.append(None)
+            continue
+        size = borrowed_bytes(body)
+        before = len(frame(size))  # the block is copied as a bulk string
+        start = round_up(end + before, _ALIGNED)
+        if start + size + len(END) > area.size:
+            items.append(ReplyError("NOMAP the memory of KVMAP AREA has no room for the block"))
+            continue
+        end = start - before
+        for piece in body:
+            end = yield from _copy_piece(area, piece, end)
+        items.append([start, size, _as_text(digest)])
+    return items
+
+
+def _copy_piece(area: Area, piece: Piece, at: int) -> Steps[int]:
+    """Copy a piece to index `at` of an area in steps, between which its bytes may move. Return the index behind it."""
+    size = len(piece) if isinstance(piece, bytes) else len(piece.view)
+    for start in range(0, size, _COPIED_PER_STEP):
+        view = memoryview(piece) if isinstance(piece, bytes) else piece.view
+        area.copy(view[start : start + _COPIED_PER_STEP], at + start)
+        if size >= _STEP_BYTES:
+            yield ()
+    return at + size
 
 
 def _value(client: Client, key: bytes) -> Reply:
@@ -219,7 +341,7 @@ def kvmap_release(client: Client, args: list[Argument]) -> Reply:
 
 @_map(
     "kvmap|socket",
-    flags="readonly allkeys dangerous noscript no_multi",
+    flags="readonly dangerous noscript no_multi",
     reply="array | null",
     summary="Returns the path of the server's unix socket, which the other commands of KVMAP need.",
 )

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import count, cycle, islice
+from itertools import count, cycle, islice, product
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from operator import le
@@ -74,6 +74,13 @@ class Local(Wire):
             found += len(descriptors)
             self.descriptors += descriptors
         return found
+
+    def area(self, size: int = 8 * MIB) -> mmap.mmap:
+        """Return the map of new memory of the connection (KVMAP AREA)."""
+        self.send(encode_command([b"KVMAP", b"AREA", b"%d" % size]))
+        data, [descriptor], _, _ = socket.recv_fds(self._socket, 1 << 16, 253)
+        self.descriptors.append(descriptor)
+        return mmap.mmap(descriptor, parse(data), mmap.MAP_SHARED, mmap.PROT_READ)
 
     def read(self, item: list[Any]) -> bytes:
         """Return the bytes that an item of a reply names."""
@@ -276,13 +283,212 @@ def test_a_user_with_limited_rights_is_refused(local: Local, client: redis.Redis
     try:
         with Local(path) as tenant:
             tenant.do(b"AUTH", b"tenant", b"")
-            for words in ((b"ATTACH",), (b"SOCKET",), (b"BLOCKMGET", b"1", b"r", b"0"), (b"MGET", b"kv:r:0:0:0:0")):
+            for words in ((b"ATTACH",), (b"BLOCKMGET", b"1", b"r", b"0"), (b"MGET", b"kv:r:0:0:0:0")):
                 assert tenant.do(b"KVMAP", *words).startswith("NOPERM")
             assert tenant.do(b"KVBLOCKGET", b"r", b"0") == BODY
             tenant.do(b"AUTH", b"careful", b"")
             assert tenant.do(b"KVMAP", b"ATTACH").startswith("NOPERM")
     finally:
         client.execute_command("ACL", "DELUSER", "tenant", "careful")
+
+
+# -- copies for users with limited rights ------------------------------------------------------------------------------
+
+TENANT = ("on", "nopass", "resetkeys", "~kv:r*", "+@all")  # rules of its user
+FULL = "NOMAP the memory of KVMAP AREA has no room for the block"
+
+
+@pytest.fixture
+def tenant(client: redis.Redis, path: Path) -> Iterator[Local]:
+    """A connection of the user `tenant`."""
+    client.execute_command("ACL", "SETUSER", "tenant", *TENANT)
+    with Local(path) as tenant:
+        tenant.do(b"AUTH", b"tenant", b"")
+        yield tenant
+    client.execute_command("ACL", "DELUSER", "tenant")
+
+
+def copy_of(area: mmap.mmap, item: list[Any]) -> bytes:
+    """Return the bytes that an item of KVMAP COPY's reply names."""
+    at, size, digest = item
+    assert digest is None or digest == b"%016x" % checksum(area[at : at + size])
+    return area[at : at + size]
+
+
+def test_blocks_are_copied_for_a_user_with_limited_rights(tenant: Local) -> None:
+    set_block(tenant, b"r")
+    set_block(tenant, b"r2", BODY[::-1])
+    for layer, head, kind in product(range(2), range(2), range(2)):
+        tenant.do(b"KVPAGESET", b"r3", layer, head, 0, kind, 1, 64, 64, 0, BODY[:8192])
+    area = tenant.area()
+    items = tenant.do(b"KVMAP", b"COPY", 5, 4, b"r", 0, b"r4", 0, b"r2", 0, b"r3", 0)
+    assert [copy_of(area, items[i]) for i in (0, 2, 3)] == [BODY, BODY[::-1], BODY[:8192] * 8]
+    assert [items[0][2], items[1], items[3][2]] == [b"%016x" % checksum(BODY), None, None]
+    again = tenant.do(b"KVMAP", b"COPY", 3 * MIB, 1, b"r2", 0)
+    assert copy_of(area, again[0]) == BODY[::-1]
+    assert copy_of(area, items[0]) == BODY
+
+
+@pytest.mark.parametrize("how", ["overwritten", "deleted", "evicted", "flushed"])
+def test_copies_stay_without_their_blocks(tenant: Local, client: redis.Redis, how: str) -> None:
+    set_block(tenant, b"r")
+    area = tenant.area()
+    [item] = tenant.do(b"KVMAP", b"COPY", 0, 1, b"r", 0)
+    if how == "overwritten":
+        set_block(tenant, b"r", bytes(MIB))
+    elif how == "deleted":
+        assert client.execute_command("KVPAGEDEL", "r") == 128
+    elif how == "flushed":
+        client.flushall()
+    for number in range(200 if how == "evicted" else 20):
+        set_block(tenant, b"rs%d" % number, os.urandom(MIB))
+    assert tenant.do(b"KVBLOCKEXISTS", b"r", 0) == (how == "overwritten")
+    assert copy_of(area, item) == BODY
+
+
+def test_wrong_copies_have_errors_of_their_own(tenant: Local, server: RunningServer) -> None:
+    set_block(tenant, b"r")
+    assert tenant.do(b"KVMAP", b"COPY", 0, 1, b"r", 0) == "ERR KVMAP COPY needs memory of its connection: KVMAP AREA"
+    for size in (0, (32 << 20) + 1, b"x"):
+        assert isinstance(tenant.do(b"KVMAP", b"AREA", size), Error)
+    area = tenant.area(MIB + 4096)
+    assert tenant.do(b"KVMAP", b"COPY", 0, 2, b"r", 0, b"r", 0)[1] == FULL
+    assert tenant.do(b"KVMAP", b"COPY", len(area), 1, b"r", 0) == [FULL]
+    for offset in (-1, len(area) + 1, b"x"):
+        assert isinstance(tenant.do(b"KVMAP", b"COPY", offset, 1, b"r", 0), Error)
+    assert isinstance(tenant.do(b"KVMAP", b"COPY", 0, 2, b"r", 0), Error)
+    assert isinstance(tenant.do(b"KVMAP", b"COPY", 0, 1, b"r", b"x"), Error)
+    with Wire(server.port) as wire:
+        assert parse(wire.ask(b"KVMAP", b"AREA", b"4096")) == ATTACH_OVER_TCP
+        assert parse(wire.ask(b"KVMAP", b"COPY", b"0", b"1", b"r", b"0")) == ATTACH_OVER_TCP
+    tenant.send(encode_command([b"PING"]) + encode_command([b"KVMAP", b"AREA", b"4096"]))
+    assert tenant.reply() == b"+PONG\r\n"
+    assert b"read all earlier replies" in tenant.reply()
+    assert tenant.do(b"RESET") == "RESET"
+    assert "needs memory" in tenant.do(b"KVMAP", b"COPY", 0, 1, b"r", 0)
+
+
+def test_areas_take_half_of_the_memory_for_clients(tenant: Local, client: redis.Redis, path: Path) -> None:
+    before = lent(client)
+    for _ in range(20):
+        tenant.area(6 * MIB)
+    assert 6 * MIB <= lent(client) - before < 7 * MIB
+    with Local(path) as other:
+        assert other.do(b"KVMAP", b"AREA", 6 * MIB).startswith("OOM")
+        assert len(other.area(MIB)) == MIB
+    assert tenant.do(b"RESET") == "RESET"
+    until(lambda: lent(client) <= before + 4096, "the end of the memory")
+
+
+@pytest.mark.parametrize("how", ["closed", "killed", "user deleted", "reset", "replaced"])
+def test_memory_of_a_connection_ends_with_it(
+    tenant: Local, client: redis.Redis, server: RunningServer, path: Path, how: str
+) -> None:
+    """A client that keeps the map keeps neither its bytes nor memory of the system."""
+    with Local(path) as other:
+        other.do(b"AUTH", b"tenant", b"")
+        set_block(other, b"r")
+        area = other.area()
+        [descriptor] = other.descriptors
+        writable = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)  # as its owner, or as root
+        try:
+            for size in (0, 1 << 40):
+                assert refused(partial(os.ftruncate, writable, size)) == errno.EPERM
+            assert refused(partial(fcntl.fcntl, writable, 1033, 16)) == errno.EPERM  # a seal against its end
+            [item] = other.do(b"KVMAP", b"COPY", 0, 1, b"r", 0)
+            assert os.fstat(writable).st_blocks * 512 >= MIB
+            if how == "closed":
+                other._socket.shutdown(socket.SHUT_RDWR)
+            elif how == "killed":
+                client.execute_command("CLIENT", "KILL", "USER", "tenant", "TYPE", "normal")
+            elif how == "user deleted":
+                client.execute_command("ACL", "DELUSER", "tenant")
+            elif how == "reset":
+                other.do(b"RESET")
+            else:
+                other.area()
+            until(lambda: os.fstat(writable).st_blocks == 0, "the end of the memory")
+            assert area[item[0] : item[0] + item[1]] == bytes(MIB)
+        finally:
+            os.close(writable)
+
+
+def test_rights_are_those_of_the_moment_of_a_copy(tenant: Local, client: redis.Redis) -> None:
+    set_block(tenant, b"r")
+    area = tenant.area()
+    [item] = tenant.do(b"KVMAP", b"COPY", 0, 1, b"r", 0)
+    client.execute_command("ACL", "SETUSER", "tenant", "resetkeys", "~kv:other*")
+    client.execute_command("KVBLOCKSET", "r", "0", *SHAPE, BODY[::-1])
+    assert tenant.do(b"KVMAP", b"COPY", 0, 1, b"r", 0).startswith("NOPERM")
+    assert copy_of(area, item) == BODY
+    client.execute_command("ACL", "SETUSER", "tenant", *TENANT)
+    [item] = tenant.do(b"KVMAP", b"COPY", 0, 1, b"r", 0)
+    assert copy_of(area, item) == BODY[::-1]
+
+
+SECRET = b"what only the other tenant may read "  # in the values and names of another tenant
+
+
+def learn(path: Path, pid: int, said: Connection) -> None:
+    """Send everything that a tenant's process, of another user of the system, can read through maps and /proc."""
+    found, denied = [], []
+    with Local(path) as local:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+        local.do(b"AUTH", b"tenant", b"")
+        for size in (1, 4096, MIB, 8 * MIB):
+            area = local.area(size)
+            found.append(repr(local.do(b"KVMAP", b"COPY", 0, 1, b"r", 0)).encode())
+            for name in (b"other", b"deleted", b"r", b"absent"):
+                calls = (b"COPY", 0, 2, b"r", 0, name, 0), (b"COPY", 0, 1, name, 0), (b"BLOCKMGET", 1, name, 0)
+                found += [repr(local.do(b"KVMAP", *words)).encode() for words in calls]
+            found.append(area[:])
+        found += [repr(local.do(b"KVMAP", *words)).encode() for words in ((b"ATTACH",), (b"MGET", b"kv:other:0:0:0:0"))]
+        own = [place for place in Path("/proc/self/fd").iterdir() if "memfd:kvpage" in os.path.realpath(place)]
+        found += [place.read_bytes() for place in own]
+        for name in ("fd", "map_files", "maps", "mem", "environ"):
+            try:
+                place = Path(f"/proc/{pid}/{name}")
+                found.append(repr(os.listdir(place)).encode() if place.is_dir() else place.read_bytes())
+            except PermissionError:
+                denied.append(name)
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:kvpage")
+    said.send((b"".join(found), denied, maps))
+    said.recv()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
+def test_maps_and_proc_show_a_tenant_nothing_of_others(
+    tenant: Local, client: redis.Redis, local: Local, path: Path, server: RunningServer
+) -> None:
+    set_block(tenant, b"r")
+    secret = (SECRET * (MIB // len(SECRET) + 1))[:MIB]
+    for name in (b"other", b"deleted", b"evicted"):
+        set_block(local, name, secret)
+    client.set(SECRET, secret)
+    client.execute_command("KVPAGEDEL", "deleted")
+    with Local(path) as other:  # another connection's memory, which ends
+        other.area()
+        other.do(b"KVMAP", b"COPY", 0, 1, b"other", 0)
+    processes = get_context("forkserver")
+    here, there = processes.Pipe()
+    process = processes.Process(target=learn, args=(path, server.pid, there), daemon=True)
+    process.start()
+    there.close()
+    try:
+        found, denied, maps = here.recv()
+        here.send(None)
+    finally:
+        here.close()
+        process.join()
+    assert SECRET[:16] not in found
+    assert found.count(BODY) >= 2  # in the last map, and through its descriptor
+    assert {*denied} >= {"fd", "map_files", "mem", "environ"}
+    assert maps == 1  # its last memory; the ones before are not mapped any longer
+    [item] = local.do(b"KVMAP", b"BLOCKMGET", 1, b"other", 0)
+    local.attach()
+    assert SECRET[:16] in local.read(item)  # or the test would prove nothing
 
 
 def ticket(local: Local) -> int:
@@ -548,6 +754,47 @@ def test_a_hostile_client_harms_no_other_client(
                 hostile.send(b"".join(map(encode_command, unread)) * 50)
             assert local.do(b"KVMAP", b"RELEASE", mine) == 1
             assert local.do(b"KVBLOCKGET", b"r", 0) == BODY
+
+
+def copy_for_ever(path: Path, said: Connection) -> None:
+    """Copy blocks as a tenant, and read them."""
+    local = Local(path)
+    local.do(b"AUTH", b"tenant", b"")
+    area = local.area(4 * MIB)
+    said.send_bytes(b"x")
+    while True:
+        for item in local.do(b"KVMAP", b"COPY", 0, 3, b"r", 0, b"r", 0, b"r", 0):
+            copy_of(area, item)
+
+
+@ROUNDS
+def test_a_killed_reader_of_copies_leaves_nothing(
+    tenant: Local, client: redis.Redis, path: Path, server: RunningServer, rounds: int
+) -> None:
+    for _ in checked(rounds, server, client):
+        set_block(tenant, b"r")
+        killed_while_it_runs(copy_for_ever, path)
+        assert tenant.do(b"KVBLOCKGET", b"r", 0) == BODY
+
+
+@ROUNDS
+def test_readers_keep_their_copies_when_servers_die(tmp_path: Path, rounds: int) -> None:
+    path, maps = tmp_path / "socket", maps_of_this_process()
+    for _ in range(rounds):
+        user = ("--user", "tenant", *TENANT)
+        with start_server("--unixsocket", str(path), *user, killed=True) as server, Local(path) as local:
+            local.do(b"AUTH", b"tenant", b"")
+            set_block(local, b"r")
+            with few_descriptors(server.pid, 0):
+                assert local.do(b"KVMAP", b"AREA", MIB) == NO_DESCRIPTORS
+            area = local.area()
+            [item] = local.do(b"KVMAP", b"COPY", 0, 1, b"r", 0)
+            server.stop(signal.SIGKILL)
+            with pytest.raises((EOFError, OSError)):
+                local.do(b"PING")
+            assert copy_of(area, item) == BODY
+            area.close()
+        assert maps_of_this_process() <= maps
 
 
 def maps_of_this_process() -> int:

@@ -197,7 +197,7 @@ TRANSACTIONS = {"multi", "exec", "discard", "watch", "unwatch"}  # see `Commands
 APART = {"shutdown", "quit", "reset", "monitor", "subscribe", "psubscribe"}  # after these the connection is another
 ELSEWHERE = {"kvblocksetcoded", "kvblockmgetcoded"}  # tests of coded blocks have their replies
 ELSEWHERE |= {
-    f"kvmap|{name}" for name in ("attach", "blockmget", "mget", "release", "socket")
+    f"kvmap|{name}" for name in ("area", "attach", "blockmget", "copy", "mget", "release", "socket")
 }  # they need a unix socket
 APART |= {"auth"}  # wrong passwords are slowed down
 
