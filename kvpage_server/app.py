@@ -38,7 +38,8 @@ from kvpage_server.configuration.config import (
     from_arguments,
 )
 from kvpage_server.configuration.kinds import AUTO
-from kvpage_server.kv_events import KVEvents, KVEventsError, events_of_store
+from kvpage_server.core import BlockChanges
+from kvpage_server.kv_events import MOST_CHANGES, KVEvents, KVEventsError, events_of_store
 from kvpage_server.net.companion import Companion, missing
 from kvpage_server.net.connection_memory import keep_large_blocks_apart
 from kvpage_server.net.listener import Listener, ListenError, name_of, open_all
@@ -67,7 +68,7 @@ a quarter of the machine's memory, and dir is {data_directory()}
 Try it:  kvpage-server --port 9221 --maxmemory 4gb &   redis-cli -p 9221 ping
 """
 
-_GATHER_EVENTS = 0.1  # seconds between two batches of KV events
+_EVENTS_EVERY = 0.5  # seconds between two batches of KV events
 
 logger = logging.getLogger("kvpage")
 
@@ -153,12 +154,16 @@ def _kv_events(server: Server) -> Iterator[None]:
         yield
         return
     try:
-        events = KVEvents(config.kv_events, config.kv_events_replay, events_of_store, _GATHER_EVENTS)
+        events = KVEvents(config.kv_events, config.kv_events_replay, BlockChanges, events_of_store, _EVENTS_EVERY)
     except KVEventsError as error:
         raise ConfigError(f"kv-events: {error}") from None
-    server.dropped_events = lambda: events.dropped
-    events.put_slowly((True, req_id, page) for req_id, pages in index.requests.items() for page in pages)
-    index.on_change = events.put_all
+    server.kv_events = lambda: (events.dropped, events.nbytes)
+    for req_id, page in ((req_id, page) for req_id, pages in index.requests.items() for page in pages):
+        events.changes.note(req_id, page, True)
+        if len(events.changes) == MOST_CHANGES:
+            events.publish()
+    index.changes = events.changes
+    events.start()
     try:
         yield
     finally:

@@ -13,27 +13,27 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import os
 import re
 import threading
 import time
-from binascii import unhexlify
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
-from itertools import compress, islice
-from struct import unpack
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+
+from kvpage_server.core import changed_blocks
 
 TOPIC = b"kvpage"
 END = (-1).to_bytes(8, "big", signed=True)
 MOST_BATCHES = 10_000  # that can be sent again
 MOST_BYTES = 64 << 20  # of these batches
 MOST_UNREAD = 4 * MOST_BYTES  # bytes of replies that all subscribers together have not read
-MOST_CHANGES = 1024  # in a batch, which takes less than a millisecond of Python's lock
+MOST_CHANGES = 4096  # in a batch: Python takes up to 2 us for each, and other threads may run meanwhile
 MOST_WAITING = 100_000  # changes that wait for the thread, as in vLLM
-_GATHER = 0.02  # seconds between two batches, in which changes gather, unless a publisher chooses others
+_GATHER = 0.02  # seconds in which changes gather after the first one
 _UNREAD = MOST_BATCHES  # batches for a subscriber that does not read; it loses later ones
 _LONGEST_FRAME = 1024  # bytes of a frame that a subscriber sends; a longer one ends its connection
 _MOST_REQUESTS = 1000  # subscribers whose requests wait
@@ -46,7 +46,6 @@ _JOIN = 2.0  # seconds until the thread has ended
 log = logging.getLogger("kvpage")
 
 Event = dict[str, Any]
-T = TypeVar("T")
 
 
 class KVEventsError(ValueError):
@@ -56,8 +55,6 @@ class KVEventsError(ValueError):
 # -- Events ------------------------------------------------------------------------------------------------------------
 
 CLEARED: Event = {"type": "AllBlocksCleared"}
-
-_HASH = re.compile(rb"[0-9a-f]{16,256}")
 
 
 def hash_of(name: str) -> int:
@@ -113,63 +110,33 @@ def removed(
     return event
 
 
-# A change of the server's store: whether a block was added, its request and its page id. None if all were removed.
-Change = tuple[bool, bytes, int] | None
-
-
-def events_of_store(changes: Iterable[Change]) -> list[Event]:
+def events_of_store(records: bytes) -> list[Event]:
     """Return the events of a server's changes: of each block that changed, the state after its last change.
 
-    A name that ends with a hash of 16 or more hexadecimal digits is that of a block by its contents: the page id is the
-    group of the KV cache, and the name before the hash belongs to the ownership. Other blocks belong to a session,
-    which is the request, and their hash is the name ``REQUEST:PAGE``.
+    `records` are those of `BlockChanges.take`. A request that ends with a hash of 16 or more hexadecimal digits names a
+    block by its contents: the page id is the group of the KV cache, and the name before the hash belongs to the
+    ownership. Other blocks belong to a session, which is the request, and their hash is the name ``REQUEST:PAGE``.
     """
-    events: list[Event] = []
-    groups: dict[tuple[bytes, int], dict[bytes, bool]] = {}  # by the name before the digits, and the page id
-    group, last_space, last_page = dict[bytes, bool](), b"", -1
-    for change in changes:
-        if change is None:
-            events, groups, last_page = [CLEARED], {}, -1
-            continue
-        was_added, req_id, page = change
-        space, dot, digits = req_id.rpartition(b".")
-        if page != last_page or space != last_space or not space:
-            group = groups.setdefault((space + dot, page), {})
-            last_space, last_page = space, page
-        group[digits] = was_added
-    sessions: dict[bytes, dict[int | bytes, bool]] = {}
-    for (before, page), group in groups.items():
-        if not _are_hashes(group):
-            for digits in [digits for digits in group if not _HASH.fullmatch(digits)]:
-                name = before + digits
-                sessions.setdefault(name, {})[b"%b:%d" % (name, page)] = group.pop(digits)
-        hashes = unpack(f">{len(group)}Q", unhexlify(b"".join([digits[-16:] for digits in group])))
-        ownership = f"kvpage:{_text(before[:-1])}" if before[:-1] else "kvpage"
-        events += _events(hashes, group.values(), ownership, page)
-    gone = [block for blocks in sessions.values() for block, was_added in blocks.items() if not was_added]
-    events += _events(gone, [False] * len(gone), "kvpage")
-    for name, blocks in sessions.items():
-        added = [block for block, was_added in blocks.items() if was_added]
-        events += _events(added, [True] * len(added), "kvpage", session=_text(name))
+    was_cleared, groups, others = changed_blocks(records)
+    events = [CLEARED] if was_cleared else []
+    encoded = importlib.import_module("msgspec").Raw
+    for space, page, gone, new in groups:
+        ownership = f"kvpage:{_text(space)}" if space else "kvpage"
+        place: dict[str, Any] = {"medium": "STORAGE", "locality": "REMOTE", "ownership": ownership, "group": page}
+        if gone:
+            events.append(removed(encoded(gone), **place))
+        if new:
+            events.append(stored(encoded(new), **place))
+    sessions: dict[bytes, list[bytes]] = {}
+    removed_names: list[bytes] = []
+    for (req_id, page), was_added in others.items():
+        blocks = sessions.setdefault(req_id, []) if was_added else removed_names
+        blocks.append(b"%b:%d" % (req_id, page))
+    place = {"medium": "STORAGE", "locality": "REMOTE", "ownership": "kvpage"}
+    if removed_names:
+        events.append(removed(removed_names, **place))
+    events += [stored(blocks, session=_text(req_id), **place) for req_id, blocks in sessions.items()]
     return events
-
-
-def _are_hashes(names: Collection[bytes]) -> bool:
-    """Return whether all names match _HASH. Faster than a match of each."""
-    lengths = [*map(len, names)]
-    return min(lengths) >= 16 and max(lengths) <= 256 and not b"".join(names).translate(None, b"0123456789abcdef")
-
-
-def _events(
-    hashes: Sequence[int | bytes], flags: Collection[bool], ownership: str, group: int | None = None, session: str = ""
-) -> Iterator[Event]:
-    """Yield the events of blocks in one place. `flags` says of each whether it was added."""
-    place: dict[str, Any] = {"medium": "STORAGE", "locality": "REMOTE", "ownership": ownership, "group": group}
-    new = [*compress(hashes, flags)]
-    if len(new) < len(hashes):
-        yield removed([block for block, was_added in zip(hashes, flags, strict=True) if not was_added], **place)
-    if new:
-        yield stored(new, session=session, **place)
 
 
 def _text(name: bytes) -> str:
@@ -179,30 +146,79 @@ def _text(name: bytes) -> str:
 # -- Publication -------------------------------------------------------------------------------------------------------
 
 
-class KVEvents(Generic[T]):
-    """Publisher of events. A thread sends them in batches, so `put` never waits for the network.
+class Queue(Protocol):
+    """Changes that wait for a publisher. `core.BlockChanges` is one, too."""
 
-    If more than MOST_WAITING changes wait for the thread, the oldest are dropped. The next batch then leaves out a
-    number, which no batch has. `dropped` is the number of changes without an event since the start.
+    @property
+    def dropped(self) -> int:
+        """The number of changes that were dropped, because too many waited."""
 
-    `describe` returns the events of some changes, on this thread. Changes gather for `gather` seconds: each batch costs
-    about as much as 500 changes. Addresses are ZMQ's, such as
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the waiting changes, as far as they are known."""
+
+    def take(self, most: int) -> tuple[int, Any]:
+        """Remove the oldest changes, at most `most`. Return their number, and the changes."""
+
+
+class EventQueue:
+    """Events that wait, at most `most`; then the oldest are dropped. Calls `wake` when one waits again. Thread-safe."""
+
+    nbytes = 0
+
+    def __init__(self, most: int, wake: Callable[[], object]) -> None:
+        self._lock = threading.Lock()
+        self._events: deque[Event] = deque(maxlen=most)
+        self._wake = wake
+        self.dropped = 0
+
+    def put(self, event: Event) -> None:
+        """Append an event. The events of one thread stay in their order."""
+        with self._lock:
+            is_first, is_full = not self._events, len(self._events) == self._events.maxlen
+            self.dropped += is_full
+            self._events.append(event)
+        if is_first:
+            self._wake()
+
+    def take(self, most: int) -> tuple[int, list[Event]]:
+        """Remove the oldest events, at most `most`. Return their number, and the events."""
+        with self._lock:
+            some = [self._events.popleft() for _ in range(min(most, len(self._events)))]
+        return len(some), some
+
+
+Q = TypeVar("Q", bound=Queue)
+
+
+class KVEvents(Generic[Q]):
+    """Publisher of the changes in a queue. A thread sends their events in batches, so no writer waits for the network.
+
+    `queue` makes the queue, `changes`, which holds up to MOST_WAITING changes. If it has dropped some, the next batch
+    leaves out a number, which no batch has. `dropped` is the number of changes without an event since the start.
+
+    `describe` returns the events of some changes, on the thread. A batch costs about as much as 3,000 changes of a
+    server, so one is sent at the earliest `every` seconds after the one before. Addresses are ZMQ's, such as
     ``tcp://127.0.0.1:5557``, on which the publisher listens. With ``>`` before it, `endpoint` is the address of a
     subscriber that listens, to which the publisher connects.
     """
 
     def __init__(
-        self, endpoint: str, replay: str, describe: Callable[[list[T]], list[Event]], gather: float = _GATHER
+        self,
+        endpoint: str,
+        replay: str,
+        queue: Callable[[int, Callable[[], None]], Q],
+        describe: Callable[[Any], list[Event]] = list,
+        every: float = _GATHER,
     ) -> None:
         """Listen on `endpoint`, and on `replay` unless it is empty. Raises KVEventsError."""
         self._zmq, msgspec = _library("zmq", "pyzmq"), _library("msgspec", "msgspec")
         self._encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
-        self._describe, self._gather = describe, gather
-        self._lock = threading.Lock()  # of the next four
-        self._changes: deque[T] = deque(maxlen=MOST_WAITING)
-        self.dropped = 0
-        self._is_awake = False  # whether the thread is going to look at `_changes`
-        self._is_closing = False
+        self._describe, self._every = describe, every
+        self._lock = threading.Lock()  # of `_is_running`
+        self._is_running = False  # whether the thread has started, and is not to end
+        self.changes = queue(MOST_WAITING, self._wake)
+        self._failed = 0  # changes whose events could not be made
         self._batches: deque[tuple[bytes, bytes]] = deque()  # sequence numbers, and payloads
         self._kept = 0  # bytes of the payloads in `_batches`
         # By the identity of each subscriber that has not read all of its replies: the tracker of the last one, and the
@@ -221,42 +237,53 @@ class KVEvents(Generic[T]):
             self._context.destroy(linger=0)
             raise
         self._sleeping, self._waking = os.pipe()
-        self._send([CLEARED])
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._send([CLEARED])
+
+    @property
+    def dropped(self) -> int:
+        """The number of changes without an event since the start."""
+        return self.changes.dropped + self._failed
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of waiting changes, and of the batches that can be sent again."""
+        return self.changes.nbytes + self._kept
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._is_running = True
         self._thread.start()
+        self._wake()
 
-    def put(self, change: T) -> None:
-        """Publish the events of a change soon. The events of one thread stay in their order. Thread-safe."""
-        self.put_all((change,))
-
-    def put_all(self, changes: Sequence[T]) -> None:
-        """Publish the events of all changes soon, like `put`."""
-        with self._lock:
-            if self._is_closing:
-                return
-            if (surplus := len(self._changes) + len(changes) - MOST_WAITING) > 0:
-                self.dropped += surplus
-            self._changes.extend(changes)
-            if not self._is_awake:
-                self._is_awake = True
-                os.write(self._waking, b"\0")
-
-    def put_slowly(self, changes: Iterable[T]) -> None:
-        """Publish the events of all changes: wait for the thread where `put` would drop some."""
-        rest = iter(changes)
-        while some := [*islice(rest, min(MOST_CHANGES, MOST_WAITING))]:
-            while len(self._changes) + len(some) > MOST_WAITING and self._thread.is_alive():
-                time.sleep(self._gather)
-            self.put_all(some)
+    def publish(self) -> None:
+        """Send the events of all waiting changes. Before `start` in any thread, then in the publisher's."""
+        before, count = self._left_out, MOST_CHANGES
+        while count == MOST_CHANGES:  # fewer were the last ones: later ones wait for the next batch
+            count, changes = self.changes.take(MOST_CHANGES)
+            self._note_dropped()
+            if count:
+                try:
+                    self._send(self._describe(changes))
+                except Exception:
+                    log.exception("KV events: an event was not published")
+                    self._failed += count
+                    self._note_dropped()
+        if self._left_out > before:
+            log.warning("KV events: changes dropped: %d; subscribers see a gap", self._left_out - before)
 
     def close(self) -> None:
         """Send the events of all changes, and end. Later changes are not published."""
         with self._lock:
-            self._is_closing = True
-        with suppress(BrokenPipeError):  # the thread may have noticed, and ended, already
+            self._is_running = False
             os.write(self._waking, b"\0")
         self._thread.join(_JOIN)
         os.close(self._waking)
+
+    def _wake(self) -> None:
+        with self._lock:
+            if self._is_running:
+                os.write(self._waking, b"\0")
 
     def _open(self, kind: int, address: str, most_unread: int) -> Any:
         socket = self._context.socket(kind)
@@ -296,48 +323,37 @@ class KVEvents(Generic[T]):
         poller.register(self._sleeping, self._zmq.POLLIN)
         if self._replayer is not None:
             poller.register(self._replayer, self._zmq.POLLIN)
-        while not self._is_closing or self._changes:
+        earliest, due = 0.0, math.inf  # times of the next batch
+        while self._is_running:
             try:
-                ready = dict(poller.poll(_AGAIN if self._requests else None))
+                waits = [math.ceil(1000 * max(0, due - time.monotonic()))] if due < math.inf else []
+                waits += [_AGAIN] if self._requests else []
+                ready = dict(poller.poll(min(waits, default=None)))
                 if self._replayer in ready:
                     self._note_request()
                 if self._requests:
                     self._replay()
+                now = time.monotonic()
                 if self._sleeping in ready:
                     os.read(self._sleeping, 64)
-                    if not self._is_closing:
-                        time.sleep(self._gather)
-                    self._is_awake = False  # before the changes are taken, so that none is left behind
-                    self._publish()
+                    due = min(due, max(now + _GATHER, earliest))
+                if now >= due:
+                    earliest, due = now + self._every, math.inf
+                    self.publish()
             except Exception:
-                log.exception("KV events: a request for batches failed")
+                log.exception("KV events: a request or a batch failed")
+                due = time.monotonic() + self._every
+        self.publish()
         for socket in filter(None, (self._publisher, self._replayer)):
             socket.close()
         self._context.term()
         os.close(self._sleeping)
 
-    def _publish(self) -> None:
-        before = self._left_out
-        while self._changes:
-            with self._lock:
-                some = [self._changes.popleft() for _ in range(min(len(self._changes), MOST_CHANGES))]
-                dropped = self.dropped
-            if dropped > self._left_out:
-                self._leave_out(dropped)
-            try:
-                self._send(self._describe(some))
-            except Exception:
-                log.exception("KV events: an event was not published")
-                with self._lock:
-                    self.dropped = dropped = self.dropped + len(some)
-                self._leave_out(dropped)
-        if self._left_out > before:
-            log.warning("KV events: changes dropped: %d; subscribers see a gap", self._left_out - before)
-
-    def _leave_out(self, dropped: int) -> None:
-        """Leave out a sequence number, so that subscribers notice that changes were dropped, `dropped` in all."""
-        self._sent += 1
-        self._left_out = dropped
+    def _note_dropped(self) -> None:
+        """Leave out a sequence number if changes were dropped, so that subscribers notice that."""
+        if (dropped := self.dropped) > self._left_out:
+            self._sent += 1
+            self._left_out = dropped
 
     def _send(self, events: list[Event]) -> None:
         number, payload = self._sent.to_bytes(8, "big"), self._encode([time.time(), events, 0])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import quote, urlsplit
 
 from kvpage_server import tracing
-from kvpage_server.kv_events import Event, KVEvents, KVEventsError
+from kvpage_server.kv_events import EventQueue, KVEvents, KVEventsError
 from kvpage_server.system.process import raise_descriptor_limit
 from kvpage_server.system.program import cannot_listen
 from kvpage_server.system.text import log_to_standard_error
@@ -137,7 +137,7 @@ def serve(args: argparse.Namespace) -> NoReturn:
 
 
 @contextmanager
-def _kv_events(args: argparse.Namespace) -> Iterator[KVEvents[Event] | None]:
+def _kv_events(args: argparse.Namespace) -> Iterator[EventQueue | None]:
     """Publish the events of blocks in memory during a `with` block, if that is asked for. Raises Failure."""
     if not args.kv_events:
         if args.kv_events_replay:
@@ -145,11 +145,12 @@ def _kv_events(args: argparse.Namespace) -> Iterator[KVEvents[Event] | None]:
         yield None
         return
     try:
-        events: KVEvents[Event] = KVEvents(args.kv_events, args.kv_events_replay or "", list)
+        events = KVEvents(args.kv_events, args.kv_events_replay or "", EventQueue)
     except KVEventsError as error:
         raise Failure(f"--kv-events: {error}") from error
+    events.start()
     try:
-        yield events
+        yield events.changes
     finally:
         events.close()
 

@@ -141,7 +141,9 @@ class Server:
     tls: ssl.SSLContext | None = None  # used by the next encrypted connection
     slow_from = NEVER  # nanoseconds: the slow log has calls that take longer
     pause: Pause | None = None
-    dropped_events: Callable[[], int] | None = None  # number of changes without a KV event; None if none are published
+    kv_events: Callable[[], tuple[int, int]] | None = (
+        None  # changes without a KV event, and bytes of waiting and sent ones
+    )
     rates = (0, 0.0, 0.0)  # commands, bytes in, bytes out: of the last second
     peak_memory = 0
     in_flight = 0  # bytes that clients and handshakes hold: see `Client.held`

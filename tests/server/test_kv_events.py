@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,7 +20,11 @@ from event_readers import Subscriber, hashes, subscribed
 from servers import RunningServer, free_port, start_server
 
 from kvpage_server import app, kv_events
-from kvpage_server.kv_events import KVEvents, KVEventsError, events_of_store
+from kvpage_server.commands.context import Server
+from kvpage_server.configuration.config import Config
+from kvpage_server.core import BlockChanges
+from kvpage_server.kv_events import MOST_WAITING, Event, EventQueue, KVEvents, KVEventsError, events_of_store
+from kvpage_server.store.keyspace import Keyspace
 
 HASH = "ab" * 32
 HIGH = 0xABABABABABABABAB
@@ -37,6 +42,34 @@ def publishing(*options: str, directory: Path | None = None) -> Iterator[tuple[R
         subscribed(events, replay) as found,
     ):
         yield server, client, found
+
+
+def with_queue(address: str, replay: str) -> KVEvents[EventQueue]:
+    events = KVEvents(address, replay, EventQueue)
+    events.start()
+    return events
+
+
+Change = (
+    tuple[bool, bytes, int] | None
+)  # whether a block was added, its request and its page id; None: all were removed
+
+
+def note(queue: BlockChanges, changes: Iterable[Change]) -> None:
+    for change in changes:
+        if change is None:
+            queue.clear()
+        else:
+            was_added, req_id, page = change
+            queue.note(req_id, page, was_added)
+
+
+def described(changes: Iterable[Change]) -> list[Event]:
+    """The events of some changes, as a subscriber decodes them."""
+    queue = BlockChanges(MOST_WAITING, lambda: None)
+    note(queue, changes)
+    found = events_of_store(queue.take(MOST_WAITING)[1])
+    return list(msgspec.msgpack.decode(msgspec.msgpack.encode(found)))
 
 
 def set_page(client: redis.Redis, name: str, page: int = 0, head: int = 0) -> None:
@@ -75,12 +108,12 @@ def test_a_block_of_a_request_belongs_to_a_session() -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "*", "0.0.0.0", "[::]"])
 def test_an_address_of_other_machines_is_warned_of(caplog: pytest.LogCaptureFixture, host: str) -> None:
     address = f"tcp://{host}:{free_port()}"
-    KVEvents[None](address, "", lambda _: []).close()
+    with_queue(address, "").close()
     assert (f"everybody who reaches {address} can read them" in caplog.text) == (host not in ("127.0.0.1", "[::1]"))
 
 
 def test_a_unix_socket_is_no_address_of_other_machines(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    KVEvents[None](f"ipc://{tmp_path}/events", "", lambda _: []).close()
+    with_queue(f"ipc://{tmp_path}/events", "").close()
     assert caplog.text == ""
 
 
@@ -120,9 +153,16 @@ def test_removed_blocks_are_events() -> None:
 
 def test_a_batch_says_the_state_after_its_changes() -> None:
     first, second = (f"{SPACE}.{number:064x}".encode() for number in (1, 2))
-    changes = [(True, first, 0), (True, b"chat", 7), None, (True, first, 0), (True, b"chat", 1), (True, b"chat", 2)]
+    changes: list[Change] = [
+        (True, first, 0),
+        (True, b"chat", 7),
+        None,
+        (True, first, 0),
+        (True, b"chat", 1),
+        (True, b"chat", 2),
+    ]
     changes += [(False, first, 0), (False, second, 0), (True, second, 0), (True, second, 1), (False, b"chat", 1)]
-    found = events_of_store(changes)
+    found = described(changes)
     assert [(event["type"], event.get("block_hashes"), event.get("group_idx")) for event in found] == [
         ("AllBlocksCleared", None, None),
         ("BlockRemoved", [1], 0),
@@ -133,6 +173,52 @@ def test_a_batch_says_the_state_after_its_changes() -> None:
     ]
     assert {event["ownership"] for event in found[1:4]} == {f"kvpage:{SPACE}"}
     assert found[-1]["session_id"] == "chat"
+
+
+def test_a_subscriber_knows_the_blocks_whatever_the_batches_are() -> None:
+    """Blocks are added, removed and cleared at random, and the changes are cut into batches at random."""
+    chance = random.Random(44)
+    names = [f"{space}{number:064x}".encode() for space in (f"{SPACE}.", "other.") for number in range(6)]
+    names += [b"chat", b"chat.abc", b".", b"\xff"]
+    known: set[tuple[str, int | bytes, int | None]] = set()
+    blocks: set[tuple[bytes, int]] = set()
+    for _ in range(300):
+        changes: list[Change] = []
+        for _ in range(chance.randrange(12)):
+            block = chance.choice(names), chance.randrange(2)
+            was_added = block not in blocks
+            (blocks.add if was_added else blocks.remove)(block)
+            changes.append((was_added, *block))
+            if chance.random() < 0.01:
+                blocks.clear()
+                changes.append(None)
+        found = described(changes)
+        assert len(found) <= 1 + 2 * 4 + 9, "an event has all blocks of its kind"
+        for event in found:
+            if event["type"] == "AllBlocksCleared":
+                known.clear()
+                continue
+            some = {(event["ownership"], block, event.get("group_idx")) for block in event["block_hashes"]}
+            known = known | some if event["type"] == "BlockStored" else known - some
+        wanted: set[tuple[str, int | bytes, int | None]] = set()
+        for name, page in blocks:
+            space, _, digits = name.rpartition(b".")
+            if len(digits) == 64:
+                wanted.add((f"kvpage:{space.decode()}", int(digits, 16), page))
+            else:
+                wanted.add(("kvpage", b"%b:%d" % (name, page), None))
+        assert known == wanted
+
+
+def test_no_changes_are_no_batch() -> None:
+    with publisher() as (events, *ports), subscribed(*ports) as subscriber:
+        assert described([]) == []
+        assert [number for number, _ in subscriber.replay(0)] == [0]
+        for number in range(3):
+            events.changes.add_all([])  # wakes nobody
+            events.changes.note(b"r", number, True)
+            batches = replayed(subscriber, b"r:%d" % number)
+        assert [number for number, _ in batches] == [0, 1, 2, 3]
 
 
 def test_evicted_blocks_are_removed() -> None:
@@ -204,10 +290,13 @@ def _addresses(server: RunningServer) -> list[str]:
 
 
 @contextmanager
-def publisher(endpoint: str = "", replay: bool = True) -> Iterator[tuple[KVEvents[kv_events.Change], int, int]]:
+def publisher(
+    describe: Callable[[bytes], list[Event]] = events_of_store, endpoint: str = "", replay: bool = True
+) -> Iterator[tuple[KVEvents[BlockChanges], int, int]]:
     ports = free_port(), free_port()
     address = [f"tcp://127.0.0.1:{port}" for port in ports]
-    found: KVEvents[kv_events.Change] = KVEvents(endpoint or address[0], address[1] if replay else "", events_of_store)
+    found = KVEvents(endpoint or address[0], address[1] if replay else "", BlockChanges, describe)
+    found.start()
     try:
         yield found, *ports
     finally:
@@ -217,19 +306,19 @@ def publisher(endpoint: str = "", replay: bool = True) -> Iterator[tuple[KVEvent
 def test_all_events_are_sent_before_the_end() -> None:
     with publisher() as (events, *ports), subscribed(*ports) as subscriber:
         subscriber.until(lambda found: bool(found))
-        events.put((True, b"first", 0))
+        events.changes.note(b"first", 0, True)
         subscriber.live()  # the subscription has arrived
         for number in range(3000):
-            events.put((True, b"r", number))
+            events.changes.note(b"r", number, True)
         events.close()
         found = 0
         while found < 3000:
             found += sum(len(event["block_hashes"]) for event in subscriber.live()[1])
-        events.put((True, b"late", 0))
+        events.changes.note(b"late", 0, True)
         events.close = lambda: None  # type: ignore[method-assign]
 
 
-def replayed(subscriber: Subscriber, last: int | bytes) -> list[tuple[int, list[kv_events.Event]]]:
+def replayed(subscriber: Subscriber, last: int | bytes) -> list[tuple[int, list[Event]]]:
     """All batches that are sent again, once `last` is stored."""
     while True:
         batches = list(subscriber.replay(0))
@@ -242,18 +331,19 @@ def test_dropped_changes_are_a_gap_in_the_numbers(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(kv_events, "MOST_WAITING", 10)
     describing, may_go_on = threading.Event(), threading.Event()
 
-    def describe(changes: list[kv_events.Change]) -> list[kv_events.Event]:
+    def describe(changes: bytes) -> list[Event]:
         describing.set()
         assert may_go_on.wait(60)
         return events_of_store(changes)
 
     ports = free_port(), free_port()
-    events = KVEvents(f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}", describe)
+    events = KVEvents(f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}", BlockChanges, describe)
+    events.start()
     with subscribed(*ports) as subscriber:
-        events.put((True, b"first", 0))
+        events.changes.note(b"first", 0, True)
         assert describing.wait(60)
         for number in range(25):
-            events.put((True, b"r", number))
+            events.changes.note(b"r", number, True)
         assert events.dropped == 15
         may_go_on.set()
         batches = replayed(subscriber, b"r:24")
@@ -267,16 +357,17 @@ def test_dropped_changes_are_a_gap_in_the_numbers(monkeypatch: pytest.MonkeyPatc
 def test_changes_without_an_event_are_a_gap_too() -> None:
     """The changes after them are published, and the publisher ends."""
 
-    def describe(changes: list[int]) -> list[kv_events.Event]:
-        if 300 in changes:
+    def describe(events: list[Event]) -> list[Event]:
+        if any(300 in event["block_hashes"] for event in events):
             raise ValueError("not to be described")
-        return [kv_events.stored(changes, medium="GPU", locality="LOCAL", ownership="kvpage")]
+        return events
 
     ports = free_port(), free_port()
-    events = KVEvents(f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}", describe)
+    events = KVEvents(f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}", EventQueue, describe)
+    events.start()
     with subscribed(*ports) as subscriber:
         for number in range(5000):
-            events.put(number)
+            events.changes.put(kv_events.stored([number], medium="GPU", locality="LOCAL", ownership="kvpage"))
         batches = replayed(subscriber, 4999)
         known = hashes([event for _, some in batches for event in some])
         assert events.dropped == 5000 - len(known)
@@ -290,19 +381,31 @@ def test_batches_that_are_sent_again_are_limited_in_bytes(monkeypatch: pytest.Mo
     monkeypatch.setattr(kv_events, "MOST_BYTES", 10_000)
     with publisher() as (events, *ports), subscribed(*ports) as subscriber:
         for number in range(20):
-            events.put((True, b"x" * 3000, number))
+            events.changes.note(b"x" * 3000, number, True)
             batches = replayed(subscriber, b"x" * 3000 + b":%d" % number)
         assert batches[-1][0] == 20
         assert len(batches) < 5
 
 
 def test_all_blocks_on_disk_are_published_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_events, "MOST_WAITING", 10)
-    with publisher() as (events, *ports), subscribed(*ports) as subscriber:
-        events.put_slowly((True, b"r", number) for number in range(1000))
+    for module, name, most in (
+        (kv_events, "MOST_WAITING", 10),
+        (kv_events, "MOST_CHANGES", 4),
+        (app, "MOST_CHANGES", 4),
+    ):
+        monkeypatch.setattr(module, name, most)
+    ports = free_port(), free_port()
+    events, replay = (f"tcp://127.0.0.1:{port}" for port in ports)
+    server = Server(Config(kv_events=events, kv_events_replay=replay), Keyspace())
+    for number in range(1000):
+        server.keyspace.contents.index.open(b"r", number)
+    with app._kv_events(server), subscribed(*ports) as subscriber:
         wanted = {b"r:%d" % number for number in range(1000)}
         assert hashes(subscriber.until(lambda found: b"r:999" in hashes(found))) == wanted
-        assert events.dropped == 0
+        assert server.kv_events is not None
+        dropped, nbytes = server.kv_events()
+        assert dropped == 0
+        assert 1000 * len(b"r:0") < nbytes < 1000 * 200
 
 
 def test_the_publisher_connects_to_a_listening_subscriber() -> None:
@@ -311,9 +414,9 @@ def test_the_publisher_connects_to_a_listening_subscriber() -> None:
     listening.setsockopt(zmq.RCVTIMEO, 60_000)
     listening.bind(f"tcp://127.0.0.1:{port}")
     listening.subscribe(b"")
-    with publisher(f">tcp://127.0.0.1:{port}", replay=False) as (events, *_):
+    with publisher(endpoint=f">tcp://127.0.0.1:{port}", replay=False) as (events, *_):
         while not listening.poll(100):
-            events.put((True, b"r", 0))
+            events.changes.note(b"r", 0, True)
         assert msgspec.msgpack.decode(listening.recv_multipart()[2])[1]
     context.destroy(linger=0)
 
@@ -332,10 +435,15 @@ def test_unread_replies_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatch) ->
     """A subscriber that does not read its replies delays those of others, and takes no more memory."""
     monkeypatch.setattr(kv_events, "MOST_UNREAD", 32 << 20)
     request = [b"", bytes(8)]
-    with publisher() as (events, *ports), zmq.Context() as context, subscribed(*ports) as subscriber:
+    megabyte = bytes(1 << 20)
+
+    def describe(records: bytes) -> list[Event]:
+        return [event | {"padding": megabyte} for event in events_of_store(records)]
+
+    with publisher(describe) as (events, *ports), zmq.Context() as context, subscribed(*ports) as subscriber:
         for number in range(20):
-            events.put((True, b"x" * (1 << 20), number))
-        replayed(subscriber, b"x" * (1 << 20) + b":19")
+            events.changes.note(b"r", number, True)
+            replayed(subscriber, b"r:%d" % number)  # each change in a batch of its own
         strangers = [context.socket(zmq.DEALER) for _ in range(2)]
         for socket in strangers:
             for option, value in ((zmq.RCVHWM, 1), (zmq.RCVBUF, 1 << 16), (zmq.LINGER, 0), (zmq.RCVTIMEO, 60_000)):
@@ -374,13 +482,13 @@ def test_the_first_reply_is_enough_for_a_req_socket() -> None:
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:x", "nonsense", "tcp://198.51.100.1:5557", ">"])
 def test_an_unusable_address_is_named(address: str) -> None:
     with pytest.raises(KVEventsError, match="an address is, for example, tcp://"):
-        KVEvents(address, "", list)
+        KVEvents(address, "", EventQueue)
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(KVEventsError, match=r"pyzmq is not installed: pip install '\.\[events\]'"):
-        KVEvents("tcp://127.0.0.1:*", "", list)
+        KVEvents("tcp://127.0.0.1:*", "", EventQueue)
 
 
 @pytest.mark.parametrize(
@@ -406,9 +514,16 @@ def test_a_wrong_configuration_is_refused(options: list[str], error: str) -> Non
         (f"lmcache.model@1@0@{HASH}@", ("kvpage", f"lmcache.model@1@0@{HASH}@:3".encode())),
         ("ab" * 7, ("kvpage", ("ab" * 7 + ":3").encode())),
         (f"a.b.{HASH[:31]}", ("kvpage:a.b", int(HASH[15:31], 16))),
+        (f".{HASH}", ("kvpage", HIGH)),
+        (f"a..{HASH}", ("kvpage:a.", HIGH)),
+        (f"{HASH}.", ("kvpage", f"{HASH}.:3".encode())),
+        (f"{HASH}{HASH}.{HASH[:16]}", (f"kvpage:{HASH}{HASH}", HIGH)),
+        ("ab" * 128, ("kvpage", HIGH)),
+        (f"a-{HASH}", ("kvpage", f"a-{HASH}:3".encode())),
+        ("", ("kvpage", b":3")),
         (f"a.b.{HASH}".upper(), ("kvpage", f"a.b.{HASH}".upper().encode() + b":3")),
     ],
 )
 def test_names_with_hashes_are_recognised(name: str, found: tuple[str, int | bytes]) -> None:
-    (event,) = events_of_store([(True, name.encode(), 3)])
+    (event,) = described([(True, name.encode(), 3)])
     assert (event["ownership"], event["block_hashes"][0]) == found

@@ -28,7 +28,7 @@ MAY_KNOW = {
     "bounded": "",
     "address": "",
     "layouts": "page",
-    "kv_events": "",
+    "kv_events": "core",
     "core": "page",
     "lossless": "core page",
     "resp": "core",

@@ -12,7 +12,7 @@ from kvpage_server.core.native.matching import Glob, literal
 from kvpage_server.core.native.memory import Memory
 from kvpage_server.core.native.outgoing import Outgoing
 from kvpage_server.core.native.page_keys import PageKeys
-from kvpage_server.core.native.pages import NewPages, PageNames, PageSet, filled, look_up
+from kvpage_server.core.native.pages import BlockChanges, NewPages, PageNames, PageSet, changed_blocks, filled, look_up
 from kvpage_server.core.native.sent_pages import Chunk, SentPages
 from kvpage_server.core.native.slots import Arena, Part, Slot
 from kvpage_server.core.native.uses import enter, touch_many

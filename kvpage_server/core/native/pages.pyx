@@ -12,7 +12,7 @@ from cpython.ref cimport Py_INCREF
 from cpython.tuple cimport PyTuple_New, PyTuple_SET_ITEM
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memcmp, memcpy, memset
+from libc.string cimport memcmp, memcpy, memmove, memset
 
 from kvpage_server.core.native.hashing cimport digest_of
 from kvpage_server.core.native.slots cimport Arena, Slot, header_of
@@ -713,3 +713,260 @@ def filled(list found not None, filler):
         Py_INCREF(item)
         PyTuple_SET_ITEM(result, i, item)
     return result
+
+
+# -- changes of blocks -------------------------------------------------------------------------------------------------
+
+cdef packed struct Change:  # before each request id in the records of changes
+    uint8_t kind
+    uint16_t req_id  # bytes of the request id
+    uint32_t page
+
+cdef enum:
+    REMOVED, ADDED, CLEARED  # kinds of changes
+    LEAST_ROOM = 1 << 20  # bytes of the first buffer, which is kept
+    LEAST_DIGITS = 16  # of a hash, of which the last 16 are used
+
+cdef uint64_t GROUP_FACTOR = 0x9E3779B97F4A7C15  # spreads the numbers of groups over the bits of a hash
+
+
+cdef class BlockChanges:
+    """The queue of KV events: records in one buffer, which is compacted when it is full."""
+
+    cdef char *buffer
+    cdef Py_ssize_t begin, end, room  # the records are at begin to end, in a buffer of `room` bytes
+    cdef Py_ssize_t count, most
+    cdef object wake
+    cdef readonly Py_ssize_t dropped
+
+    def __init__(self, Py_ssize_t most, wake):
+        self.most, self.wake = most, wake
+
+    def __dealloc__(self):
+        free(self.buffer)
+
+    def __len__(self):
+        return self.count
+
+    @property
+    def nbytes(self):
+        return self.end - self.begin
+
+    def note(self, bytes req_id not None, uint32_t page, bint was_added):
+        cdef Py_ssize_t before = self.count
+        self.append(ADDED if was_added else REMOVED, req_id, page)
+        if not before:
+            self.rouse()
+
+    def add_all(self, list blocks not None):
+        cdef Py_ssize_t before = self.count
+        cdef PageSet block
+        for block in blocks:
+            self.append(ADDED, block.req_id, block.page)
+        if not before:
+            self.rouse()
+
+    def clear(self):
+        cdef Py_ssize_t before = self.count
+        self.append(CLEARED, b"", 0)
+        if not before:
+            self.rouse()
+
+    def take(self, Py_ssize_t most):
+        cdef Py_ssize_t count = min(max(most, 0), self.count), size = 0, i
+        for i in range(count):
+            size += self.size_at(self.begin + size)
+        records = PyBytes_FromStringAndSize(self.buffer + self.begin, size) if count else b""
+        self.begin += size
+        self.count -= count
+        if not self.count:
+            self.begin = self.end = 0
+            if self.room > LEAST_ROOM:
+                free(self.buffer)
+                self.buffer, self.room = NULL, 0
+        return count, records
+
+    cdef int rouse(self) except -1:
+        if self.count:
+            self.wake()
+        return 0
+
+    cdef Py_ssize_t size_at(self, Py_ssize_t at) noexcept:
+        """Return the bytes of the record at a place of the buffer."""
+        return sizeof(Change) + (<Change *>(self.buffer + at)).req_id
+
+    cdef int append(self, uint8_t kind, bytes req_id, uint32_t page) except -1:
+        """Append a record. Raise MemoryError, and OverflowError for a request id that no client can send."""
+        cdef Py_ssize_t size = len(req_id)
+        cdef Change *change
+        if size > 0xFFFF:
+            raise OverflowError("a request id has more than 65,535 bytes")
+        if self.end + <Py_ssize_t>sizeof(Change) + size > self.room:
+            self.make_room(sizeof(Change) + size)
+        change = <Change *>(self.buffer + self.end)
+        change.kind, change.req_id, change.page = kind, <uint16_t>size, page
+        memcpy(self.buffer + self.end + sizeof(Change), PyBytes_AS_STRING(req_id), size)
+        self.end += sizeof(Change) + size
+        self.count += 1
+        if self.count > self.most:
+            self.begin += self.size_at(self.begin)
+            self.count -= 1
+            self.dropped += 1
+        return 0
+
+    cdef int make_room(self, Py_ssize_t size) except -1:
+        """Move the records to the begin of a buffer that is at most half full after `size` more bytes. Amortised O(1)
+        for each byte. Raise MemoryError.
+        """
+        cdef Py_ssize_t used = self.end - self.begin, room = max(self.room, LEAST_ROOM)
+        cdef char *to = self.buffer
+        while room < 2 * (used + size):
+            room *= 2
+        if room > self.room:
+            to = <char *>malloc(room)
+            if to == NULL:
+                raise MemoryError("the system has no memory for the changes of blocks")
+        if used:
+            memmove(to, self.buffer + self.begin, used)
+        if to != self.buffer:
+            free(self.buffer)
+        self.buffer, self.room, self.begin, self.end = to, room, 0, used
+        return 0
+
+
+cdef struct Hashed:  # a block whose request id ends with a hash, in the order of first changes
+    uint64_t hash
+    uint32_t group
+    bint was_added
+
+
+def changed_blocks(bytes records not None):
+    cdef const char *text = PyBytes_AS_STRING(records)
+    cdef Py_ssize_t size = len(records), at = 0, most = count_of(text, size)
+    cdef Py_ssize_t space, count = 0, last_space = -1
+    cdef const char *req_id
+    cdef const char *last = NULL  # the request id of the change that chose `group`
+    cdef Change change
+    cdef Hashed *blocks = NULL
+    cdef uint32_t *table = NULL
+    cdef uint32_t group = 0, last_page = 0, i
+    cdef int bits = 1
+    cdef uint64_t hash
+    cdef bint was_cleared = False
+    cdef dict groups = {}, others = {}
+    while (<Py_ssize_t>1 << bits) <= 2 * most:
+        bits += 1
+    cdef uint32_t mask = (<uint32_t>1 << bits) - 1
+    try:
+        blocks = <Hashed *>malloc((most + 1) * sizeof(Hashed))
+        table = <uint32_t *>calloc(<size_t>1 << bits, sizeof(uint32_t))  # index in `blocks` plus one; 0 for none
+        if blocks == NULL or table == NULL:
+            raise MemoryError("the system has no memory for the changes of blocks")
+        while at < size:
+            memcpy(&change, text + at, sizeof(Change))
+            req_id = text + at + sizeof(Change)
+            at += sizeof(Change) + change.req_id
+            if change.kind == CLEARED:
+                was_cleared, groups, others = True, {}, {}
+                count, last_space = 0, -1
+                memset(table, 0, sizeof(uint32_t) << bits)
+                continue
+            # Find the group, unless it is the one of the change before. No digit is a dot.
+            if not (
+                last_space > 0
+                and change.page == last_page
+                and ends_with_hash(req_id, last_space + 1, change.req_id)
+                and not memcmp(req_id, last, last_space + 1)
+            ):
+                space = last_dot(req_id, change.req_id)
+                if not ends_with_hash(req_id, space + 1, change.req_id):
+                    others[req_id[: change.req_id], change.page] = change.kind == ADDED
+                    continue
+                last, last_space, last_page = req_id, space, change.page
+                group = <uint32_t>groups.setdefault((req_id[: max(space, 0)], last_page), len(groups))
+            hash = hash_in(text + at - LEAST_DIGITS)
+            # Find or add the block. Linear probing in a table that is at most half full.
+            i = <uint32_t>(((hash ^ group * GROUP_FACTOR) * SCATTER) >> (64 - bits))
+            while table[i] and not (blocks[table[i] - 1].hash == hash and blocks[table[i] - 1].group == group):
+                i = (i + 1) & mask
+            if not table[i]:
+                blocks[count].hash, blocks[count].group = hash, group
+                count += 1
+                table[i] = <uint32_t>count
+            blocks[table[i] - 1].was_added = change.kind == ADDED
+        return was_cleared, packed_groups(groups, blocks, count), others
+    finally:
+        free(blocks)
+        free(table)
+
+
+cdef Py_ssize_t count_of(const char *text, Py_ssize_t size) except -1:
+    """Return the number of records. Raise ValueError if the text ends within one."""
+    cdef Py_ssize_t at = 0, count = 0
+    while size - at >= <Py_ssize_t>sizeof(Change):
+        at += sizeof(Change) + (<const Change *>(text + at)).req_id
+        count += 1
+    if at != size:
+        raise ValueError("the records of changes end within one")
+    return count
+
+
+cdef Py_ssize_t last_dot(const char *req_id, Py_ssize_t size) noexcept:
+    """Return the place of the last dot, -1 if there is none."""
+    cdef Py_ssize_t at = size - 1
+    while at >= 0 and req_id[at] != b".":
+        at -= 1
+    return at
+
+
+cdef bint ends_with_hash(const char *req_id, Py_ssize_t begin, Py_ssize_t size) noexcept:
+    """Return whether the bytes from `begin` to `size` are enough hexadecimal digits, in a loop for vectors."""
+    cdef uint8_t others = 0
+    cdef Py_ssize_t i
+    for i in range(begin, size):
+        others |= (<uint8_t>(req_id[i] - 48) > 9) & (<uint8_t>(req_id[i] - 97) > 5)
+    return size - begin >= LEAST_DIGITS and not others
+
+
+cdef uint64_t hash_in(const char *digits) noexcept:
+    """Return the number that 16 hexadecimal digits mean."""
+    cdef uint64_t value = 0
+    cdef int i
+    for i in range(LEAST_DIGITS):
+        value = value << 4 | (<uint8_t>digits[i] & 15) + 9 * (<uint8_t>digits[i] >> 6)  # 97 & 15 is 1
+    return value
+
+
+cdef list packed_groups(dict groups, Hashed *blocks, Py_ssize_t count):
+    """Return (name before the hash, page id, removed hashes, added hashes) of each group."""
+    cdef Py_ssize_t i, room = 2 * len(groups) + 1
+    cdef uint32_t *counts = <uint32_t *>calloc(room, sizeof(uint32_t))  # removed and added blocks of each group
+    cdef char **to = <char **>calloc(room, sizeof(char *))
+    cdef list arrays = []
+    try:
+        if counts == NULL or to == NULL:
+            raise MemoryError("the system has no memory for the changes of blocks")
+        for i in range(count):
+            counts[2 * blocks[i].group + blocks[i].was_added] += 1
+        for i in range(2 * <Py_ssize_t>len(groups)):
+            array = PyBytes_FromStringAndSize(NULL, 5 + 9 * <Py_ssize_t>counts[i]) if counts[i] else b""
+            arrays.append(array)
+            if counts[i]:
+                to[i] = PyBytes_AS_STRING(array)
+                to[i][0] = <char>0xDD
+                to[i] = put_big_endian(to[i] + 1, counts[i], 4)
+        for i in range(count):
+            at = &to[2 * blocks[i].group + blocks[i].was_added]
+            at[0][0] = <char>0xCF
+            at[0] = put_big_endian(at[0] + 1, blocks[i].hash, 8)
+        return [(*name, arrays[2 * group], arrays[2 * group + 1]) for name, group in groups.items()]
+    finally:
+        free(counts)
+        free(to)
+
+
+cdef char *put_big_endian(char *to, uint64_t value, int size) noexcept:
+    cdef int i
+    for i in range(size):
+        to[i] = <char>(value >> 8 * (size - 1 - i))
+    return to + size

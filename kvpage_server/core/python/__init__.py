@@ -16,13 +16,14 @@ from kvpage_server.core.python.coding import LONGEST_PART, LONGEST_PATTERN, Glob
 from kvpage_server.core.python.frames import Parser, Scratch, Words
 from kvpage_server.core.python.lru import Columns, enter, touch_many
 from kvpage_server.core.python.outgoing import Outgoing
-from kvpage_server.core.python.pages import NewPages, PageNames, PageSet, filled, look_up
+from kvpage_server.core.python.pages import BlockChanges, NewPages, PageNames, PageSet, changed_blocks, filled, look_up
 from kvpage_server.core.python.slots import Arena, Part, Slot
 
 __all__ = [
     "LONGEST_PART",
     "LONGEST_PATTERN",
     "Arena",
+    "BlockChanges",
     "Bodies",
     "Callee",
     "Caller",
@@ -42,6 +43,7 @@ __all__ = [
     "SentPages",
     "Slot",
     "Words",
+    "changed_blocks",
     "copy_hashed",
     "decode_matrix",
     "digest",

@@ -7,6 +7,10 @@ has another kind of value, pages whose block is an extent, and absent pages.
 
 from __future__ import annotations
 
+import re
+import struct
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -325,3 +329,106 @@ def look_up(
 def filled(found: list[Any], filler: Any) -> tuple[Any, ...]:
     """Return the items as a tuple, with `filler` in place of each None."""
     return tuple([filler if thing is None else thing for thing in found])
+
+
+# -- changes of blocks -------------------------------------------------------------------------------------------------
+
+_REMOVED, _ADDED, _CLEARED = range(3)
+_RECORD = struct.Struct("<BHI")  # before the request id: one of these, the length of the request id, the page id
+_HASH = re.compile(rb"[0-9a-f]{16,}")
+_FLAGS = {False: _REMOVED, True: _ADDED}
+
+
+class BlockChanges:
+    """Blocks that were added and removed, in their order, until a reader takes them: the queue of KV events.
+
+    If more than `most` changes wait, the oldest are dropped, and counted in `dropped`. Each time the queue is not empty
+    any more, `wake` is called, in the thread that adds. Thread-safe. Costs: O(1) for each change.
+    """
+
+    def __init__(self, most: int, wake: Callable[[], object]) -> None:
+        self._lock = threading.Lock()
+        self._records: deque[bytes] = deque()
+        self._most = most
+        self._wake = wake
+        self.dropped = 0
+        self.nbytes = 0  # of the records
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def note(self, req_id: bytes, page: int, was_added: bool) -> None:
+        """Append one block that was added, or removed."""
+        self._append([_RECORD.pack(_FLAGS[was_added], len(req_id), page) + req_id])
+
+    def add_all(self, blocks: Sequence[PageSet]) -> None:
+        """Append blocks that were added."""
+        self._append([_RECORD.pack(_ADDED, len(block.req_id), block.page) + block.req_id for block in blocks])
+
+    def clear(self) -> None:
+        """Append that all blocks were removed."""
+        self._append([_RECORD.pack(_CLEARED, 0, 0)])
+
+    def take(self, most: int) -> tuple[int, bytes]:
+        """Remove the oldest changes, at most `most`. Return their number, and their records for `changed_blocks`."""
+        with self._lock:
+            some = [self._records.popleft() for _ in range(min(most, len(self._records)))]
+            records = b"".join(some)
+            self.nbytes -= len(records)
+        return len(some), records
+
+    def _append(self, records: list[bytes]) -> None:
+        with self._lock:
+            was_empty = not self._records
+            for record in records:
+                self._records.append(record)
+                self.nbytes += len(record)
+                if len(self._records) > self._most:
+                    self.nbytes -= len(self._records.popleft())
+                    self.dropped += 1
+            is_awake = not was_empty or not self._records
+        if not is_awake:
+            self._wake()
+
+
+HashedBlocks = tuple[bytes, int, bytes, bytes]  # name before the hash, page id, removed and added hashes
+
+
+def changed_blocks(records: bytes) -> tuple[bool, list[HashedBlocks], dict[BlockName, bool]]:
+    """Return the state of each block after the last of its changes. `records` are those of `BlockChanges.take`.
+
+    The result has three parts: whether all blocks were removed, before the changes of the other parts; the blocks whose
+    request id ends with a hash, by the name before the hash and its dot and by page id; and whether each other block
+    was added. A hash has 16 hexadecimal digits or more, of which the last 16 are used. The removed and the added hashes
+    are arrays of MessagePack, or nothing if there are none. Raise ValueError if `records` end within one.
+    """
+    was_cleared = False
+    groups: dict[tuple[bytes, int], dict[bytes, bool]] = {}
+    others: dict[BlockName, bool] = {}
+    at = 0
+    while at < len(records):
+        begin = at + _RECORD.size
+        flag, size, page = _RECORD.unpack_from(records, at) if begin <= len(records) else (0, len(records), 0)
+        at = begin + size
+        if at > len(records):
+            raise ValueError("the records of changes end within one")
+        req_id = records[begin:at]
+        if flag == _CLEARED:
+            was_cleared, groups, others = True, {}, {}
+            continue
+        space, _, digits = req_id.rpartition(b".")
+        if _HASH.fullmatch(digits):
+            groups.setdefault((space, page), {})[digits[-16:]] = flag == _ADDED
+        else:
+            others[req_id, page] = flag == _ADDED
+    found = []
+    for (space, page), blocks in groups.items():
+        gone, new = ([digits for digits, was_added in blocks.items() if was_added == flag] for flag in (False, True))
+        found.append((space, page, _packed(gone), _packed(new)))
+    return was_cleared, found, others
+
+
+def _packed(hashes: list[bytes]) -> bytes:
+    """Return an array of MessagePack with 64-bit integers, of which the hexadecimal digits are given."""
+    numbers = b"".join([b"\xcf" + bytes.fromhex(digits.decode()) for digits in hashes])
+    return b"\xdd" + len(hashes).to_bytes(4, "big") + numbers if hashes else b""

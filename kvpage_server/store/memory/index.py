@@ -19,7 +19,7 @@ from functools import lru_cache
 from itertools import chain, islice
 from typing import Generic, TypeVar
 
-from kvpage_server.core import PageSet, Part, Slot
+from kvpage_server.core import BlockChanges, PageSet, Part, Slot
 from kvpage_server.core.pieces import GROUPS, ROW_HEADS, TYPES, bit_of, row_of
 from kvpage_server.page import BlockShape, PageError, PageKey, Plane, checksum, pack_header
 from kvpage_server.store.records import ROW
@@ -521,8 +521,7 @@ class PageIndex:
         self.unloaded_pages = 0  # number of pages in unloaded blocks
         self.name_bytes = 0  # sum of the lengths of `req_id` of all blocks
         self.on_load: Callable[[Block, bytes], None] | None = None  # adds the pages of such rows to a new block
-        # Called with some blocks that were added (True) or removed, their requests and page ids; with None for all.
-        self.on_change: Callable[[Sequence[tuple[bool, bytes, int] | None]], None] | None = None
+        self.changes: BlockChanges | None = None  # gets the blocks that are added and removed from now on
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -541,8 +540,8 @@ class PageIndex:
             block = request[page] = Block(req_id, page)
             self.blocks += 1
             self.name_bytes += len(req_id)
-            if self.on_change is not None:
-                self.on_change([(True, req_id, page)])
+            if self.changes is not None:
+                self.changes.note(req_id, page, True)
         elif type(block) is not Block:
             block = self._load_block(req_id, page)
         return block
@@ -597,8 +596,8 @@ class PageIndex:
         self.name_bytes -= len(block.req_id)
         if not request:
             del self.requests[block.req_id]
-        if self.on_change is not None:
-            self.on_change([(False, block.req_id, block.page)])
+        if self.changes is not None:
+            self.changes.note(block.req_id, block.page, False)
 
     def scan(self, cursor: int, count: int, now: int) -> tuple[int, list[bytes]]:
         """Return the next cursor, 0 at the end, and the requests in the next `count` places of the order of scans."""
@@ -627,15 +626,15 @@ class PageIndex:
             order = self._order = req_id, sorted(self.requests.get(req_id, ()))
         return islice(order[1], bisect_left(order[1], first), None)
 
-    def note_made(self, blocks: Sequence[Block], count: int, name_bytes: int) -> None:
+    def note_made(self, blocks: list[Block], count: int, name_bytes: int) -> None:
         """Count blocks that the core has added to `requests`. `name_bytes` is the sum of the lengths of `req_id`. Of
         `blocks`, at least `count` are new.
         """
         self.blocks += count
         self.name_bytes += name_bytes
         self._order = None
-        if self.on_change is not None:
-            self.on_change([(True, block.req_id, block.page) for block in blocks])
+        if self.changes is not None:
+            self.changes.add_all(blocks)
 
     def of(self, req_id: bytes) -> list[Block]:
         """Return the blocks of a request in the order of their page ids, loaded."""
@@ -672,6 +671,6 @@ class PageIndex:
         self.scans.clear()
         self._order = None
         self.blocks = self.unloaded_pages = self.name_bytes = 0
-        if self.on_change is not None:
-            self.on_change([None])
+        if self.changes is not None:
+            self.changes.clear()
         return old

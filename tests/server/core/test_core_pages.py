@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -219,6 +220,60 @@ def test_slots_go_back_when_pages_are_replaced(pages: ModuleType, slots: ModuleT
     assert core.arena.used == used
     core.entries.clear()
     assert core.arena.used == 0
+
+
+endings = st.sampled_from(
+    [b"", b".", b"ab" * 8, b"ab" * 7 + b"a", b"AB" * 8, b"0" * 64, b"ab" * 8 + b".", b"\0" + b"ab" * 8, b"ab" * 128]
+)
+beginnings = st.sampled_from([b"", b"a.", b"a.b.", b".", b"a..", b"\xff.", b"a", b"kvpage:x."])
+changed = st.tuples(st.builds(bytes.__add__, beginnings, endings), st.sampled_from([0, 1, MAX_PAGE]), st.booleans())
+
+
+@given(st.lists(st.none() | changed | st.lists(changed, max_size=4), max_size=40), st.integers(1, 30), st.data())
+def test_both_cores_queue_and_group_the_same_changes(changes: list[Any], most: int, data: st.DataObject) -> None:
+    cores, woken = (plain_pages, native_pages), [0, 0]
+
+    def wake(which: int) -> None:
+        woken[which] += 1
+
+    queues = [core.BlockChanges(most, partial(wake, which)) for which, core in enumerate(cores)]
+    for change in changes:
+        for core, queue in zip(cores, queues, strict=True):
+            if change is None:
+                queue.clear()
+            elif isinstance(change, list):
+                queue.add_all([core.PageSet(req_id, page) for req_id, page, _ in change])
+            else:
+                queue.note(*change)
+        assert len(queues[0]) == len(queues[1]) <= most
+        if data.draw(st.integers(0, 4)) == 0:
+            count = data.draw(st.integers(0, most + 1))
+            (number, records), other = (queue.take(count) for queue in queues)
+            assert (number, records) == other
+            assert plain_pages.changed_blocks(records) == native_pages.changed_blocks(records)
+            if records:
+                for core in cores:
+                    with pytest.raises(ValueError, match="end within one"):
+                        core.changed_blocks(records[:-1])
+        assert (queues[0].nbytes, queues[0].dropped) == (queues[1].nbytes, queues[1].dropped)
+    assert woken[0] == woken[1]
+
+
+@pytest.mark.parametrize("pages", [plain_pages, native_pages])
+def test_the_queue_of_changes_keeps_the_newest(pages: ModuleType) -> None:
+    woken: list[None] = []
+    queue = pages.BlockChanges(1000, lambda: woken.append(None))
+    for number in range(50_000):
+        queue.note(b"%064x" % number, 7, True)
+    assert (len(queue), queue.dropped, len(woken)) == (1000, 49_000, 1)
+    assert queue.nbytes == 1000 * (64 + 7)
+    count, records = queue.take(2000)
+    hashes = b"".join(b"\xcf" + number.to_bytes(8, "big") for number in range(49_000, 50_000))
+    assert count == 1000
+    assert pages.changed_blocks(records) == (False, [(b"", 7, b"", b"\xdd\0\0\x03\xe8" + hashes)], {})
+    assert (len(queue), queue.nbytes, queue.take(1)) == (0, 0, (0, b""))
+    queue.clear()
+    assert len(woken) == 2
 
 
 def some_command(chance: random.Random) -> list[bytes]:

@@ -316,6 +316,7 @@ def _kvpage(server: Server) -> Fields:
     counters = server.keyspace.counters
     misses = {f"page_misses_{_field(reason)}": counters.page_misses[reason] for reason in REASONS}
     misses |= {f"string_misses_{_field(reason)}": counters.string_misses[reason] for reason in OF_STRINGS}
+    events_dropped, events_bytes = (0, 0) if server.kv_events is None else server.kv_events()
     return {
         "requests": len(index),
         "blocks": index.blocks,
@@ -334,7 +335,8 @@ def _kvpage(server: Server) -> Fields:
         "strings_remembered_bytes": server.keyspace.lost.bytes,
         **misses,
         **{f"evictions_{policy}_{room}": keys for (policy, room), keys in counters.evictions.items()},
-        "kv_events_dropped": 0 if server.dropped_events is None else server.dropped_events(),
+        "kv_events_dropped": events_dropped,
+        "kv_events_bytes": events_bytes,
         **(_disk(server.tiered) if server.tiered is not None else {}),
     }
 
