@@ -16,6 +16,9 @@ from typing import Any
 
 import xxhash
 
+from kvpage_server.page import DType
+
+DTYPES = {"torch.float32": DType.FLOAT32, "torch.float16": DType.FLOAT16, "torch.bfloat16": DType.BFLOAT16}
 FORMAT = 1  # of the bytes that a connector stores; another number is another name
 _WEIGHTS = ("*.safetensors", "*.gguf", "*.bin", "*.pt", "*.pth")  # the first pattern with a file is used
 _PIECE = 16 * 1024 * 1024

@@ -33,7 +33,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.version import __version__
 
 from kvpage_connectors.jobs import Block, Jobs
-from kvpage_connectors.names import Identity, weights_digest
+from kvpage_connectors.names import DTYPES, Identity, weights_digest
 from kvpage_connectors.reasons import Away, guarded
 from kvpage_server.client import BlockName, Page
 from kvpage_server.client.page import StateName
@@ -77,6 +77,7 @@ class _Pool:
     sizes: tuple[int, ...]  # bytes of the pieces of a page
     tokens: int  # of a page
     names: bytes  # beginning of the names
+    dtype: DType
 
     def blocks(self, mark: bytes, keys: Sequence[str], indices: Any) -> list[Block]:
         """Return the blocks of the pages that begin at every `tokens`-th index. Raises ValueError for another number
@@ -88,7 +89,8 @@ class _Pool:
         pieces = [*zip(pointers, sizes, strict=True)]
         count = len(self.sizes)
         return [
-            partial(_pages, self.name(mark, key), pieces[i * count : (i + 1) * count]) for i, key in enumerate(keys)
+            partial(_pages, self.name(mark, key), pieces[i * count : (i + 1) * count], self.dtype, self.tokens)
+            for i, key in enumerate(keys)
         ]
 
     def name(self, mark: bytes, key: str) -> bytes:
@@ -98,14 +100,15 @@ class _Pool:
         return [(self.name(mark, key), 0) for key in keys]
 
 
-def _pages(name: bytes, pieces: Sequence[tuple[int, int]]) -> list[Page]:
+def _pages(name: bytes, pieces: Sequence[tuple[int, int]], dtype: DType = DType.UINT8, tokens: int = 1) -> list[Page]:
     """Return the pages of a block, whose pieces are (address, bytes)."""
-    planes = _planes([size for _, size in pieces])
+    planes, row = _planes([size for _, size in pieces]), tokens * dtype.itemsize
     found = []
     for i, (address, size) in enumerate(pieces):
         memory = memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
         layer, plane = divmod(i, planes)
-        found.append(Page(PageKey(name, layer, 0, 0, plane), memory, DType.UINT8, 1, size))
+        shape = (DType.UINT8, 1, size) if size % row else (dtype, tokens, size // row)
+        found.append(Page(PageKey(name, layer, 0, 0, plane), memory, *shape))
     return found
 
 
@@ -195,7 +198,8 @@ class KvpageHiCache(HiCacheStorage):
         config = self._config
         rank = config.dcp_rank if self._is_replicated(name, host) else config.tp_rank
         ranks = f"{rank}-{config.pp_rank}-{config.attn_cp_rank}."
-        self._pools[name] = _Pool(host, sizes, tokens, identity.names("sglang") + ranks.encode())
+        names, dtype = identity.names("sglang") + ranks.encode(), DTYPES.get(str(host.dtype), DType.UINT8)
+        self._pools[name] = _Pool(host, sizes, tokens, names, dtype)
         logger.info("kvpage: the names of pages of %s begin with %s", name, self._pools[name].names.decode())
 
     def _is_replicated(self, name: str, host: Any) -> bool:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kvpage_connectors.names import DTYPES
 from kvpage_server.page import DType
-
-_DTYPES = {"torch.float32": DType.FLOAT32, "torch.float16": DType.FLOAT16, "torch.bfloat16": DType.BFLOAT16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +46,9 @@ def layout_of(vllm_config: Any, kv_cache_config: Any) -> Paged:
         kinds = [type(group.kv_cache_spec).__name__ for group in groups]
         raise ValueError(f"the cache must have one group of kind FullAttentionSpec, got {kinds}")
     spec, parallel = groups[0].kv_cache_spec, vllm_config.parallel_config
-    dtype = _DTYPES.get(str(spec.dtype))
+    dtype = DTYPES.get(str(spec.dtype))
     if dtype is None:
-        raise ValueError(f"the dtype of the cache must be one of {[*_DTYPES]}, got {spec.dtype}")
+        raise ValueError(f"the dtype of the cache must be one of {[*DTYPES]}, got {spec.dtype}")
     layout = Paged(
         tuple(groups[0].layer_names), spec.num_kv_heads, spec.block_size, spec.head_size, dtype, parallel.rank,
         parallel.world_size,

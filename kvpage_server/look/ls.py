@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+import redis
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -15,6 +16,7 @@ from rich.text import Text
 from kvpage_server.address import shown
 from kvpage_server.look.output import LookError
 from kvpage_server.look.pages_on_strings import agent_hint, why_hint
+from kvpage_server.look.status import saving_text
 from kvpage_server.observe.asking import QueriedStore, ask, named
 from kvpage_server.observe.memory_by_agent import (
     UNPROTECTED,
@@ -27,6 +29,7 @@ from kvpage_server.observe.memory_by_agent import (
     holdings_of_store,
     protection_of,
 )
+from kvpage_server.observe.overview import NotAStore, overview_of_store
 from kvpage_server.page import KVType, check_req_id
 from kvpage_server.system.terminal import for_people, out, print_json, readable, table_of
 from kvpage_server.system.text import as_size, name_shown, plural
@@ -58,7 +61,18 @@ def ls(store: QueriedStore, args: argparse.Namespace) -> bool:
     _print_omitted(args, {noun: len(rows) for noun, rows in counts.items()})
     for line in remarks(holdings):
         out.print(line)
+    if isinstance(store, redis.Redis) and (coded := _coded(store)):
+        out.print(f"in memory, {coded}")
     return True
+
+
+def _coded(store: redis.Redis) -> str:
+    """Return the text about the lossless codes in a store's memory; "" if it has none, or the user may not see that."""
+    try:
+        memory = ask(store, overview_of_store()).memory
+    except (NotAStore, redis.ResponseError):
+        return ""
+    return saving_text(memory.coded_raw, memory.coded) if memory.coded else ""
 
 
 def _print_omitted(args: argparse.Namespace, counts: Mapping[str, int]) -> None:

@@ -111,7 +111,7 @@ def _memory_lines(memory: MemoryFigures) -> Iterator[tuple[str, Any]]:
     free = f"{as_size(memory.spare)} allocated and free, {as_size(memory.fragmentation)} fragmentation"
     yield "", f"RSS {as_size(memory.resident)}: {as_size(memory.live)} values, {free}"
     if memory.coded:
-        yield "", _saving(memory.coded_raw, memory.coded)
+        yield "", saving_text(memory.coded_raw, memory.coded)
 
 
 def _store_lines(now: Overview) -> Iterator[tuple[str, Any]]:
@@ -156,7 +156,7 @@ def _disk_lines(disk: DiskFigures) -> Iterator[tuple[str, Any]]:
         state = f"more than maxdisk by {as_size(disk.bytes - disk.limit)}" if is_over else "maxdisk is reached"
         yield "", Text(f"{state}: {plural(disk.evicted, 'value')} evicted from disk", "red")
     if disk.coded_bytes:
-        yield "", _saving(disk.coded_raw_bytes, disk.coded_bytes)
+        yield "", saving_text(disk.coded_raw_bytes, disk.coded_bytes)
     waiting = f"{as_size(disk.waiting_bytes)} in the write queue" if disk.waiting_bytes else "write queue empty"
     commits = f", commit p99 {_milliseconds(disk.commits.percentile(0.99))}" if disk.commits.count else ""
     yield (
@@ -173,7 +173,7 @@ def _disk_lines(disk: DiskFigures) -> Iterator[tuple[str, Any]]:
         yield "", Text(f"{plural(damaged, 'value')} corrupt: the disk may be failing", "red")
 
 
-def _saving(raw: int, coded: int) -> str:
+def saving_text(raw: int, coded: int) -> str:
     """Return the text about the lossless codes of values: the bytes without and with the code."""
     return f"{as_size(raw)} coded in {as_size(coded)}: {raw / coded:.2f} to 1, {as_size(raw - coded)} saved"
 

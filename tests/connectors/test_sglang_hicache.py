@@ -23,10 +23,10 @@ from kvpage_connectors.sglang_hicache import KvpageHiCache
 from proxy import start_proxy
 from servers import RunningServer, start_server
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
-from stub_pool import MHATokenToKVPoolHost, Pool, States, Tensor, backend, config, hashes, indices
+from stub_pool import TOKENS, MHATokenToKVPoolHost, Pool, States, Tensor, backend, config, hashes, indices
 from waiting import until
 
-from kvpage_server.page import VERSION
+from kvpage_server.page import VERSION, DType
 
 MAMBA = "mamba"
 
@@ -85,6 +85,9 @@ def test_a_page_is_pages_of_its_pieces(writer: KvpageHiCache, client: redis.Redi
     assert name.endswith(b".0-0-0." + hashes(1)[0].encode())
     for plane in (0, 1):
         assert client.execute_command("KVPAGEGET", name, 0, 0, 0, plane) == pool.page(7)[plane].tobytes()
+        found = client.execute_command("KVPAGESTAT", name, 0, 0, 0, plane)
+        shape = int(DType.FLOAT16), TOKENS, pool.page(7)[plane].size // TOKENS
+        assert (found[b"dtype"], found[b"page_size"], found[b"head_dim"]) == shape
 
 
 @pytest.mark.parametrize(

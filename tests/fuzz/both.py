@@ -160,13 +160,14 @@ class Run:
         at = 0
         while pages is not None and at < len(pages):
             fresh: list[bytes] = []
-            put = pages.put(self.entries, self.blocks, at, self.core.PageSet, fresh, one_block=plan.strict)
-            shown = [(block.bits, block.pages, block.footprint, block.soonest) for block in put.blocks]
-            beside = [(block.req_id, block.page) for block in put.beside]
-            self.seen.append((put._replace(blocks=shown, beside=beside), fresh))
-            if put.stop == at:
+            stop, blocks, made, beside, *sums = pages.put(
+                self.entries, self.blocks, at, self.core.PageSet, fresh, one_block=plan.strict
+            )
+            shown = [(block.bits, block.pages, block.footprint, block.soonest) for block in blocks]
+            self.seen.append((stop, shown, made, [(block.req_id, block.page) for block in beside], sums, fresh))
+            if stop == at:
                 del self.entries[pages.keys[at]]
-            at = put.stop
+            at = stop
         if pages is not None:
             headers = [bytes(slot.header) for slot in pages.slots]
             self.seen.append((headers, [pages.expires(i) for i in range(len(pages))]))
