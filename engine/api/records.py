@@ -7,7 +7,6 @@ up to MAX_BYTES; and so are values that could not be sent to it, until it answer
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import time
 from collections import Counter
@@ -47,8 +46,8 @@ class Records:
 
         Raises ValueError for an invalid URL.
         """
-        deadline, quiet = min(DEADLINE, restore_within / 2), logging.DEBUG  # the page tier logs outages of this server
-        self._server = ServerConnection(url, "responses", deadline, outage_level=quiet) if url else None
+        deadline = min(DEADLINE, restore_within / 2)
+        self._server = ServerConnection(url, "responses", deadline) if url else None
         self._kept: dict[str, bytes] = {}  # by key, the oldest first: values that are not on the page server
         self._bytes = 0
         self._writing_back: asyncio.Task[None] | None = None

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 from redis.driver_info import DriverInfo
 
@@ -153,14 +153,17 @@ class Reachability:
     """Log of outages of the page server, with one line for the begin and one for the end of each.
 
     An outage begins with the last of FAILURES failures in a row, and ends with the next answer. This is counted apart
-    from the breaker, which stays closed for login errors and with several servers.
+    from the breaker, which stays closed for login errors and with several servers. A process has a connection for each
+    model, and one for responses: the first one that notices the begin or the end of an outage of their server logs it.
 
     `failed` and `answered` are called on the loop's thread. `outage` may be read on any thread; it is None without an
     outage.
     """
 
-    def __init__(self, address: str, level: int = logging.WARNING) -> None:
-        self._level = level  # of the lines
+    _lock = threading.Lock()
+    _noticed: ClassVar[dict[str, set[Reachability]]] = {}  # by address: the connections that notice the logged outage
+
+    def __init__(self, address: str) -> None:
         self.outage: Outage | None = None
         self._address = address
         self._failures = 0  # in a row
@@ -171,27 +174,37 @@ class Reachability:
         self._failures += 1
         if self._failures == FAILURES:
             self.outage = Outage(reason, time.monotonic())
-            event = "lost connection" if self._connected else "cannot connect"
-            text = str(error) or "no answer in time"
-            log.log(self._level, "%s to the page server at %s (%s): %s", event, self._address, reason, text)
+            with self._lock:
+                others = self._noticed.setdefault(self._address, set())
+                is_logged = bool(others)
+                others.add(self)
+            if not is_logged:
+                event = "lost connection" if self._connected else "cannot connect"
+                text = str(error) or "no answer in time"
+                log.warning("%s to the page server at %s (%s): %s", event, self._address, reason, text)
 
     def answered(self) -> None:
         """Note that the server has answered, even with an error."""
         if self.outage:
-            event = "connected again" if self._connected else "connected"
-            text = "%s to the page server at %s after %.0f s"
-            log.log(self._level, text, event, self._address, self.outage.seconds)
+            with self._lock:
+                is_logged = not self._noticed.pop(self._address, None)
+            if not is_logged:
+                event = "connected again" if self._connected else "connected"
+                log.warning("%s to the page server at %s after %.0f s", event, self._address, self.outage.seconds)
         self.outage, self._failures, self._connected = None, 0, True
+
+    def close(self) -> None:
+        """Stop noticing: another connection may log the next outage."""
+        with self._lock:
+            self._noticed.get(self._address, set()).discard(self)
 
 
 class ServerConnection:
     """Connection to a page server, with an event loop. `server`, the client, may be used only on this loop."""
 
-    def __init__(
-        self, url: str, owner: str, deadline: float, code: Coding = "auto", *, outage_level: int = logging.WARNING
-    ) -> None:
+    def __init__(self, url: str, owner: str, deadline: float, code: Coding = "auto") -> None:
         """Start the loop for `owner`. `deadline` is in seconds, for a request or a chunk of blocks. `code` is as for
-        PageClient. Outages are logged at `outage_level`.
+        PageClient.
 
         Raises ValueError for an invalid URL.
         """
@@ -207,7 +220,7 @@ class ServerConnection:
         self._failing = frozenset() if self.several else FAILING  # with several servers, the client skips failing ones
         self.connections = CONNECTIONS
         self.breaker = CircuitBreaker()
-        self.reachability = Reachability(shown(url), outage_level)
+        self.reachability = Reachability(shown(url))
         self.rates = Rates()
         self._may_use_no_touch = True  # no refusal of CLIENT NO-TOUCH so far
         self._turns = asyncio.Semaphore(CONCURRENT_ATTEMPTS)
@@ -376,3 +389,4 @@ class ServerConnection:
     def close(self) -> None:
         """Cancel operations in progress, close the connections, and close the loop. It may be called again."""
         self.loop.close(self.server.close())
+        self.reachability.close()

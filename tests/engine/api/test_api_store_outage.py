@@ -101,6 +101,31 @@ def test_lost_connection_is_logged_once_and_its_end_once(model: Path) -> None:
     assert "could not be saved" not in engine.final_log
 
 
+def test_an_outage_is_logged_once_for_all_models(model: Path) -> None:
+    port = free_port()
+    options = ("--name", "model0", "--store", f"redis://127.0.0.1:{port}")
+    others = ("--model", f"model1={model}", "--model", f"model2={model}")
+    with start_engine(f"model0={model}", *others, *options[2:]) as engine:
+
+        def looked(times: int) -> set[int]:
+            """Look for an agent with each model. Return the status codes."""
+            agents = f"{engine.url}/v1/agents/nobody"
+            names = [f"model{i}" for i in range(3)] * times
+            return {httpx.get(agents, params={"model": name}, timeout=60).status_code for name in names}
+
+        for _ in range(2):
+            assert looked(FAILURES) == {503}
+            with start_server(port=port):
+                until(lambda: looked(1) == {404}, "a connection of each model")
+    log = engine.final_log
+    assert (log.count("cannot connect to"), log.count("lost connection to"), log.count("could not be saved")) == (
+        1,
+        1,
+        0,
+    )
+    assert log.count(" connected to the page server") == log.count(" connected again to the page server") == 1
+
+
 def test_evicted_context_is_not_called_saved(model: Path) -> None:
     with start_server() as server, start_engine(model, "--name", "model0", "--store", server.url) as engine:
         ask(engine, "alice")
