@@ -51,6 +51,7 @@ _LARK = re.compile(
 MAX_MULTIPLE = 10_000  # of `multipleOf`, without its decimal point: a state of the parser for each remainder
 MAX_COUNT = 1_000_000  # of characters and items
 MAX_GIVEN = 4096  # first tokens that are the same in all texts
+MAX_GIVEN_BYTES = 16 * MAX_GIVEN  # of longer texts not even the tokens are counted, which takes Python's lock
 _ROUNDS = (
     16  # over all references, to find a recursion without an end; after a longer chain of references it is not found
 )
@@ -288,9 +289,13 @@ class Constraints:
             if error.startswith("Pointer "):
                 error = f"$ref: {error}"
             raise ConstraintError("oneOf: its alternatives overlap" if "coerce_one_of" in error else error)
-        if len(matcher.deep_copy().compute_ff_tokens()) > MAX_GIVEN:  # a recursion without an end, or `minItems`
-            raise ConstraintError(f"its texts begin with more than {MAX_GIVEN} tokens that are always the same")
+        # The mask is computed first, because this finds the given bytes without Python's lock.
         possible = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        given = matcher.deep_copy()  # by a recursion without an end, or `minItems`, for example
+        if (length := len(given.compute_ff_bytes())) > MAX_GIVEN_BYTES:
+            raise ConstraintError(f"its texts begin with {length:,} bytes that are always the same: too many")
+        if len(given.compute_ff_tokens()) > MAX_GIVEN:
+            raise ConstraintError(f"its texts begin with more than {MAX_GIVEN} tokens that are always the same")
         possible[self._ends] = 0
         if not possible.any():  # an endless recursion of `$ref`, for example
             raise ConstraintError("no text matches it")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -352,6 +354,30 @@ def test_a_text_that_is_always_the_same_has_a_limit() -> None:
     ):
         with pytest.raises(ConstraintError, match="begin with more than 4096 tokens that are always the same"):
             Constraints(letter_tokenizer(), 97, [96]).compile(endless)
+    for long in (of_regex("(ab){1000000}"), of_choice(["a" * 900_000]), of_json({"const": "x" * 500_000})):
+        with pytest.raises(ConstraintError, match=r"begin with [0-9]{3},[0-9]{3} bytes that are always the same"):
+            Constraints(letter_tokenizer(), 97, [96]).compile(long)
+
+
+def test_a_long_given_text_does_not_hold_pythons_lock() -> None:
+    """Another thread runs again and again while a constraint is compiled."""
+    constraints, long = Constraints(letter_tokenizer(), 97, [96]), of_choice(["a" * 900_000])
+    constraints.prepare()
+    compiled = threading.Event()
+
+    def compile_long() -> float:
+        begun = time.monotonic()
+        with pytest.raises(ConstraintError):
+            constraints.compile(long)
+        compiled.set()
+        return time.monotonic() - begun
+
+    with compiling_thread("tiny") as thread:
+        taken = thread.submit(compile_long)
+        last, longest = time.monotonic(), 0.0
+        while not compiled.wait(0.001):
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        assert longest < 0.5 * taken.result(), "one wait for Python's lock took most of the time"
 
 
 @pytest.mark.parametrize(
