@@ -140,8 +140,10 @@ class Tokens:
             raise ApiError(
                 401, "a token is needed: Authorization: Bearer TOKEN, or X-Api-Key: TOKEN", code="invalid_api_key"
             )
-        if request.headers.get(KEY_HEADER, token).strip() != token.strip():
-            raise ApiError(401, "Authorization and X-Api-Key have different tokens", code="invalid_api_key")
+        headers = request.headers
+        given = [value.partition(" ")[2] for value in headers.getlist("Authorization")] + headers.getlist(KEY_HEADER)
+        if any(other.strip() != token.strip() for other in given):
+            raise ApiError(401, "the headers Authorization and X-Api-Key have different tokens", code="invalid_api_key")
         asked = _digest(token.strip())
         for digest, tenant in self._tenants.items():
             if hmac.compare_digest(digest, asked):

@@ -45,6 +45,13 @@ def test_two_different_tokens_are_refused(tenants: RunningEngine) -> None:
     assert status("Bearer one", "one") == 200
     assert [status(*words) for words in (("Bearer one", "two"), ("Bearer one", "x"), ("Bearer x", "one"))] == [401] * 3
 
+    def twice(name: str, *values: str) -> int:
+        given = [(name, value) for value in values]
+        return httpx.get(f"{tenants.url}/v1/models", headers=given).status_code
+
+    assert [twice("Authorization", "Bearer one", f"Bearer {token}") for token in ("one", "two")] == [200, 401]
+    assert [twice("X-Api-Key", "one", token) for token in ("one", "two")] == [200, 401]
+
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/messages"])
 def test_a_failure_has_the_headers_of_other_replies(path: str) -> None:
