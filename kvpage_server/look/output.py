@@ -18,7 +18,7 @@ from rich.text import Text
 
 from kvpage_server.client.wire.connection import plain_client
 from kvpage_server.page import PageError
-from kvpage_server.system.terminal import Terminal, out, print_json
+from kvpage_server.system.terminal import LineTable, Terminal, out, print_json
 
 
 class LookError(Exception):
@@ -64,7 +64,7 @@ def titled(rows: Iterable[Iterable[Any]]) -> Table:
     """Return a table of `rows` without a header, with a bold first column. Strings are no markup: names may be in
     them.
     """
-    table = Table(box=None, show_header=False, pad_edge=False)
+    table = LineTable()
     table.add_column(style="bold")
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))

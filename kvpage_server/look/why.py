@@ -186,7 +186,8 @@ def verify(store: QueriedStore, args: argparse.Namespace) -> bool:
         check_range("page_id", page, 0, MAX_PAGE)
     with out.status("hashing"):
         ids = sorted(named(block)["page"] for block in store.execute_command("KVPAGEINDEX", name))
-        absent = _missing_blocks(store, name, args.pages, ids)
+        answer = _why_pages(store, name, ())
+        absent = len({*args.pages}.difference(ids)) if args.pages else _removed_blocks(answer, ids)
         found = _verify_pages(store, name, args.pages)
         agents = () if any(found.values()) or args.pages else ask(store, holdings_of_agent(name)).agents
         blocks = dict.fromkeys(block.name for agent in agents for block in agent.blocks)
@@ -196,8 +197,11 @@ def verify(store: QueriedStore, args: argparse.Namespace) -> bool:
         missing = missing if agents else absent
     checked, unchecked, corrupt = found["checked"], found["unchecked"], found["corrupt"]
     if not (checked or corrupt or unchecked or agents):
-        no_page = f"request {name_shown(name)} has no such page{why_hint(store, name)}"
-        raise LookError((not args.pages and _maybe_unreachable(name, args)) or no_page)
+        if args.pages:
+            raise LookError(f"request {name_shown(name)} has no such page{why_hint(store, name)}")
+        hint = why_hint(store, name) if answer["reason"] in _UNKNOWN else ""  # it may be the name of an agent
+        no_page = f"request {name_shown(name)} has no page: {_reason_text(answer['reason'], answer)}{hint}"
+        raise LookError(_maybe_unreachable(name, args) or no_page)
     if args.json:
         about = {"url": shown(args.url), "agent": name} if agents else {"url": args.home(name), "request": name}
         print_json(about | {"missing_blocks": missing} | found)
@@ -211,6 +215,9 @@ def verify(store: QueriedStore, args: argparse.Namespace) -> bool:
         if ids and not args.pages and ids != [*range(len(ids))]:
             of_blocks = f" in {_blocks(ids)}"  # so that a gap whose reason is not known is seen
         out.print(f"{plural(checked, 'page')}{of_blocks} checked, {'none corrupt' if missing else 'all intact'}")
+        if ids and not (missing or args.pages) and (gaps := ids[-1] + 1 - len(ids)):
+            before = f"{plural(gaps, 'block')} before block {ids[-1]:,}"
+            out.print(f"{before} not stored: {_reason_text(answer['cause'], answer)}", soft_wrap=True)
         return not missing
     out.print(f"[red]corrupt, and removed: {len(corrupt):,} of {plural(checked, 'page')}[/]")
     for key in corrupt:
@@ -224,15 +231,10 @@ def _verify_pages(store: QueriedStore, req: bytes, pages: Sequence[int]) -> dict
     return {count: found[count] for count in ("checked", "unchecked", "corrupt")}
 
 
-def _missing_blocks(store: QueriedStore, req: bytes, pages: Sequence[int], stored: Sequence[int]) -> int:
-    """Return how many blocks of a request are missing: of these page ids or, without them, of those up to the last one.
-    `stored` has the page ids of its blocks.
-
-    Without page ids, only a block that the store has removed is missing: a client may store single pages.
+def _removed_blocks(answer: Answer, stored: Sequence[int]) -> int:
+    """Return how many blocks of a request are missing up to its last one, if the store has removed the first of them:
+    a client may store single pages. `answer` is KVPAGEWHY's, and `stored` has the page ids of its blocks.
     """
-    if pages:
-        return len({*pages}.difference(stored))
-    answer = _why_pages(store, req, ())
     if answer["reason"] != "hole" or answer["cause"] in (*_UNKNOWN, "incomplete"):
         return 0
     return max(max(stored, default=-1) + 1 - len(stored), 1)
@@ -395,7 +397,7 @@ def _reason_text(reason: str, answer: Answer) -> str:
         by += f" at {answer['limit']}" if "limit" in answer else ""
         return f"{reason}{by}, {when(answer['at'])}"
     if "since" in answer:
-        return f"{reason}, as far as is known since {when(answer['since'])}"
+        return f"{reason}, or removed before the records of removals began, {when(answer['since'])}"
     if reason == ABSENT:
         return f"{reason}; a Valkey or Redis Cluster records no reasons"
     of_others = {"stored": ": a read would not miss", "gone": ": it is not on the servers that answered"}

@@ -35,32 +35,27 @@ class Terminal(Console):
 out = Terminal(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _NO_TERMINAL)
 
 
-class FittingTable(Table):
-    """A rich Table that removes columns and cuts text to fit into the terminal.
+class LineTable(Table):
+    """A rich Table without a frame. Without a terminal, each row is one line with its whole text.
 
-    Without a terminal, each row is one line with its whole text. A cell that is wider than _PADDED does not widen its
-    column, so one long name does not make every line long.
+    There, a cell that is wider than _PADDED does not widen its column, so one long name does not make every line long.
     """
 
-    def __init__(self, drop: Sequence[str]) -> None:
-        """Create a table without columns. `drop` has the headers of columns in the order in which they are removed.
-
-        After them, the other columns are removed, the last one first; the first column always stays.
-        """
-        super().__init__(box=None, header_style="bold", pad_edge=False)
-        self._drop = drop
+    def __init__(self, *, show_header: bool = False) -> None:
+        """Create a table without columns."""
+        super().__init__(box=None, header_style="bold", pad_edge=False, show_header=show_header)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if not console.is_terminal:
-            return self._lines(console)
-        shown = copy(self)
-        shown.columns = self._fitting(options.max_width)
-        return Table.__rich_console__(shown, console, options)
+        return Table.__rich_console__(self, console, options) if console.is_terminal else self._lines(console)
 
     def _lines(self, console: Console) -> RenderResult:
-        """Yield the header and each row as a line."""
-        texts = [[_plain(console, cell) for cell in (column.header, *column.cells)] for column in self.columns]
-        widths = [max(width for text in some if (width := cell_len(text)) <= _PADDED) for some in texts]
+        """Yield the header, if it is shown, and each row as a line."""
+        headers = [(column.header,) if self.show_header else () for column in self.columns]
+        texts = [
+            [_plain(console, cell) for cell in (*header, *column.cells)]
+            for header, column in zip(headers, self.columns, strict=True)
+        ]
+        widths = [max((width for text in some if (width := cell_len(text)) <= _PADDED), default=0) for some in texts]
         for row in zip(*texts, strict=True):
             padded = [
                 (text, " " * (width - cell_len(text)), column.justify == "right")
@@ -69,6 +64,25 @@ class FittingTable(Table):
             cells = [f"{space}{text}" if is_number else f"{text}{space}" for text, space, is_number in padded]
             yield Segment((" " * _GAP).join(cells).rstrip())
             yield Segment.line()
+
+
+class FittingTable(LineTable):
+    """A LineTable that removes columns and cuts text to fit into the terminal."""
+
+    def __init__(self, drop: Sequence[str]) -> None:
+        """Create a table without columns. `drop` has the headers of columns in the order in which they are removed.
+
+        After them, the other columns are removed, the last one first; the first column always stays.
+        """
+        super().__init__(show_header=True)
+        self._drop = drop
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if not console.is_terminal:
+            return self._lines(console)
+        shown = copy(self)
+        shown.columns = self._fitting(options.max_width)
+        return Table.__rich_console__(shown, console, options)
 
     def _fitting(self, room: int) -> list[Column]:
         """Return copies of the columns that fit into `room` characters, each with its width set."""

@@ -198,6 +198,14 @@ def test_a_name_is_any_bytes(server: RunningServer, client: redis.Redis, tmp_pat
     assert (code, json.loads(shown)["pages"]) == (0, 1)
 
 
+def test_lines_in_a_pipe_have_no_trailing_spaces(server: RunningServer, client: redis.Redis) -> None:
+    set_block(client, "r", 0)
+    for words in (["status"], ["ls"], ["ls", "r"], ["stat", "kv:r:0:0:0:0"], ["top", "--help"], ["doctor"]):
+        shown = kvpage(*words, url=server.url)[1]
+        assert len(shown.splitlines()) > 1, words
+        assert [line for line in shown.splitlines() if line.endswith(" ")] == [], words
+
+
 def test_text_to_be_pasted_is_quoted(server: RunningServer, client: redis.Redis) -> None:
     assert "; kvpage why 'a*' may say why" in kvpage("ls", "a*", url=server.url)[2]
     assert "; kvpage why 'a*' 0 0 0 0 may say why" in kvpage("stat", "kv:a*:0:0:0:0", url=server.url)[2]
@@ -256,7 +264,19 @@ def test_verify_reports_missing_blocks_of_a_request(server: RunningServer, clien
     assert kvpage("verify", "r", url=server.url)[:2] == (1, missing + "24 pages in blocks 0, 2 checked, none corrupt\n")
     assert json.loads(kvpage("verify", "r", "--json", url=server.url)[1])["missing_blocks"] == 1
     client.execute_command("KVPAGESET", "single", 0, 0, 42, 0, 1, 16, 8, 0, bytes(256))
-    assert kvpage("verify", "single", url=server.url)[:2] == (0, "1 page in block 42 checked, all intact\n")
+    code, shown, _ = kvpage("verify", "single", url=server.url)
+    checked, gap = shown.splitlines()
+    assert (code, checked) == (0, "1 page in block 42 checked, all intact")
+    unknown = "never stored, or removed before the records of removals began, "
+    assert gap.startswith(f"42 blocks before block 42 not stored: {unknown}")
+    code, shown, errors = kvpage("verify", "nosuch", url=server.url)
+    assert (code, shown) == (1, "")
+    assert errors.startswith(f"kvpage: request nosuch has no page: {unknown}")
+    client.execute_command("KVPAGEDEL", "single", 42)
+    assert kvpage("verify", "single", url=server.url)[::2] == (
+        1,
+        "kvpage: request single has no page: deleted, just now\n",
+    )
     index = "kvpage: kv:r:index is the index of a request: kvpage why r explains the request\n"
     assert kvpage("why", "kv:r:index", url=server.url)[::2] == (2, index)
 
@@ -273,7 +293,7 @@ def test_why_reports_the_removal_of_a_page(server: RunningServer, client: redis.
     code, shown, _ = kvpage("why", "r", url=server.url)
     first, second = shown.splitlines()
     assert (code, first) == (1, "23 pages stored, in blocks 0, 2")
-    received = "a read from the start finds block 0; block 1 is not there: never stored, as far as is known since "
+    received = "a read from the start finds block 0; block 1 is not there: never stored, or removed before "
     assert second.startswith(received)
     client.execute_command("KVPAGESET", "test_req_001", 5, 8, 42, 0, 1, 128, 64, 3600, b"BLOB_DATA")
     code, shown, _ = kvpage("why", "test_req_001", url=server.url)
@@ -283,7 +303,7 @@ def test_why_reports_the_removal_of_a_page(server: RunningServer, client: redis.
         "1 page stored, in block 42",
         "no block is complete: kvpage why test_req_001 LAYER HEAD PAGE TYPE explains one page",
     ]
-    assert lines[2].startswith("a read from the start finds nothing; block 0 is not there: never stored, as far as ")
+    assert lines[2].startswith("a read from the start finds nothing; block 0 is not there: never stored, or removed ")
     of_page = kvpage("why", "test_req_001", "5", "8", "42", "0", url=server.url)
     assert of_page[:2] == (0, "stored: a read would not miss\n")
     assert kvpage("why", "kv:test_req_001:5:8:42:0", url=server.url)[0] == 0
@@ -702,3 +722,13 @@ def test_ctrl_c_before_the_imports_is_no_traceback() -> None:
 def test_ctrl_c_during_late_imports_is_not_lost(server: RunningServer, imported: str) -> None:
     words = ("bench", "--url", server.url, "--seconds", "60")
     assert interrupted_at(imported, "kvpage", *words) == (130, [b"kvpage: interrupted"])
+
+
+@pytest.mark.parametrize("words", [("fetch-model", "nosuch"), ("run", "nosuch", "--instance", "x")])
+def test_ctrl_c_during_imports_of_mlx_is_not_lost(words: tuple[str, ...]) -> None:
+    assert interrupted_at("mlx.core", "kvpage-engine", *words) == (130, [b"kvpage-engine: interrupted"])
+
+
+def test_ctrl_c_during_imports_of_a_connector_is_not_lost(server: RunningServer) -> None:
+    words = ("connectors", "verify", "mlx-lm", "--model", "nosuch", "--url", server.url)
+    assert interrupted_at("kvpage_connectors.verify", "kvpage", *words) == (130, [b"kvpage: interrupted"])
