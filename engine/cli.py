@@ -10,7 +10,7 @@ from importlib.metadata import entry_points, version
 
 from kvpage_server import __version__
 from kvpage_server.system.completion import SHELLS, completion_of
-from kvpage_server.system.program import ends_quietly, missing_extra, say
+from kvpage_server.system.program import ends_quietly, interrupts_deferred, missing_extra, say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,9 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    from .commands import Failure  # imported here, because dependencies may be missing, which `main` reports
+    with interrupts_deferred():
+        from .commands import Failure  # imported here, because dependencies may be missing, which `main` reports
 
-    args = parser().parse_args(argv)
+        program = parser()  # imports the commands
+    args = program.parse_args(argv)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # the default action would end the process without a cleanup
             signal.signal(number, lambda number, _: sys.exit(128 + number))

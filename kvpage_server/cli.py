@@ -549,7 +549,9 @@ def connectors(store: redis.Redis, args: argparse.Namespace) -> bool:
         options["model"] = args.model
     if args.engine == "vllm":
         options |= {"tier": args.tier, "options": args.options}
-    failures = import_module(f"kvpage_connectors.{package}_verify").verify(args.url, **options)
+    with interrupts_deferred():
+        check = import_module(f"kvpage_connectors.{package}_verify").verify
+    failures = check(args.url, **options)
     for failure in failures:
         print(f"kvpage: {failure}", file=sys.stderr)
     return not failures

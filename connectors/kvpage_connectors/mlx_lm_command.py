@@ -10,6 +10,7 @@ from importlib.metadata import version
 from typing import Any
 
 from kvpage_server.address import DEFAULT_URL, URL
+from kvpage_server.system.program import interrupts_deferred
 
 VERSIONS = ("0.32",)  # of mlx-lm, whose server has no interface for prompt caches of others
 
@@ -34,7 +35,8 @@ def run(args: argparse.Namespace) -> int:
     if not (found := version("mlx-lm")).startswith(VERSIONS):
         print(f"kvpage-engine: mlx-lm {found} was not tried, only {' and '.join(VERSIONS)}", file=sys.stderr)
         return 1
-    from kvpage_connectors import mlx_lm  # imports MLX
+    with interrupts_deferred():
+        from kvpage_connectors import mlx_lm  # imports MLX
 
     sys.argv = [f"kvpage-engine mlx-lm {args.command}", *args.options]
     if args.command == "server":

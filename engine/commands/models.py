@@ -9,6 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from kvpage_server.system.program import interrupts_deferred
+
 from . import Failure
 
 SMALL = "smollm2"
@@ -35,7 +37,8 @@ def fetch_model(args: argparse.Namespace) -> int:
     """Download a model, print its directory, and return 0. Show a progress bar if standard error is a terminal. Raises
     Failure.
     """
-    from ..model import download  # imports MLX
+    with interrupts_deferred():
+        from ..model import download  # imports MLX
 
     if args.name != SMALL and "/" not in args.name:
         raise Failure(f"the name of a model is {SMALL} or ORG/NAME, got {args.name!r}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvpage_server.address import URL, shown, with_credentials
 from kvpage_server.client import PageClient
-from kvpage_server.system.program import report_line
+from kvpage_server.system.program import interrupts_deferred, report_line
 
 from ..chains import RULE, is_agent_id
 from . import Failure
@@ -136,7 +136,8 @@ def import_engine() -> None:
         report("importing MLX and mlx-lm")
     from ..platform import import_mlx_lm
 
-    import_mlx_lm()
+    with interrupts_deferred():
+        import_mlx_lm()
 
 
 def store_url(text: str) -> str:

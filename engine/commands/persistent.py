@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from kvpage_server.system.program import interrupts_deferred
+
 from .options import count, store_url
 
 
@@ -31,7 +33,8 @@ def add_to(commands: Any) -> None:
 
 def run_graph(args: argparse.Namespace) -> int:
     """Run steps of a graph. Return the exit code: 0, or 1 after an error."""
-    from ..persistent.run import run  # imports MLX
+    with interrupts_deferred():
+        from ..persistent.run import run  # imports MLX
 
     return run(args)
 
