@@ -261,7 +261,7 @@ def _open_store(config: Config) -> Keyspace:
     if config.maxdisk != tier.stored.maxdisk:
         config.in_effect["maxdisk"] = tier.stored.maxdisk
     seconds = time.monotonic() - began
-    logger.info("%s found on disk, %s, in %.2f s", plural(len(keyspace), "key"), human(tier.used_disk), seconds)
+    logger.info("%s found on disk, %s, in %.2f s", plural(len(keyspace), "key"), human(tier.stored.usage.used), seconds)
     return keyspace
 
 

@@ -203,6 +203,16 @@ class PageKey:
         return cls(req_id, *map(int, numbers))
 
 
+def page_named(key: bytes) -> PageKey | None:
+    """Return the page that a key names; None if it is not a page's key."""
+    if key[:3] != b"kv:":  # an exception costs ten times as much
+        return None
+    try:
+        return PageKey.parse(key)
+    except PageError:
+        return None
+
+
 def index_key(req_id: bytes) -> bytes:
     """Return the key ``kv:{req_id}:index`` of the read-only set of a request's page keys. Raises PageError."""
     return b"kv:%b:index" % check_req_id(req_id)

@@ -41,14 +41,13 @@ from kvpage_server.page import SEGMENT, tag_of
 from kvpage_server.tracing import current, span
 
 from ..chains import ContextNames, is_unnamed, root_of
-from ..event_loop import EventLoop
 from ..memory.blocks import AgentBlocks, BlockError, KVBlock, block_names, check_agent_id
 from ..memory.lifetimes import KeptContext, Lifetimes
 from ..pool import BlockPool
 from ..spec import ModelCacheSpec
 from .server import block_writer, reference_counts, reference_marks, tails
 from .server.block_writer import Saved, Write
-from .server.connection import OUTAGES, CircuitBreaker, Outage, ServerConnection
+from .server.connection import OUTAGES, Outage, ServerConnection
 from .server.fetch import Fetch
 from .server.lookup import MOST_BRANCHES, FetchRequest, Remote
 from .server.manifest import (
@@ -61,7 +60,6 @@ from .server.manifest import (
     manifest_key,
 )
 from .server.reference_counts import ManifestMaker, label_key
-from .server.restore_planner import Rates
 from .server.tails import Parent, least_tail
 
 log = logging.getLogger(__name__)
@@ -142,6 +140,9 @@ class PageTier:
         self._spec = spec
         self._within = within
         self._connection = ServerConnection(url, spec.name, min(deadline, within / 2), code)
+        self.breaker = self._connection.breaker
+        self.rates = self._connection.rates  # for the choice between fetching and computing; the engine adds to them
+        self.loop = self._connection.loop  # the event loop, which all tiers of the engine share
         self._layout = BlockLayout(spec, SEGMENT if self._connection.several else 0)
         self._references: References = reference_marks if self._connection.several else reference_counts
         self._remote = Remote(self._connection, spec, self._layout, pool)
@@ -151,24 +152,9 @@ class PageTier:
         self._unsaved: OrderedDict[tuple[str, str], UnsavedPrompt] = OrderedDict()
 
     @property
-    def breaker(self) -> CircuitBreaker:
-        """The circuit breaker, which keeps callers from waiting for a server that fails."""
-        return self._connection.breaker
-
-    @property
-    def rates(self) -> Rates:
-        """The rates for the choice between fetching and computing. The engine reports the speed of its prefills."""
-        return self._connection.rates
-
-    @property
     def outage(self) -> Outage | None:
         """The outage of the server that lasts now; None if the server answers."""
         return self._connection.reachability.outage
-
-    @property
-    def loop(self) -> EventLoop:
-        """The event loop of the connection, which all tiers of the engine share."""
-        return self._connection.loop
 
     def do_in_background(self, work: Callable[[ServerConnection], Coroutine[Any, Any, None]]) -> None:
         """Start the coroutine `work(connection)` on the event loop. It is cancelled when the tier is closed."""

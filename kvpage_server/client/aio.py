@@ -192,7 +192,8 @@ class AsyncPageClient:
         self._calls = (
             self._several.calls if self._several else Calls(connections=connections, verify=verify, maps=self._maps)
         )
-        self._code = block_code(code, is_local=self._pool.is_local) if self._pool else None
+        self.misses: Counter[str] = self._calls.misses
+        self.code: BlockCode | None = block_code(code, is_local=self._pool.is_local) if self._pool else None
         self._deadline = deadline
         self._dialect: BlobCommands | None = None
         self._openers: ThreadPoolExecutor | None = None  # the threads, which exist while connects run
@@ -207,16 +208,8 @@ class AsyncPageClient:
         await self.close()
 
     @property
-    def misses(self) -> Counter[str]:
-        return self._calls.misses
-
-    @property
     def mapped_bytes(self) -> int:
         return self._maps.read_bytes if self._maps else 0
-
-    @property
-    def code(self) -> BlockCode | None:
-        return self._code
 
     @property
     def cluster(self) -> ClusterCalls:
@@ -470,9 +463,9 @@ class AsyncPageClient:
         try:
             return await self._done_by(to, call, end)
         except Refused as error:
-            if self._code is None or not refuses_code(call.what, error):
+            if self.code is None or not refuses_code(call.what, error):
                 raise
-        self._code = self._dialect = None
+        self.code = self._dialect = None
         return await self._done_by(await self._server_commands(end), call, end)
 
     async def _done_by(self, to: BlobCommands, call: Call[T], end: Deadline) -> T:
@@ -492,7 +485,7 @@ class AsyncPageClient:
     async def _server_commands(self, end: Deadline) -> BlobCommands:
         """Return the commands that the server supports. The first call asks the server; later calls return the same."""
         if self._dialect is None:
-            self._dialect = await self._converse(ask_dialect(self._code), end)
+            self._dialect = await self._converse(ask_dialect(self.code), end)
         return self._dialect
 
     async def _socket(self, end: Deadline) -> PagePool | None:

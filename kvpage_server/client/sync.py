@@ -85,7 +85,9 @@ class PageClient:
         self._calls = (
             self._several.calls if self._several else Calls(connections=connections, verify=verify, maps=self._maps)
         )
-        self._code = block_code(code, is_local=self._pool.is_local) if self._pool else None
+        self.misses: Counter[str] = self._calls.misses  # missed pages and blocks by reason
+        # Rates and bytes of blocks in the lossless code; None if all blocks travel raw.
+        self.code: BlockCode | None = block_code(code, is_local=self._pool.is_local) if self._pool else None
         self._deadline = deadline
         self._dialect: BlobCommands | None = None
         self._threads = ThreadPoolExecutor(connections, "kvpage-client")
@@ -95,16 +97,6 @@ class PageClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def misses(self) -> Counter[str]:
-        """Number of missed pages and blocks by reason."""
-        return self._calls.misses
-
-    @property
-    def code(self) -> BlockCode | None:
-        """Rates and bytes of blocks in the lossless code; None if all blocks travel raw."""
-        return self._code
 
     @property
     def mapped_bytes(self) -> int:
@@ -395,9 +387,9 @@ class PageClient:
         try:
             return self._done_by(to, call, end)
         except Refused as error:
-            if self._code is None or not refuses_code(call.what, error):
+            if self.code is None or not refuses_code(call.what, error):
                 raise
-        self._code = self._dialect = None
+        self.code = self._dialect = None
         return self._done_by(self._server_commands(end), call, end)
 
     def _done_by(self, to: BlobCommands, call: Call[T], end: Deadline) -> T:
@@ -417,7 +409,7 @@ class PageClient:
     def _server_commands(self, end: Deadline) -> BlobCommands:
         """Return the commands that the server supports. The first call asks the server; later calls return the same."""
         if self._dialect is None:
-            self._dialect = self._converse(ask_dialect(self._code), end)
+            self._dialect = self._converse(ask_dialect(self.code), end)
         return self._dialect
 
     def _begun(self, request: Request[T] | Dialogue[T], end: Deadline) -> Future[T]:

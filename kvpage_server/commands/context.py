@@ -514,7 +514,7 @@ class Client:
     @property
     def sees_all(self) -> bool:
         """Whether the client may read every key. False before it has authenticated."""
-        return self.user is not None and self.user.may_use_all(READ)
+        return self.user is not None and self.user.keys.all(READ)
 
     @property
     def cost_of_a_key(self) -> int:
@@ -529,7 +529,7 @@ class Client:
 
     def sees(self, key: bytes) -> bool:
         """Return whether the client may read a key, and so may know that it exists."""
-        return self.user is not None and self.user.may_use(key, READ)
+        return self.user is not None and self.user.keys.cover(key, READ)
 
     def may_see_some(self, prefix: bytes) -> bool:
         """Return False if the client certainly may read no key that begins with `prefix`. True does not mean that there

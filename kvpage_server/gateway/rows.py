@@ -28,7 +28,17 @@ from kvpage_server.commands.steps import IN_THREAD_FROM, Steps, each, in_thread
 from kvpage_server.core import Argument, Command, NewPages, Slot
 from kvpage_server.core.arguments import NAME_WORDS, PAGE_WORDS, BadPage
 from kvpage_server.gateway.upstream import MOST, NO_PAGE, PageMetadata, Plans, Upstream, Value, wait_for
-from kvpage_server.page import FIELD_AT, HEADER_SIZE, MAX_TTL, MAX_U32, BlockShape, PageError, PageKey, unix_ms
+from kvpage_server.page import (
+    FIELD_AT,
+    HEADER_SIZE,
+    MAX_TTL,
+    MAX_U32,
+    BlockShape,
+    PageError,
+    PageKey,
+    page_named,
+    unix_ms,
+)
 from kvpage_server.resp import OK, Reply, ReplyError, Stream, Wait, simple
 from kvpage_server.store.eviction.leases import LONGEST_LEASE
 
@@ -400,14 +410,6 @@ SUMMED = {"del": b"UNLINK", "unlink": b"UNLINK", "exists": b"EXISTS", "touch": b
 _ONCE = frozenset({b"NX", b"XX", b"GET", b"IFEQ"})  # options with which SET cannot run twice
 
 
-def page_of(key: bytes) -> PageKey | None:
-    """Return a key as PageKey; None if it is not the key of a page."""
-    try:
-        return PageKey.parse(key)
-    except PageError:
-        return None
-
-
 @dataclass(frozen=True)
 class StringsBehind:
     """The functions of commands for strings and keys on a gateway.
@@ -442,7 +444,7 @@ class StringsBehind:
                 if word == b"UNLINK" and key in seen:
                     continue
                 seen.add(key)
-                if page := page_of(key):
+                if page := page_named(key):
                     pages.append(page)
                 else:
                     others.append(key)
@@ -479,7 +481,7 @@ class StringsBehind:
                 "ERR a gateway does not support SET with NX, XX, IFEQ or GET: "
                 "when a node fails, it sends a command again"
             )
-        page, words = page_of(plain(args[0])), [spec.name.upper().encode(), *args]
+        page, words = page_named(plain(args[0])), [spec.name.upper().encode(), *args]
         if page and spec.name in _SETS:
             value = args[1 if spec.name == "set" else 2]
             check = partial(checked_page, client, bytes(page), value)
@@ -506,7 +508,7 @@ class StringsBehind:
 
 def _named_strings(key: bytes) -> PageKey | bytes:
     """Return a key as PageKey if it is the key of a page, otherwise unchanged."""
-    return page_of(key) or key
+    return page_named(key) or key
 
 
 _Steps = Callable[[Client, list[Argument]], Iterator[Reply]]

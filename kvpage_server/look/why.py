@@ -26,7 +26,7 @@ from kvpage_server.observe.memory_by_agent import (
     holdings_of_store,
     protection_of,
 )
-from kvpage_server.page import MAX_PAGE, DType, KVType, PageError, PageKey, check_range, check_req_id
+from kvpage_server.page import MAX_PAGE, DType, KVType, PageError, PageKey, check_range, check_req_id, page_named
 from kvpage_server.system.terminal import for_people, out, print_json, readable, table_of, when
 from kvpage_server.system.text import as_size, name_as_text, name_of_text, name_shown, plural
 
@@ -261,7 +261,7 @@ def why(store: QueriedStore, args: argparse.Namespace) -> bool:
     elif name.startswith(b"kv:") and name.endswith(b":index"):
         word = shell_word(name[len("kv:") : -len(":index")])
         raise UsageError(f"{name_shown(name)} is the index of a request: kvpage why {word} explains the request")
-    elif (key := _parsed_key(name)) is not None:
+    elif (key := page_named(name)) is not None:
         name, args.name = key.req_id, [key.layer, key.head, key.page, key.kv_type]
     try:
         answer = _why_pages(store, name, args.name)
@@ -297,14 +297,6 @@ def _print_answer(args: argparse.Namespace, about: Answer, answer: Answer) -> bo
         for line in _request_lines(args.req, answer):
             out.print(readable(line))
     return bool(answer["reason"] == "stored")
-
-
-def _parsed_key(name: bytes) -> PageKey | None:
-    """Return the page key that `name` is; None if it is not a page key."""
-    try:
-        return PageKey.parse(name)
-    except PageError:
-        return None
 
 
 def _why_pages(store: QueriedStore, name: bytes, page: Sequence[int]) -> Answer:

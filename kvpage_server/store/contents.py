@@ -709,10 +709,6 @@ class Contents:
             self.expiry_order.keys += block.pages
             self.expiry_order.note(next(block.page_keys()), extent.expires)
 
-    def add_unloaded_block(self, req_id: bytes, page: int, rows: bytes) -> None:
-        """Add a block of single pages that was found on disk at the start, or more pages of one, as rows of a sheet."""
-        self.index.note_on_disk(req_id, page, rows)
-
     def add_page_on_disk(self, block: Block, key: bytes, page: OnDisk, spot: tuple[int, int, int]) -> None:
         """Add the entry of a page of an unloaded block. `spot` is its layer, head and kv_type. Its expiry counts
         already."""

@@ -9,11 +9,11 @@ from itertools import chain, islice
 from typing import NamedTuple, cast
 
 from kvpage_server.core import PageNames, look_up
-from kvpage_server.page import unix_ms
+from kvpage_server.page import page_named, unix_ms
 from kvpage_server.store.contents import NEVER_STORED, Contents, unit_of
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.memory.catalogue import Place
-from kvpage_server.store.memory.entry import Entry, Page, body_on_disk, page_named
+from kvpage_server.store.memory.entry import Entry, Page, body_on_disk
 from kvpage_server.store.memory.index import Block, OnDisk
 from kvpage_server.system.text import monotonic_ms
 

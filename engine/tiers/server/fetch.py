@@ -38,7 +38,7 @@ from ...spec import Shapes
 from .connection import OUTAGES
 from .lookup import FetchReport, FetchRequest, Lookup, Remote
 from .manifest import BlockPlace, Miss
-from .restore_planner import LEAST_BYTES, Decision, Plan
+from .restore_planner import LEAST_BYTES, Plan
 
 # -- Receiving planned blocks into the memory in which they are used, with a check of each -----------------------------
 
@@ -278,15 +278,6 @@ class Fetch:
         return self.report.reasons[0] if self.report.reasons else None
 
     @property
-    def decision(self) -> Decision | None:
-        """The choice between fetching and computing; None if there was nothing to decide."""
-        return self.report.decision
-
-    @property
-    def nbytes(self) -> int:
-        return self.report.nbytes
-
-    @property
     def reach(self) -> int:
         """Tokens of the prompt that need not be computed, once it is done."""
         return self.report.reach
@@ -380,7 +371,7 @@ class Fetch:
             try:
                 await self._received.receive()
             finally:
-                seen.set(tokens=self._received.reach, bytes=self.nbytes, reason=self.why)
+                seen.set(tokens=self._received.reach, bytes=self.report.nbytes, reason=self.why)
 
     # -- assembling the context ------------------------------------------------------------------------------------
 

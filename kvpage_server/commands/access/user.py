@@ -277,15 +277,7 @@ class User:
     @property
     def is_administrator(self) -> bool:
         """Whether the user may run every command on every key. Channels do not matter."""
-        return self.every_command and not self.rules and self.may_use_all(READ) and self.may_use_all(WRITE)
-
-    def may_use_all(self, access: int) -> bool:
-        """Return whether the user has `access` (READ, WRITE or both) to every key."""
-        return self.keys.all(access)
-
-    def may_use(self, key: bytes, access: int) -> bool:
-        """Return whether the user has `access` (READ, WRITE or both) to a key, or to all keys with a KeyPrefix."""
-        return self.keys.cover(key, access)
+        return self.every_command and not self.rules and self.keys.all(READ) and self.keys.all(WRITE)
 
     def may_listen(self, channel: bytes, *, as_pattern: bool = False) -> bool:
         """Return whether the user may use a channel: one of its patterns matches the name.
@@ -318,11 +310,11 @@ class User:
         """
         if spec.name not in self.commands:
             yield Denial("command", spec.name.encode(), spec.name, self.name)
-        if spec.all_keys and not self.may_use_all(spec.access):
+        if spec.all_keys and not self.keys.all(spec.access):
             yield Denial("command", spec.name.encode(), spec.name, self.name, rule_of(spec.access, b"*"))
-        if not self.may_use_all(READ | WRITE):
+        if not self.keys.all(READ | WRITE):
             for key, access in spec.uses_of(args):
-                yield None if self.may_use(key, access) else Denial("key", bytes(key), spec.name, self.name)
+                yield None if self.keys.cover(key, access) else Denial("key", bytes(key), spec.name, self.name)
         if spec.channels and not self.every_channel:
             for channel in spec.channels_of(args):
                 may = self.may_listen(channel, as_pattern=spec.channels == "patterns")
@@ -355,7 +347,7 @@ class User:
             except RuleError as error:
                 raise RuleError(f"Error in ACL SETUSER modifier '{escaped(rule)}': {error}") from None
         every = user.every_command and not user.rules and user.every_channel
-        user.unrestricted = every and user.may_use_all(READ | WRITE)
+        user.unrestricted = every and user.keys.all(READ | WRITE)
         return user
 
     def become(self, other: User) -> None:
@@ -386,7 +378,7 @@ class User:
         """Give `access` to the keys of a pattern, compiled as `matches`. Raises RuleError if the user may use all keys
         already.
         """
-        if self.may_use_all(READ | WRITE):
+        if self.keys.all(READ | WRITE):
             raise RuleError(_AFTER_ALL_KEYS)
         self.keys.add(pattern, access, matches)
 

@@ -18,8 +18,8 @@ from typing import TypeVar
 from kvpage_server.commands.notifying.channels import Channels, Mode, Recipient
 from kvpage_server.commands.notifying.tracking import Tracking
 from kvpage_server.commands.specs import derived_from
+from kvpage_server.page import page_named
 from kvpage_server.store.keyspace import Keyspace
-from kvpage_server.store.memory.entry import page_named
 from kvpage_server.store.memory.index import BlockKeys
 
 _CLASS = {"del": "g", "expire": "g", "persist": "g", "set": "$", "incrby": "$", "decrby": "$"} | {

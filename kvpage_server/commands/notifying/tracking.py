@@ -37,8 +37,8 @@ from typing import Any, Generic, TypeVar
 from kvpage_server.commands.notifying.channels import Mode, Recipient
 from kvpage_server.commands.specs import Spec
 from kvpage_server.core import Argument
+from kvpage_server.page import page_named
 from kvpage_server.resp import Push, Raw
-from kvpage_server.store.memory.entry import page_named
 from kvpage_server.store.memory.index import BlockKeys
 
 log = logging.getLogger("kvpage")

@@ -423,11 +423,11 @@ class Disk:
                 self.coded = Coded(*_CODED.unpack(coded))
         if not found.isdigit():
             raise DiskError(f"{self.path} is a database, but not a store of kvpage-server")
-        self._format = int(found)
-        if not FORMAT <= self._format <= CODED_FORMAT:
-            older = self._format < FORMAT
+        self.format = int(found)  # the number of the file's format, see `lmdb_file`
+        if not FORMAT <= self.format <= CODED_FORMAT:
+            older = self.format < FORMAT
             raise DiskError(
-                f"{self.path} has format {self._format}, {'older' if older else 'newer'} than "
+                f"{self.path} has format {self.format}, {'older' if older else 'newer'} than "
                 f"{FORMAT if older else CODED_FORMAT}, the {'oldest' if older else 'newest'} that this version reads"
             )
         self._records = env.open_db(b"records")
@@ -469,11 +469,6 @@ class Disk:
             self._marker.closed()
             self._marker.close()
             self._locks.close()
-
-    @property
-    def format(self) -> int:
-        """The number of the file's format, see `lmdb_file`."""
-        return self._format
 
     def flush(self) -> None:
         """Synchronise the file, which makes all commits durable. Raises DiskFull, DiskError."""
@@ -588,7 +583,7 @@ class Disk:
         return coded
 
     def _commit(self, changes: Iterable[Change], *, piece: int = PIECE) -> dict[bytes, int]:
-        before = self._next, self._format, self.coded
+        before = self._next, self.format, self.coded
         coded: dict[bytes, int] = {}
         try:
             with self._env.begin(write=True) as txn:
@@ -602,7 +597,7 @@ class Disk:
                     self._note_coded(txn, self.coded)
                 quarantined = txn.stat(self._quarantine)["entries"]
         except BaseException:
-            self._next, self._format, self.coded = before
+            self._next, self.format, self.coded = before
             raise
         self.quarantined = quarantined
         self._marker.committed()
@@ -612,9 +607,9 @@ class Disk:
         txn.put(_CODED_KEY, _CODED.pack(*coded), db=self._about)
 
     def _note_format(self, txn: _Txn, number: int) -> None:
-        if self._format != number:
+        if self.format != number:
             txn.put(b"format", b"%d" % number, db=self._about)
-            self._format = number
+            self.format = number
 
     def _change(self, txn: _Txn, sheets: Sheets, change: Change, piece: int, coded: dict[bytes, int]) -> None:
         """Make a change in a transaction. If it stores a coded body, add the bytes of its code to `coded`."""
@@ -754,7 +749,7 @@ class Disk:
 
         Coded bodies in the quarantine are deleted. Reads all records: O(records). Raises DiskFull, DiskError.
         """
-        before = self._format
+        before = self.format
         try:
             with lmdb_errors(self.path, writing=True), self._env.begin(write=True) as txn:
                 for key, data in [*txn.cursor(self._quarantine)]:
@@ -766,11 +761,11 @@ class Disk:
                 if not coded.raw:
                     self._note_format(txn, FORMAT)
         except BaseException:
-            self._format = before
+            self.format = before
             raise
         self.coded, self.quarantined = coded, quarantined
         self._marker.committed()
-        return self._format == FORMAT
+        return self.format == FORMAT
 
     # -- reading ---------------------------------------------------------------------------------------------------
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from kvpage_server.page import page_named
 from kvpage_server.store.contents import Contents
 from kvpage_server.store.eviction.queues import Unit
-from kvpage_server.store.memory.entry import Entry, is_page, page_named
+from kvpage_server.store.memory.entry import Entry, is_page
 from kvpage_server.store.memory.index import Block, Extent, OnDisk
 from kvpage_server.store.records import name_of_block, name_of_key
 from kvpage_server.system.text import printable

@@ -15,9 +15,10 @@ from typing import TypeAlias, cast
 from weakref import WeakSet
 
 from kvpage_server.core import Slot
+from kvpage_server.page import page_named
 from kvpage_server.store.contents import Contents, unit_of
 from kvpage_server.store.eviction.queues import Unit
-from kvpage_server.store.memory.entry import Text, are_on_disk, is_page, page_named
+from kvpage_server.store.memory.entry import Text, are_on_disk, is_page
 from kvpage_server.store.memory.index import ExtentPage, OnDisk
 
 Body: TypeAlias = "Slot | OnDisk"

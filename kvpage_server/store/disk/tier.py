@@ -129,7 +129,7 @@ class Loader:
 
     def _load_sheets(self, units: list[bytes], used: list[int], pieces: list[int]) -> int:
         rows_by_id_size = defaultdict[int, list[bytes]](list)  # rows, by the length of the request id
-        add_block, used_at = self._contents.add_unloaded_block, records.used
+        add_block, used_at = self._contents.index.note_on_disk, records.used
         for key, found in self._disk.sheets():
             if isinstance(found, Damaged):
                 self._stored.counts.corrupt += 1
@@ -391,7 +391,7 @@ class DiskTier(Tier):
 
     def ensure_space_for_all(self) -> None:
         """Raise `maxdisk` if the loaded values exceed it. Called before other code uses the store."""
-        least = self.account.least_for(self.used_disk)
+        least = self.account.least_for(self.stored.usage.used)
         if least > self.stored.maxdisk:
             self.stored.maxdisk = least
             self.disk.resize(least)
@@ -442,11 +442,6 @@ class DiskTier(Tier):
     def values_on_disk(self) -> int:
         """Number of values on disk."""
         return len(self.stored.usage) + self._contents.index.unloaded_pages
-
-    @property
-    def used_disk(self) -> int:
-        """Approximate bytes of values on disk."""
-        return self.stored.usage.used
 
     def begin_save(self) -> asyncio.Task[str]:
         """Start a task that runs `save`."""

@@ -13,8 +13,9 @@ from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from typing import Any, NamedTuple
 
+from kvpage_server.page import page_named
 from kvpage_server.store import records
-from kvpage_server.store.memory.entry import Entry, page_named
+from kvpage_server.store.memory.entry import Entry
 from kvpage_server.store.memory.index import Block, Extent, ExtentPage, PageIndex, ScanOrder
 from kvpage_server.system.text import monotonic_ms
 
@@ -195,7 +196,7 @@ class Catalogue:
     def drop_idle_scans(self, now: int) -> None:
         """Drop the orders of scans if no client has scanned for REST_AFTER; `now` is in monotonic milliseconds."""
         self.scans.drop_idle_scans(now)
-        self.index.drop_idle_scans(now)
+        self.index.scans.drop_idle_scans(now)
 
     def expires_of(self, key: bytes) -> int:
         """Return a key's expiry in unix milliseconds; 0 if it has none or does not exist. Loads no block."""

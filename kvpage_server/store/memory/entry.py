@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TypeGuard
 
 from kvpage_server.core import Slot
-from kvpage_server.page import PageError, PageHeader, PageKey
+from kvpage_server.page import PageHeader
 from kvpage_server.store.memory.index import Block, ExtentPage, OnDisk
 
 LONGEST_TEXT = 511  # bytes; a longer string has a slot, because the parser receives longer words into slots
@@ -76,16 +76,6 @@ def has_bytes(page: Page) -> bool:
 def are_on_disk(entries: Sequence[Entry | None]) -> TypeGuard[list[OnDisk]]:
     """Return whether all entries are placeholders of values on disk; False if there are no entries."""
     return {*map(type, entries)} == _ONLY_ON_DISK
-
-
-def page_named(key: bytes) -> PageKey | None:
-    """Return the page that a key names; None if it is not a page's key."""
-    if key[:3] != b"kv:":  # an exception costs ten times as much
-        return None
-    try:
-        return PageKey.parse(key)
-    except PageError:
-        return None
 
 
 def header_of(page: Page) -> PageHeader:

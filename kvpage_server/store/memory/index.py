@@ -604,10 +604,6 @@ class PageIndex:
         cursor, req_ids = self.scans.visit(cursor, count, now)
         return cursor, [req_id for req_id in req_ids if req_id in self.requests]
 
-    def drop_idle_scans(self, now: int) -> None:
-        """Drop the order of scans if no client has scanned for REST_AFTER; `now` is in monotonic milliseconds."""
-        self.scans.drop_idle_scans(now)
-
     def page_ids(self, req_id: bytes) -> list[int]:
         """Return the page ids of a request's blocks, in no particular order."""
         return list(self.requests.get(req_id, ()))

@@ -211,7 +211,7 @@ def test_blocks_in_memory_are_not_fetched(tier: PageTier, client: redis.Redis, p
     fetch = tier.fetch("bob", (*TOKENS[:530], 1), held=memory.blocks[:1])
     loaded = fetch.result()
     assert loaded
-    assert fetch.nbytes == (700 - 256) * SPEC.token_nbytes
+    assert fetch.report.nbytes == (700 - 256) * SPEC.token_nbytes
     assert fetch.reach == 530
     assert loaded.blocks[0] is memory.blocks[0]
     assert pool.used_blocks == 4
@@ -234,7 +234,7 @@ def test_a_state_that_memory_lacks_is_fetched_for_its_blocks(server: RunningServ
     fetch = tier.fetch("agent", FAMILY_TOKENS, held=[KVBlock(own, 256, block.layers)])
     loaded = fetch.result()
     assert loaded
-    assert fetch.nbytes == of.spec.state_nbytes(256)
+    assert fetch.report.nbytes == of.spec.state_nbytes(256)
     assert loaded.block_ids == [own]
     tier._remote.pool.free([own], "memory")
     restored = kvcache.reconstruct(of.spec, loaded.blocks, 256)

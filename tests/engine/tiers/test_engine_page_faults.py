@@ -104,9 +104,9 @@ def test_a_slowly_arriving_rest_is_computed(
     loaded = fetch.result()
     assert same(loaded, context(), 256)
     held(pool, loaded)
-    assert fetch.decision
-    assert not fetch.decision.fetch
-    assert fetch.decision.tokens == 700 - 256
+    assert fetch.report.decision
+    assert not fetch.report.decision.fetch
+    assert fetch.report.decision.tokens == 700 - 256
     assert tier.misses == {"recompute": 1}
 
 

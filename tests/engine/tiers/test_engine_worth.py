@@ -94,9 +94,9 @@ def test_a_slow_link_is_not_used_by_a_fast_model(tier: PageTier) -> None:
     fetch = tier.fetch("alice", TOKENS)
     assert fetch.result() is None
     assert fetch.why == "recompute"
-    assert fetch.decision
-    assert (fetch.decision.tokens, fetch.decision.nbytes) == (700, 700 * SPEC.token_nbytes)
-    assert not fetch.decision.fetch
+    assert fetch.report.decision
+    assert (fetch.report.decision.tokens, fetch.report.decision.nbytes) == (700, 700 * SPEC.token_nbytes)
+    assert not fetch.report.decision.fetch
     assert tier.misses == {"recompute": 1}
     assert tier.loads == {False: 1}
     assert held(tier._remote.pool, tier.load("alice")) == 700  # a load without a prompt always fetches
@@ -107,8 +107,8 @@ def test_a_fast_link_is_used_by_a_slow_model(tier: PageTier) -> None:
     tier.rates.prefilled(100, 1.0)
     fetch = tier.fetch("alice", TOKENS)
     assert held(tier._remote.pool, fetch.result()) == 700
-    assert fetch.decision
-    assert fetch.decision.fetch
+    assert fetch.report.decision
+    assert fetch.report.decision.fetch
     assert tier.loads == {True: 1}
     assert not tier.misses
 
@@ -121,4 +121,4 @@ def test_the_link_is_measured_by_received_bytes(tier: PageTier, monkeypatch: pyt
     assert tier.rates.latency
     assert 0 < tier.rates.latency < fetch.report.seconds
     assert tier.rates.link_rate
-    assert fetch.nbytes / fetch.report.seconds < tier.rates.link_rate < 100e9
+    assert fetch.report.nbytes / fetch.report.seconds < tier.rates.link_rate < 100e9

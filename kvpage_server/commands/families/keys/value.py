@@ -29,12 +29,13 @@ from kvpage_server.page import (
     PageKey,
     checksum,
     decode_page,
+    page_named,
 )
 from kvpage_server.resp import Reply, ReplyError, Wait
 from kvpage_server.store.contents import BlockGrowth, check_split
 from kvpage_server.store.evict import PendingWrite
 from kvpage_server.store.eviction.quotas import text_size
-from kvpage_server.store.memory.entry import Entry, Text, is_page, page_named
+from kvpage_server.store.memory.entry import Entry, Text, is_page
 from kvpage_server.store.memory.index import Block, OnDisk
 
 _VERSION_AT, _FLAGS_AT = FIELD_AT["version"], FIELD_AT["flags"]

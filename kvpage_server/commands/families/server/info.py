@@ -159,7 +159,7 @@ def _disk(tiered: DiskTier) -> Fields:
     behind, counts, coded, coded_in_memory = tiered.behind, tiered.stored.counts, tiered.disk.coded, tiered.coder.counts
     return {
         "disk_values": tiered.values_on_disk,
-        "disk_bytes": tiered.used_disk,
+        "disk_bytes": tiered.stored.usage.used,
         "disk_file_bytes": tiered.disk.size,
         "disk_coded_bytes": coded.stored,
         "disk_coded_raw_bytes": coded.raw,

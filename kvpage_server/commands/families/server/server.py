@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 from kvpage_server.commands.arguments import SYNTAX_ERROR, integer, plain_all
@@ -110,12 +111,10 @@ def shutdown(client: Client, args: list[Argument]) -> Reply:
     def steps() -> Iterator[Reply]:
         if tiered is not None and not words & {b"NOSAVE", b"FORCE"}:
             try:
-                yield from saved(tiered)
+                yield from _done(tiered.begin_save())
             except ReplyError as error:
                 log.error("SHUTDOWN is refused: %s", error)
-                client.server.stats.note_error(str(error))
-                yield ReplyError(f"ERR Errors trying to SHUTDOWN. {str(error).removeprefix('ERR ')}")
-                return
+                raise ReplyError(f"ERR Errors trying to SHUTDOWN. {str(error).removeprefix('ERR ')}") from None
         client.server.stop()
         client.close()
 
@@ -157,13 +156,10 @@ def _tiered(client: Client) -> DiskTier:
     return tiered
 
 
-def saved(tiered: DiskTier) -> Generator[Reply, None, None]:
-    """Yield a Wait until all dirty values are on disk. Raises ReplyError with the number of unwritten values and the
-    reason.
-    """
-    saving = tiered.begin_save()
-    yield Wait(lambda then: saving.add_done_callback(lambda _: then()))
-    if reason := saving.result():
+def _done(writing: asyncio.Future[str]) -> Iterator[Reply]:
+    """Yield a Wait until `writing` is done. Raises ReplyError if its result, the reason of a failure, is not empty."""
+    yield Wait(lambda then: writing.add_done_callback(lambda _: then()))
+    if reason := writing.result():
         raise ReplyError(f"ERR Errors writing to disk: {reason}")
 
 
@@ -184,13 +180,8 @@ def save(client: Client, args: list[Argument]) -> Reply:
     tiered = _tiered(client)
 
     def steps() -> Iterator[Reply]:
-        try:
-            yield from saved(tiered)
-        except ReplyError as error:
-            client.server.stats.note_error(str(error))
-            yield error
-        else:
-            yield OK
+        yield from _done(tiered.begin_save())
+        yield OK
 
     return Stream(None, steps())
 
@@ -212,14 +203,8 @@ def kvdecode(client: Client, args: list[Argument]) -> Reply:
         raise ReplyError(f"ERR KVDECODE needs `page-code off`, and page-code is {mode}")
 
     def steps() -> Iterator[Reply]:
-        decoding = tiered.begin_decoding()
-        yield Wait(lambda then: decoding.add_done_callback(lambda _: then()))
-        if reason := decoding.result():
-            error = ReplyError(f"ERR Errors writing to disk: {reason}")
-            client.server.stats.note_error(str(error))
-            yield error
-        else:
-            yield OK
+        yield from _done(tiered.begin_decoding())
+        yield OK
 
     return Stream(None, steps())
 

@@ -166,7 +166,7 @@ def test_the_first_coded_body_raises_the_format(tmp_path: Path) -> None:
     disk = Disk(tmp_path, codes=True)
     with pytest.raises(lmdb.Error):
         disk._commit(failing(coded))
-    assert (format_of(disk), disk.coded, disk._format) == (b"2", Coded(), 2)
+    assert (format_of(disk), disk.coded, disk.format) == (b"2", Coded(), 2)
     disk.write([coded])
     assert format_of(disk) == b"3"
     disk.close()

@@ -66,7 +66,7 @@ def test_the_default_limit_is_at_least_the_stored_size(tmp_path: Path, monkeypat
     keyspace = _open_store(from_arguments(list(TIERED)))
     assert keyspace.tier is not None
     assert keyspace.tier.stored.maxdisk >= (tmp_path / FILE).stat().st_size
-    assert keyspace.tier.account.limit >= keyspace.tier.used_disk > 70 * MB
+    assert keyspace.tier.account.limit >= keyspace.tier.stored.usage.used > 70 * MB
     assert keyspace.tier.disk._env.info()["map_size"] >= keyspace.tier.stored.maxdisk
     keyspace.tier.disk.close()
 
