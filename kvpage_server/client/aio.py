@@ -499,8 +499,10 @@ class AsyncPageClient:
     async def _converse(self, request: Request[T] | Dialogue[T], end: Deadline) -> T:
         if isinstance(request, Request) and request.prepare:
             await _in_thread(request.prepare)
-        socket = await self._socket(end) if isinstance(request, Dialogue) else None
-        if self._maps and socket and socket is not self._pool and isinstance(request, Dialogue):
+        for _ in range(2):  # once more if the server has restarted
+            socket = await self._socket(end) if isinstance(request, Dialogue) else None
+            if not self._maps or not socket or socket is self._pool or not isinstance(request, Dialogue):
+                break
             try:
                 async with self._lent(socket) as connection:
                     await self._open(connection, end)

@@ -90,6 +90,7 @@ class Maps:
         self._socket_name: Any = None  # KVMAP SOCKET's reply
         self._asked_until = 0.0  # by the monotonic clock
         self.read_bytes = 0  # bytes of blocks that were copied out of the regions
+        self._read_before = 0  # bytes of them before the current unix socket of a client over TCP
         self._refused_until = 0.0  # by the monotonic clock
         self.copies_only = False  # whether the user may not map the server's memory
         self._regions: dict[int, memoryview] = {}
@@ -117,7 +118,7 @@ class Maps:
         self._asked_until = monotonic() + _ASKED_FOR
         if reply != self._socket_name:
             self._close_socket()
-            self._socket_name, self.socket = reply, self._pool_at(reply)
+            self._socket_name, self.socket, self._read_before = reply, self._pool_at(reply), self.read_bytes
         if self.socket is None:
             self._refused_until = inf if isinstance(reply, Refused) else monotonic() + _REFUSED_FOR
 
@@ -131,8 +132,14 @@ class Maps:
         return self._over_tcp.at_socket(path, partial(_check_socket, reply))
 
     def lose_socket(self) -> None:
-        """Read blocks over TCP for half a minute, because a connection to the unix socket of its server has failed."""
-        self.refuse()
+        """Close the unix socket, because a connection to it has failed.
+
+        The client asks for it again, because the server may have restarted. But if no block was read there, it reads
+        blocks over TCP for half a minute.
+        """
+        if self.read_bytes == self._read_before:
+            self.refuse()
+        self._asked_until = 0.0
         self._close_socket()
 
     def _close_socket(self) -> None:

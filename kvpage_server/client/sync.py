@@ -428,8 +428,10 @@ class PageClient:
 
     def _converse(self, request: Request[T] | Dialogue[T], end: Deadline) -> T:
         assert self._pool
-        socket = self._socket(end) if isinstance(request, Dialogue) else None
-        if self._maps and socket and socket is not self._pool and isinstance(request, Dialogue):
+        for _ in range(2):  # once more if the server has restarted
+            socket = self._socket(end) if isinstance(request, Dialogue) else None
+            if not self._maps or not socket or socket is self._pool or not isinstance(request, Dialogue):
+                break
             try:
                 with socket.lent() as connection:
                     return _carry_out(request, connection, end)

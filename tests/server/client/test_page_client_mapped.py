@@ -210,14 +210,41 @@ def test_a_user_with_fewer_rights_asks_for_no_socket_twice(tmp_path: Path) -> No
         assert int(other.info("commandstats")["cmdstat_kvmap|socket"]["rejected_calls"]) == 1
 
 
-def test_a_restarted_server_is_used_over_tcp(tmp_path: Path) -> None:
-    with started(tmp_path) as (first, _), PageClient(first.url, deadline=30) as client:
-        client.mset_blocks(NAMES, SHAPE, bodies())
-        check(client, bodies())
-        first.stop()
-        with start_server("--unixsocket", str(tmp_path / "socket"), port=first.port):
-            client.mset_blocks(NAMES, SHAPE, bodies(1))
-            check(client, bodies(1))
+@pytest.mark.parametrize("user", ["default", "tenant"])
+def test_a_restarted_server_is_mapped_again_over_tcp(tmp_path: Path, user: str) -> None:
+    """The first read after the restart is out of mapped memory, and so is the one after a lost connection."""
+    with started(tmp_path, *TENANT) as (first, _):
+        url = of_tenant(first.url) if user == "tenant" else first.url
+        with PageClient(url, deadline=30) as client:
+            client.mset_blocks(NAMES, SHAPE, bodies())
+            check(client, bodies())
+            with first.client() as other:
+                other.execute_command("CLIENT", "KILL", "LADDR", f"{tmp_path / 'socket'}:0")
+            check(client, bodies())
+            assert over_the_wire(first) == 0
+            first.stop()
+            with start_server("--unixsocket", str(tmp_path / "socket"), *TENANT, port=first.port) as second:
+                client.mset_blocks(NAMES, SHAPE, bodies(1))
+                check(client, bodies(1))
+                assert over_the_wire(second) == 0
+            assert client.mapped_bytes == 3 * COUNT * SHAPE.nbytes
+
+
+async def read_around_a_restart(directory: Path) -> None:
+    with started(directory) as (first, _):
+        async with AsyncPageClient(first.url, deadline=30) as client:
+            await client.mset_blocks(NAMES, SHAPE, bodies())
+            assert await client.mget_blocks_into(NAMES, SHAPE, empty()) == [True] * COUNT
+            first.stop()
+            with start_server("--unixsocket", str(directory / "socket"), port=first.port) as second:
+                await client.mset_blocks(NAMES, SHAPE, bodies(1))
+                assert await client.mget_blocks_into(NAMES, SHAPE, empty()) == [True] * COUNT
+                assert over_the_wire(second) == 0
+            assert client.mapped_bytes == 2 * COUNT * SHAPE.nbytes
+
+
+def test_an_event_loop_maps_a_restarted_server_again(tmp_path: Path) -> None:
+    asyncio.run(read_around_a_restart(tmp_path))
 
 
 def test_blocks_are_not_read_in_place_without_a_socket(server: RunningServer) -> None:
