@@ -177,26 +177,34 @@ _NO_EXEC = 8  # flag of memfd_create(2): MFD_NOEXEC_SEAL
 _NO_MORE_SEALS, _NO_SHRINK, _NO_GROW, _NO_NEW_WRITER = 1, 2, 4, 16
 
 
-def _open_shared(size: int) -> tuple[int, int]:
-    """Create shared memory of `size` bytes without a name. Return a descriptor to write, and one to read or -1.
+def _open_sealed(size: int) -> tuple[int, int]:
+    """Create shared memory of `size` bytes on Linux, which nobody can resize. Return a descriptor to write, and -1: the
+    memory has to be sealed before it is opened for reading.
 
-    Raise OSError. The code for systems other than Linux has not been run.
+    Raise OSError.
     """
-    if sys.platform == "linux":
-        if _never_overcommits():
-            raise OSError(errno.ENOMEM, "vm.overcommit_memory is 2")
-        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-        try:
-            descriptor = os.memfd_create("kvpage", flags | _NO_EXEC)
-        except OSError:  # Linux before 6.3
-            descriptor = os.memfd_create("kvpage", flags)
-        try:
-            os.ftruncate(descriptor, size)
-            fcntl.fcntl(descriptor, _ADD_SEALS, _NO_SHRINK | _NO_GROW)
-        except OSError:
-            os.close(descriptor)
-            raise
-        return descriptor, -1
+    if _never_overcommits():
+        raise OSError(errno.ENOMEM, "vm.overcommit_memory is 2")
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        descriptor = os.memfd_create("kvpage", flags | _NO_EXEC)
+    except OSError:  # Linux before 6.3
+        descriptor = os.memfd_create("kvpage", flags)
+    try:
+        os.ftruncate(descriptor, size)
+        fcntl.fcntl(descriptor, _ADD_SEALS, _NO_SHRINK | _NO_GROW)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor, -1
+
+
+def _open_unlinked(size: int) -> tuple[int, int]:
+    """Create shared memory of `size` bytes on macOS, without a name, by which it could be opened again. Return a
+    descriptor to write and one to read.
+
+    Raise OSError, or ImportError on a system without POSIX shared memory.
+    """
     import _posixshmem  # type: ignore[import-not-found]
 
     name = f"/kvpage-{secrets.token_hex(8)}"
@@ -209,6 +217,9 @@ def _open_shared(size: int) -> tuple[int, int]:
         raise
     finally:
         _posixshmem.shm_unlink(name)
+
+
+_open_shared = _open_sealed if sys.platform == "linux" else _open_unlinked
 
 
 @cache
@@ -270,7 +281,7 @@ class Region:
             self._close()
             return None
         self.number = secrets.randbits(62) | 1
-        self.is_sealed = self._reading >= 0  # on macOS; there, no part is returned to the system
+        self.is_sealed = self._reading >= 0  # unlinked memory: no part of it is returned to the system
         return memory
 
     def descriptor_to_read(self) -> int:

@@ -23,7 +23,19 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from servers import resident
 from waiting import until
 
-from kvpage_server.core.regions import HUGE, SPARE_FOR, Regions, Spans, capacity_for, chunk_shape, slot_shape
+from kvpage_server.core import regions as of_regions
+from kvpage_server.core.regions import (
+    HUGE,
+    SPARE_FOR,
+    Area,
+    Region,
+    Regions,
+    Spans,
+    capacity_for,
+    chunk_shape,
+    round_up,
+    slot_shape,
+)
 
 MIB = 1 << 20
 SIZES = [0, 1, 9, 10, 99, 100, 1024, 4096, 5000, 9999, 10_000, 16384, 65536, 99_999, 100_000, 3_000_000]
@@ -258,9 +270,17 @@ def test_sealed_memory_is_returned_region_by_region(core: Any) -> None:
     again.body[0] = 2
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs sealed shared memory of Linux")
+@pytest.fixture(params=["sealed", "unlinked"])
+def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Shared memory as on Linux, or as on macOS. Both systems have the latter."""
+    if request.param == "sealed" and sys.platform != "linux":
+        pytest.skip("needs sealed shared memory of Linux")
+    monkeypatch.setattr("kvpage_server.core.regions._open_shared", getattr(of_regions, f"_open_{request.param}"))
+    return str(request.param)
+
+
 @on_each_core
-def test_a_slot_is_found_in_the_mapping_of_its_region(core: Any) -> None:
+def test_a_slot_is_found_in_the_mapping_of_its_region(core: Any, memory: str) -> None:
     arena = core.Arena(shared=True)
     slots = [arena.allocate(size) for size in (1, 100, 5000, 40_000, 3 * MIB, 80 * MIB)]
     for number, slot in enumerate(slots):
@@ -273,6 +293,71 @@ def test_a_slot_is_found_in_the_mapping_of_its_region(core: Any) -> None:
             mmap.mmap(descriptor, region.file_size)
     private = core.Arena().allocate(5)
     assert private.place[0].number == 0
+
+
+def has_no_name(descriptor: int) -> bool:
+    """Whether nobody can open the memory by a name. Only Linux says so."""
+    return sys.platform != "linux" or os.fstat(descriptor).st_nlink == 0
+
+
+def test_shared_memory_has_neither_a_name_nor_a_writer(memory: str) -> None:
+    region = Region(HUGE, shared=True)
+    descriptor = region.descriptor_to_read()
+    assert region.number
+    assert region.is_sealed
+    assert region.descriptor_to_read() == descriptor
+    assert has_no_name(descriptor)
+    assert not os.get_inheritable(descriptor)
+    for change in (lambda: os.ftruncate(descriptor, 0), lambda: os.pwrite(descriptor, b"x", 0)):
+        with pytest.raises(OSError, match=r"Invalid argument|Bad file descriptor"):
+            change()
+    region.memory[0] = 1
+    with mmap.mmap(descriptor, region.file_size, mmap.MAP_SHARED, mmap.PROT_READ) as other:
+        del region
+        assert other[HUGE - 1] + sum(other[:: mmap.PAGESIZE]) == 1
+
+
+def test_shared_memory_keeps_no_descriptor_open(memory: str) -> None:
+    before = len(os.listdir("/dev/fd"))
+    for _ in range(20):
+        Region(HUGE, shared=True)
+        Area(4096).close()
+    assert len(os.listdir("/dev/fd")) <= before
+
+
+def test_an_area_is_read_through_its_descriptor(memory: str) -> None:
+    area = Area(5000)
+    assert area.size == round_up(5000, mmap.PAGESIZE)
+    area.copy(memoryview(b"abc"), area.size - 3)
+    with mmap.mmap(area.descriptor, area.size, mmap.MAP_SHARED, mmap.PROT_READ) as other:
+        with pytest.raises(OSError, match="Permission denied"):
+            mmap.mmap(area.descriptor, area.size)
+        assert has_no_name(area.descriptor)
+        area.close()
+        area.copy(memoryview(b"x"), 0)
+        assert (other[0], other[-3:]) == (b"x"[0], b"abc")
+        del area
+        if sys.platform == "linux":
+            assert not any(other[:])
+
+
+@pytest.mark.usefixtures("soon")
+def test_an_unlinked_region_is_returned_as_a_whole(memory: str) -> None:
+    """The system returns no part of it, as of a sealed one."""
+    regions = Regions(shared=True)
+    stretches = [regions.take(40 * MIB) for _ in range(3)]
+    for region in regions.shared.values():
+        region.descriptor_to_read()
+    del region
+    assert len(regions.shared) == 3
+    for stretch in stretches:
+        regions.put(stretch)
+
+    def is_left() -> int:
+        regions.trim()
+        return len(regions.shared)
+
+    until(lambda: is_left() == 1, "the end of the other regions")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs sealed shared memory of Linux")
