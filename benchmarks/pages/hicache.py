@@ -105,7 +105,7 @@ def _backend(server: Server, pool: _Pool) -> Any:
 
     ranks = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1}
     flags = {"is_mla_model": False, "enable_storage_metrics": False, "is_page_first_layout": True}
-    extra = {"interface_v1": 1, "url": server.url, "weights": "benchmark", "transfer_seconds": 60}
+    extra = {"interface_v1": 1, "url": server.url, "weights": "benchmark", "lookup_seconds": 60, "transfer_seconds": 60}
     backend = KvpageHiCache(HiCacheStorageConfig(**ranks, **flags, model_name="", extra_config=extra), {})
     backend.register_mem_pool_host(pool)
     return backend

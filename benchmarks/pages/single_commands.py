@@ -342,7 +342,8 @@ def _native(server: Server) -> dict[str, Any]:
 
 def _plugin(server: Server) -> dict[str, Any]:
     module = {"module_path": "kvpage_connectors.lmcache_l2", "class_name": "KvpageL2Adapter"}
-    return {"type": "plugin", **module, "adapter_params": {"url": server.url, "transfer_seconds": 60}}
+    parameters = {"url": server.url, "lookup_seconds": 60, "transfer_seconds": 60}
+    return {"type": "plugin", **module, "adapter_params": parameters}
 
 
 def _run_lmcache(command: str, server: Server, adapter: dict[str, Any], op: str, size: int) -> Pass:
