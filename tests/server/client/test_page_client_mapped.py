@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import resource
 import signal
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +22,9 @@ from page_batches import Array
 from servers import RunningServer, start_server
 from waiting import until
 
-from kvpage_server.client import AsyncPageClient, PageClient, Unsupported
-from kvpage_server.client.commands import PageCommands, ask_dialect
-from kvpage_server.client.mapped import Maps, Meanwhile, read_mapped
+from kvpage_server.client import AsyncPageClient, PageClient, Unsupported, WrongReply
+from kvpage_server.client.commands import Missed, PageCommands, ask_dialect
+from kvpage_server.client.mapped import Maps, Meanwhile, Steps, read_mapped
 from kvpage_server.client.wire.connection import Deadline, page_pool
 from kvpage_server.client.wire.exchange import Request
 from kvpage_server.core import Memory
@@ -506,6 +508,87 @@ def test_without_free_descriptors_the_connection_is_used(tmp_path: Path, rounds:
             until(lambda: int(other.info("memory")["mem_clients_normal"]) < SHAPE.nbytes, "the end of the tickets")
             until(lambda: len(os.listdir("/proc/self/fd")) <= mine, "the end of the descriptors")
             until(lambda: len(os.listdir(f"/proc/{server.pid}/fd")) <= files + 1, "the end of the connections")
+
+
+# -- replies of a server with errors, without a server -----------------------------------------------------------------
+
+
+def dialogue(*, copies: bool, area: int = 10 << 20) -> Steps[Missed]:
+    """Return the dialogue that reads a block of a MiB out of a region, or by way of an area of `area` bytes."""
+    pool = page_pool("unix:///absent", {})
+    connection, maps = pool.lend(), Maps(pool)
+    maps.copies_only = copies
+    if copies:
+        connection.area = memoryview(bytes(area))
+    shape = BlockShape(16, 4, 64, (Plane(KVType.K, DType.FLOAT16, 128),))
+    places = Memory([bytearray(shape.nbytes)], writable=True)
+    return read_mapped(maps, PageCommands(None), [(b"r", 0)], shape, places, verify=True).steps(connection)
+
+
+MIB = 1 << 20
+
+
+def memory(nbytes: int = MIB, seals: int = 2) -> int:
+    """Return a descriptor of memory that is sealed so that it cannot become shorter."""
+    descriptor = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, nbytes)
+    fcntl.fcntl(descriptor, 1033, seals)
+    return descriptor
+
+
+OUTSIDE = [(-1, MIB), (1, MIB), (0, -1), (0, 1 << 62), (1 << 62, MIB), (11 * MIB, 0), (b"0", MIB), (0, None)]
+
+
+def read_at(place: tuple[Any, Any]) -> Any:
+    """Read a block at an offset, and of a number of bytes, of a region of a MiB. Return the misses."""
+    steps = dialogue(copies=False)
+    next(steps)
+    steps.send([[7, *place, None, 1]])
+    work: Any = steps.send(([3, [7], [[7, MIB]]], [memory()]))
+    return work()
+
+
+@pytest.mark.parametrize("place", OUTSIDE)
+def test_a_place_outside_of_a_region_is_a_wrong_reply(place: tuple[Any, Any]) -> None:
+    with pytest.raises(WrongReply):
+        read_at(place)
+
+
+def copy_at(place: tuple[Any, Any]) -> Any:
+    """Read a block at an offset, and of a number of bytes, of an area. Return the misses."""
+    steps = dialogue(copies=True)
+    next(steps)
+    work: Any = steps.send([[*place, None]])
+    return work()
+
+
+@pytest.mark.parametrize("place", OUTSIDE)
+def test_a_place_outside_of_an_area_is_a_wrong_reply(place: tuple[Any, Any]) -> None:
+    if place == (1, MIB):  # the area is larger than the region
+        assert copy_at(place) == {}
+    else:
+        with pytest.raises(WrongReply):
+            copy_at(place)
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["region", "area"])
+def test_a_block_of_another_size_is_a_miss(copies: bool) -> None:
+    assert (copy_at if copies else read_at)((0, 5)) == {0: "size"}
+
+
+@pytest.mark.parametrize(("nbytes", "seals"), [(MIB, 4), (MIB - 1, 2)], ids=["not sealed", "too short"])
+@pytest.mark.parametrize("copies", [False, True], ids=["region", "area"])
+def test_memory_that_may_become_shorter_is_not_mapped(copies: bool, nbytes: int, seals: int) -> None:
+    """A process that reads behind its end is killed."""
+    descriptor = memory(nbytes, seals)
+    steps = dialogue(copies=copies, area=0)
+    next(steps)
+    if not copies:
+        steps.send([[7, 0, MIB, None, 1]])
+    with pytest.raises(WrongReply, match=r"not sealed|shorter"):
+        steps.send((MIB, [descriptor]) if copies else ([3, [7], [[7, MIB]]], [descriptor]))
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
 
 
 def maps_of_this_process() -> int:
