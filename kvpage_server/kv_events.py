@@ -25,6 +25,7 @@ from ipaddress import ip_address
 from typing import Any, Generic, Protocol, TypeVar
 
 from kvpage_server.core import changed_blocks
+from kvpage_server.system.text import LogRateLimit
 
 TOPIC = b"kvpage"
 END = (-1).to_bytes(8, "big", signed=True)
@@ -227,6 +228,7 @@ class KVEvents(Generic[Q]):
         self._requests: dict[bytes, bytes] = {}  # first number of the next reply, by identity, in the order of requests
         self._sent = 0  # the next sequence number
         self._left_out = 0  # value of `dropped` when a number was left out last
+        self._seldom = LogRateLimit(log)
         self._context = self._zmq.Context()
         self._replayer: Any = None
         try:
@@ -368,7 +370,9 @@ class KVEvents(Generic[Q]):
         """Receive a request of a REQ socket, or of a DEALER with its empty frame: identity, empty frame, number."""
         identity, *rest = self._replayer.recv_multipart()
         if len(rest) != 2 or rest[0] or len(rest[1]) != 8:
-            log.warning("KV events: a request for batches is an empty frame and a number of 8 bytes")
+            self._seldom.log(
+                logging.WARNING, "KV events: a request for batches is an empty frame and a number of 8 bytes"
+            )
         elif len(self._requests) < _MOST_REQUESTS:
             self._requests[identity] = rest[1]
 

@@ -25,6 +25,7 @@ from kvpage_server.configuration.config import Config
 from kvpage_server.core import BlockChanges
 from kvpage_server.kv_events import MOST_WAITING, Event, EventQueue, KVEvents, KVEventsError, events_of_store
 from kvpage_server.store.keyspace import Keyspace
+from kvpage_server.system import text
 
 HASH = "ab" * 32
 HIGH = 0xABABABABABABABAB
@@ -429,6 +430,20 @@ def test_other_requests_for_batches_are_ignored() -> None:
             socket.send_multipart(request)
         assert [socket.recv_multipart()[2] for _ in range(2)] == [bytes(8), kv_events.END]
         assert not socket.poll(100)
+
+
+def test_wrong_requests_are_one_line_a_minute(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text, "_SELDOM_SECONDS", 3600.0)
+    with publisher() as (_, _, port), zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.RCVTIMEO, 60_000)
+        socket.connect(f"tcp://127.0.0.1:{port}")
+        for _ in range(1000):
+            socket.send(b"")
+        socket.send_multipart([b"", bytes(8)])
+        assert socket.recv_multipart()[2] == bytes(8)
+    assert len(caplog.records) == 1
 
 
 def test_unread_replies_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
