@@ -267,18 +267,14 @@ def test_ctrl_c_while_it_starts_leaves_no_traceback(tmp_path: Path) -> None:
     assert (process.returncode, received) == (-signal.SIGINT, b"")
 
 
-def test_ctrl_c_in_a_finalizer_ends_a_program() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED_FINALIZER], capture_output=True, encoding="utf-8", timeout=60
-    )
-    assert (ended.returncode, ended.stderr) == (130, "kvpage: interrupted\n")
-
-
-def test_an_interrupted_import_ends_before_the_program() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED_IMPORT], capture_output=True, encoding="utf-8", timeout=60
-    )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "imported\n", "kvpage: interrupted\n")
+@pytest.mark.parametrize(
+    ("program", "output"),
+    [(INTERRUPTED_FINALIZER, ""), (INTERRUPTED_IMPORT, "imported\n")],
+    ids=["finalizer", "import"],
+)
+def test_ctrl_c_in_a_finalizer_or_an_import_ends_a_program(program: str, output: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, output, "kvpage: interrupted\n")
 
 
 def fates() -> dict[str, str]:

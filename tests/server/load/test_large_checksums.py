@@ -45,13 +45,6 @@ def server() -> Iterator[RunningServer]:
         yield server
 
 
-@pytest.fixture
-def client(server: RunningServer) -> Iterator[redis.Redis]:
-    with server.client() as client:
-        client.flushall()
-        yield client
-
-
 @pytest.mark.parametrize(
     ("before", "words"),
     [

@@ -112,13 +112,6 @@ def server(path: Path) -> Iterator[RunningServer]:
 
 
 @pytest.fixture
-def client(server: RunningServer) -> Iterator[redis.Redis]:
-    with server.client() as client:
-        client.flushall()
-        yield client
-
-
-@pytest.fixture
 def local(client: redis.Redis, path: Path) -> Iterator[Local]:
     with Local(path) as local:
         yield local
