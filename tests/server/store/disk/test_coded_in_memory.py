@@ -16,6 +16,7 @@ import redis
 from keyspaces import CACHE_DIM as DIM
 from keyspaces import cache
 from test_disk import flip
+from test_kvpage_cli import kvpage
 from test_tiered import disk_info, settle, tiered
 from turns import Turns, measured
 from waiting import until
@@ -171,9 +172,10 @@ def test_all_commands_reply_as_without_the_code(tmp_path: Path) -> None:
 
 
 def test_memory_counts_the_codes(tmp_path: Path) -> None:
-    with tiered(tmp_path, *ALWAYS) as (_, client):
+    with tiered(tmp_path, *ALWAYS) as (server, client):
         bodies = [set_block(client, page) for page in range(32)]
         until(lambda: coded(client) == 32, "the code")
+        assert re.search(r"in memory, 2\.\d+ MiB coded in 1\.\d+ MiB: 1\.\d+ to 1", kvpage("ls", url=server.url)[1])
         info = disk_info(client)
         assert info["memory_coded_raw_bytes"] == 32 * SIZE
         assert info["memory_coded_ratio"] > 1.37
