@@ -444,7 +444,7 @@ def learn(path: Path, pid: int, said: Connection) -> None:
             try:
                 place = Path(f"/proc/{pid}/{name}")
                 found.append(repr(os.listdir(place)).encode() if place.is_dir() else place.read_bytes())
-            except PermissionError:
+            except OSError:
                 denied.append(name)
         maps = Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:kvpage")
     said.send((b"".join(found), denied, maps))
