@@ -266,9 +266,9 @@ async def conversation(
     changed = volatile(body)
     comparable.moved = service.volatile_lines == "move" and changed is not body
     body = changed
-    tokens = await unless_disconnected(request, prompts.of_chat(body))
+    tokens = await unless_disconnected(request, prompts.of_chat(body, tenant.name))
     comparable.tokens.extend(tokens)
-    constraint, written = await unless_disconnected(request, prompts.constraint(body))
+    constraint, written = await unless_disconnected(request, prompts.constraint(body, tenant.name))
     first = next((message.content for message in body.messages if message.role == "user"), None)
     continues = prompts.keeps_space or body.continue_final_message
     asked, given = _prompts(
@@ -277,7 +277,9 @@ async def conversation(
     marks = body.breakpoints
     if breakpoints is not None:
         marks = [mark._replace(altered=mark.altered and volatile(mark.altered)) for mark in breakpoints]
-    boundaries = sorted([Boundary(await _boundary(prompts, request, mark, tokens), mark.ttl) for mark in marks])
+    boundaries = sorted(
+        [Boundary(await _boundary(prompts, request, mark, tokens, tenant.name), mark.ttl) for mark in marks]
+    )
     requested = [(boundary.tokens, LIFETIMES[boundary.ttl]) for boundary in boundaries if boundary.ttl]
     kept = (boundaries[-1].tokens if boundaries else 0) if body.prompt_cache_options.mode == "explicit" else None
     asked = [replace(prompt, boundaries=boundaries, kept_tokens=kept) for prompt in asked]
@@ -313,14 +315,14 @@ def _explanation(
     return found
 
 
-async def _boundary(prompts: Prompts, request: Request, mark: Breakpoint, tokens: Sequence[int]) -> int:
+async def _boundary(prompts: Prompts, request: Request, mark: Breakpoint, tokens: Sequence[int], tenant: str) -> int:
     """Return the number of tokens before a breakpoint in the prompt `tokens`; 0 if the model's template refuses a
     conversation that ends there.
     """
     if not mark.altered:
         return len(tokens)
     try:
-        return common_prefix(tokens, await unless_disconnected(request, prompts.of_chat(mark.altered)))
+        return common_prefix(tokens, await unless_disconnected(request, prompts.of_chat(mark.altered, tenant)))
     except ApiError:
         return 0
 
@@ -333,11 +335,12 @@ async def complete(request: Request) -> Response:
     model = await service.model(request, tenant, body.model)
     prompts = model.prompts
     texts = [
-        (await unless_disconnected(request, prompts.of_text(prompt, body.suffix)), prompt) for prompt in body.prompt
+        (await unless_disconnected(request, prompts.of_text(prompt, body.suffix, tenant.name)), prompt)
+        for prompt in body.prompt
     ]
     if body.suffix and prompts.infill:
         body = body.model_copy(update={"stop_token_ids": [*body.stop_token_ids, *prompts.infill.ends]})
-    constraint, _ = await unless_disconnected(request, prompts.constraint(body))
+    constraint, _ = await unless_disconnected(request, prompts.constraint(body, tenant.name))
     logprobs = body.logprobs if body.choices == body.n else max(1, body.logprobs or 0)  # best_of compares them
     labelled = [(tokens, prompt if isinstance(prompt, str) else None) for tokens, prompt in texts]
     asked, given = _prompts(service, model, request, tenant, body, labelled, body.max_tokens, logprobs, constraint)

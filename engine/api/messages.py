@@ -50,7 +50,7 @@ async def count_tokens(request: Request) -> Response:
     body = await service.parsed(CountBody, request)
     try:
         model = await service.model(request, tenant, body.model)
-        tokens = await unless_disconnected(request, model.prompts.of_chat(body.chat(), answered=False))
+        tokens = await unless_disconnected(request, model.prompts.of_chat(body.chat(), tenant.name, answered=False))
     except ApiError as error:
         raise renamed(error, NAMES) from error
     return JSONResponse({"input_tokens": len(tokens)})

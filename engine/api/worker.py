@@ -13,11 +13,11 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from ..agent_engine import AgentEngine, Answer, Boundary
 from ..generation.sampling import Sampling
@@ -60,6 +60,51 @@ class Prompt:
     explain: Callable[[Answer], str | None] | None = None  # called with the answer: returns why less was reused
     follow: Callable[[Answer], Awaitable[Sequence[tuple[str, str]]]] | None = None  # called with the answer: follows
     # the request's hints, and returns the ids and results of the actions
+
+
+class Turns(Generic[_Result]):
+    """The waiting items of tenants, taken in turn: one of each tenant, and those of a tenant in their order."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[_Result]] = {}  # by tenant; the first tenant has the next turn
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, tenant: str, item: _Result) -> None:
+        """Add an item of a tenant."""
+        self._waiting.setdefault(tenant, deque()).append(item)
+
+    def take(self) -> _Result:
+        """Remove and return the next item. There must be one."""
+        tenant, waiting = next(iter(self._waiting.items()))
+        del self._waiting[tenant]
+        item = waiting.popleft()
+        if waiting:
+            self._waiting[tenant] = waiting
+        return item
+
+
+class TenantThread:
+    """A thread that does the work of tenants in turn. `executor` has the thread, and is used for nothing else."""
+
+    def __init__(self, executor: ThreadPoolExecutor) -> None:
+        self._executor = executor
+        self._turns = Turns[tuple[Callable[[], Any], Future[Any]]]()
+        self._lock = threading.Lock()  # of `_turns`
+
+    def submit(self, tenant: str, work: Callable[[], _Result]) -> Future[_Result]:
+        """Queue work of a tenant, and return its future. If that is cancelled first, the work is not done."""
+        done: Future[_Result] = Future()
+        with self._lock:
+            self._turns.add(tenant, (work, done))
+        self._executor.submit(self._do_next)
+        return done
+
+    def _do_next(self) -> None:
+        with self._lock:
+            work, done = self._turns.take()
+        _run_call(work, done)
 
 
 @dataclass(slots=True, eq=False)
@@ -170,7 +215,7 @@ class EngineThread:
         self._generations: set[Generation] = set()  # all pending ones: submitted or waiting
         self._pending: Counter[str] = Counter()  # their number by tenant
         self._submitted: set[Generation] = set()  # passed to the engine
-        self._turns: dict[str, deque[Generation]] = {}  # waiting ones by tenant; the first tenant has the next turn
+        self._turns = Turns[Generation]()  # waiting ones
         self._idle = asyncio.Event()  # set while there is no pending one
         self._idle.set()
         self._stop = threading.Event()
@@ -216,7 +261,7 @@ class EngineThread:
             self._pending[tenant] += 1
             self._idle.clear()
             if self._thread.is_alive() and not self._closing:
-                self._turns.setdefault(tenant, deque()).append(generation)
+                self._turns.add(tenant, generation)
             else:
                 generation.receive(EngineClosedError("the engine has ended"))
         self._submit_next()
@@ -262,11 +307,7 @@ class EngineThread:
     def _submit_next(self) -> None:
         """Submit waiting prompts to the engine, up to PROMPTS_IN_ENGINE, one of each tenant in turn."""
         while self._turns and len(self._submitted) < PROMPTS_IN_ENGINE:
-            tenant, waiting = next(iter(self._turns.items()))
-            del self._turns[tenant]
-            generation = waiting.popleft()
-            if waiting:
-                self._turns[tenant] = waiting
+            generation = self._turns.take()
             if generation in self._generations:  # otherwise it was cancelled
                 self._submitted.add(generation)
                 self._call(partial(_submit, generation))
@@ -309,11 +350,11 @@ class EngineThread:
                 generation.receive(EngineClosedError("the engine has ended"))
 
 
-def _run_call(work: Callable[[Engine], _Result], done: Future[_Result], engine: Engine) -> None:
+def _run_call(work: Callable[..., _Result], done: Future[_Result], *args: Engine) -> None:
     if not done.set_running_or_notify_cancel():
         return
     try:
-        done.set_result(work(engine))
+        done.set_result(work(*args))
     except Exception as error:  # noqa: BLE001 - passed to the waiting task
         done.set_exception(error)
     finally:

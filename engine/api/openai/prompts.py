@@ -24,6 +24,7 @@ from ...generation.structure import Constraint, ConstraintError, Constraints, co
 from ...generation.text import TokenText, template_writes_space
 from ...generation.tokens import PromptError, encode, encode_part, infill_of
 from ...spec import ModelCacheSpec
+from ..worker import TenantThread
 from .calls import FORCED, INSTEAD, MARKED, CallError, OfferedTool, Written, compile_calls
 from .errors import invalid
 from .reading import REASONING, Markup
@@ -77,7 +78,7 @@ class Prompts:
         self._sanitize = sanitize
         self._controls: dict[str | None, ControlTokens] = {}  # by template
         self._text_arguments: dict[str | None, bool] = {}  # by template: whether it takes a call's arguments as text
-        self._thread = ThreadPoolExecutor(1, f"prompts {spec.name}")
+        self._thread = TenantThread(ThreadPoolExecutor(1, f"prompts {spec.name}"))
         # long prompts on the thread; while there are any, the event loop does not use the tokenizer
         self._long: set[Future[Any]] = set()
         self.token_text = TokenText(self._tokenizer)
@@ -86,7 +87,8 @@ class Prompts:
         # Ends of lines and of the answer, as in mlx-lm's server.
         self.kept_by_xtc = frozenset([*tokenizer.eos_token_ids, *encode_part(tokenizer, "\n")])
         self._constraints = Constraints(self._tokenizer, spec.vocab_size, tokenizer.eos_token_ids)
-        self._compiling = compiling_thread(spec.name)
+        self._compiling = TenantThread(compiling_thread(spec.name))
+        self._longest = 0  # length of the vocabulary's longest token; 0 until it is needed
         self._keeps_space: bool | None = None  # None before the first conversation
 
     async def prepare(self) -> None:
@@ -94,9 +96,9 @@ class Prompts:
         with suppress(
             ConstraintError
         ):  # the tokenizer cannot constrain answers: a request with a constraint is refused
-            await asyncio.get_running_loop().run_in_executor(self._compiling, self._constraints.prepare)
+            await asyncio.wrap_future(self._compiling.submit("", self._constraints.prepare))
 
-    async def of_chat(self, body: ChatBody, *, answered: bool = True) -> list[int]:
+    async def of_chat(self, body: ChatBody, tenant: str = "", *, answered: bool = True) -> list[int]:
         """Return the token ids of a conversation and the beginning of the answer, encoded as by mlx-lm.
 
         Raises ApiError (400) if the model has no chat template or no tool calls, the template refuses the conversation,
@@ -107,14 +109,14 @@ class Prompts:
             raise invalid("tools: this model has no tool calling", "tools", "unsupported_value")
         if not self._tokenizer.has_chat_template:
             raise invalid("messages: this model has no chat template; use /v1/completions", "messages")
-        return await self._made("messages", False, lambda: self._of_messages(body, tools, answered=answered))
+        return await self._made("messages", tenant, False, lambda: self._of_messages(body, tools, answered=answered))
 
     @property
     def keeps_space(self) -> bool:
         """Whether an answer in a conversation keeps its first space: see `template_writes_space`."""
         return self._keeps_space is not False
 
-    async def constraint(self, body: CompletionFields) -> tuple[Constraint | None, Written | None]:
+    async def constraint(self, body: CompletionFields, tenant: str = "") -> tuple[Constraint | None, Written | None]:
         """Return the constraint of an answer, and the calls that it writes; None without. Raises ApiError (400), which
         names a field.
         """
@@ -134,13 +136,10 @@ class Prompts:
             if given:
                 raise invalid(f"{name}: the end of an answer with a constraint follows from the constraint", name)
         param, make = next(iter(made.items()), ("response_format.json_schema.schema", str))
-        loop = asyncio.get_running_loop()
-        found: tuple[Constraint, Written | None] | None
+        work: Callable[[], tuple[Constraint, Written | None] | None]
+        work = calls or (lambda: (self._constraints.compile(make()), None))
         try:
-            if calls:
-                found = await loop.run_in_executor(self._compiling, calls)
-            else:
-                found = await loop.run_in_executor(self._compiling, lambda: self._constraints.compile(make())), None
+            found = await asyncio.wrap_future(self._compiling.submit(tenant, work))
         except CallError as error:
             raise invalid(f"{error.param}: {error}", error.param, "unsupported_value") from error
         except ConstraintError as error:
@@ -178,7 +177,7 @@ class Prompts:
             return []
         return encode_part(self._tokenizer, self._tokenizer.think_end)
 
-    async def of_text(self, prompt: str | Sequence[int], suffix: str = "") -> list[int]:
+    async def of_text(self, prompt: str | Sequence[int], suffix: str = "", tenant: str = "") -> list[int]:
         """Return the token ids of a text, encoded as by mlx_lm.generate; return ids as they are, after a check. With
         `suffix`, the answer is the text between both.
 
@@ -188,17 +187,17 @@ class Prompts:
         if suffix and not self.infill:
             raise invalid("suffix: this model has no fill-in-the-middle tokens", "suffix", "unsupported_value")
         short = len(prompt) + len(suffix) <= SHORT
-        return await self._made("prompt", short, lambda: self._of_text(prompt, suffix))
+        return await self._made("prompt", tenant, short, lambda: self._of_text(prompt, suffix))
 
-    async def _made(self, param: str, short: bool, make: Callable[[], _Made]) -> _Made:
+    async def _made(self, param: str, tenant: str, short: bool, make: Callable[[], _Made]) -> _Made:
         """Return the result of `make`, called on the event loop if it is `short` and the thread has no work,
-        otherwise on the thread. Raises ApiError (400), which names `param`, for an error of the template or the
-        prompt.
+        otherwise on the thread, where tenants take turns. Raises ApiError (400), which names `param`, for an error of
+        the template or the prompt.
         """
         try:
             if short and not self._long:
                 return make()
-            made = self._thread.submit(make)
+            made = self._thread.submit(tenant, make)
             self._long.add(made)
             made.add_done_callback(self._long.discard)
             return await asyncio.wrap_future(made)
@@ -227,6 +226,7 @@ class Prompts:
         _check_utf8(text)
         if answered:
             self._check_length([text], "messages")
+            self._check_fits(len(text), "messages")
         tokens = controls.encode(text) if controls else encode_part(self._tokenizer, text)
         if self._keeps_space is None:
             self._keeps_space = not template_writes_space(
@@ -304,6 +304,7 @@ class Prompts:
     def _of_text(self, prompt: str | Sequence[int], suffix: str) -> list[int]:
         if isinstance(prompt, str):
             self._check_length([prompt, suffix], "prompt")
+            self._check_fits(len(prompt) + len(suffix), "prompt")
             if suffix and self.infill:
                 return self._fitting(self.infill.prompt(self._tokenizer, prompt, suffix), "prompt")
             return self._fitting(encode(self._tokenizer, prompt), "prompt")
@@ -323,21 +324,31 @@ class Prompts:
                 encode(self._tokenizer, "".join(text[:limit] for text in texts)[:limit]), param, least="at least "
             )
 
+    def _check_fits(self, letters: int, param: str) -> None:
+        """Raise ApiError for a text of so many characters that it would exceed the model's context even if each of its
+        tokens were the longest of the vocabulary.
+        """
+        if letters > LETTERS_A_TOKEN * (self._spec.context or letters):
+            self._longest = self._longest or max(map(len, self._tokenizer.get_vocab()))
+            self._check_context(letters // self._longest, param, least="at least ")
+
     def _fitting(self, tokens: list[int], param: str, least: str = "") -> list[int]:
         """Return the token ids unchanged. Raises ApiError for an empty prompt, and for one that is longer than the
         model's context.
         """
         if not tokens:
             raise invalid(f"{param}: has no token", param)
+        self._check_context(len(tokens), param, least)
+        return tokens
+
+    def _check_context(self, tokens: int, param: str, least: str) -> None:
         context = self._spec.context
-        if context and len(tokens) >= context:
-            many = f"{least}{len(tokens)} tokens"
+        if context and tokens >= context:
             raise invalid(
-                f"{param}: {many} leave no room for an answer in this model's context of {context}",
+                f"{param}: {least}{tokens} tokens leave no room for an answer in this model's context of {context}",
                 param,
                 "context_length_exceeded",
             )
-        return tokens
 
 
 def _variables(body: ChatBody, template: str | None) -> dict[str, Any]:

@@ -6,17 +6,20 @@ kind of JSON that a megabyte holds.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import httpx
 import pytest
 from api_engines import RunningEngine, start_engine, write_tiny
+from engine_models import letter_tokenizer, tiny_llama
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
@@ -24,7 +27,10 @@ from servers import resident
 
 from engine.api.openai import schema
 from engine.api.openai.errors import ApiError
+from engine.api.openai.prompts import Prompts
 from engine.api.openai.schema import ChatBody, CompletionBody, ForkBody, RequestBody
+from engine.api.openai.templates import Renderer
+from engine.spec import ModelCacheSpec
 from kvpage_server import bounded
 
 MEGABYTE = 1 << 20
@@ -212,6 +218,19 @@ def test_a_prompt_far_beyond_the_context_is_not_read_to_its_end(engine: RunningE
         error = reply.json()["error"]
         assert (reply.status_code, error["code"]) == (400, "context_length_exceeded")
         assert "at least 65536 tokens leave no room" in error["message"]
+
+
+def test_long_tokens_beyond_the_context_are_not_tokenised() -> None:
+    """A text that has only long tokens passes the check of its beginning, and is refused by its length."""
+    tokenizer = letter_tokenizer()
+    tokenizer.add_tokens([64 * "-"])
+    spec = replace(ModelCacheSpec.probe(tiny_llama(), tokenizer), context=100)
+    with closing(Renderer()) as renderer:
+        prompts = Prompts(tokenizer, spec, renderer)
+        assert len(asyncio.run(prompts.of_text(99 * 64 * "-"))) == 99
+        for beyond in (100, 10_000):
+            with pytest.raises(ApiError, match=f"at least {beyond} tokens leave no room"):
+                asyncio.run(prompts.of_text(beyond * 64 * "-"))
 
 
 def test_a_prompt_of_token_ids_may_be_as_long_as_the_context(engine: RunningEngine) -> None:

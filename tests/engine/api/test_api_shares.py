@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from api_engines import RunningEngine, start_engine, write_tiny
+from engine_models import letter_tokenizer, tiny_llama
 from waiting import eventually
+
+# isort: split
+from engine.api.openai.prompts import Prompts
+from engine.api.openai.templates import Renderer
+from engine.api.worker import TenantThread
+from engine.spec import ModelCacheSpec
 
 QUEUE = 8
 SECRETS = {"acme": "acme-secret", "umbrella": "umbrella-secret"}
@@ -138,3 +150,38 @@ def test_a_queue_takes_turns_between_tenants(tmp_path: Path) -> None:
 
         ended = asyncio.run(ask())
         assert ended.index("umbrella") < 120
+
+
+def test_tenants_take_turns_in_tokenising_long_prompts() -> None:
+    spec = replace(ModelCacheSpec.probe(tiny_llama(), letter_tokenizer()), context=None)
+    ended: list[str] = []
+
+    async def one(prompts: Prompts, tenant: str, text: str) -> None:
+        await prompts.of_text(text, tenant=tenant)
+        ended.append(tenant)
+
+    async def ask(prompts: Prompts) -> None:
+        many = [one(prompts, "acme", "ab" * 20_000) for _ in range(30)]
+        await asyncio.gather(*many, one(prompts, "umbrella", "a"))
+
+    with closing(Renderer()) as renderer:
+        asyncio.run(ask(Prompts(letter_tokenizer(), spec, renderer)))
+    assert ended.index("umbrella") < 15
+
+
+def test_tenants_take_turns_on_a_thread() -> None:
+    thread, begins, done = TenantThread(ThreadPoolExecutor(1)), threading.Event(), list[str]()
+    first = thread.submit("acme", begins.wait)
+    work = [thread.submit(name, partial(done.append, name)) for name in ("acme", "acme", "acme", "umbrella", "zorg")]
+    work[1].cancel()
+    begins.set()
+    assert first.result(60)
+    wait([work[0], *work[2:]], 60)
+    assert done == ["acme", "umbrella", "zorg", "acme"]
+
+
+def test_a_failure_of_work_is_that_of_its_future() -> None:
+    thread = TenantThread(ThreadPoolExecutor(1))
+    with pytest.raises(ZeroDivisionError):
+        thread.submit("acme", lambda: 1 // 0).result(60)
+    assert thread.submit("acme", lambda: 1).result(60) == 1
