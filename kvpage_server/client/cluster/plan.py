@@ -16,7 +16,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 import numpy as np
 
 from kvpage_server.client.errors import PageClientError
-from kvpage_server.client.page import BlockName, StateName
+from kvpage_server.client.page import BlockName, StateName, check_states
 from kvpage_server.client.wire.connection import Deadline
 from kvpage_server.client.wire.exchange import Request
 
@@ -153,6 +153,21 @@ def restorable_lengths(
             return [*lengths, longest]
         del lengths[bisect_right(lengths, leased) :]
     return lengths
+
+
+@timed
+def lengths(
+    calls: Examines,
+    end: Deadline,
+    names: Sequence[BlockName],
+    states: Sequence[StateName],
+    pages_per_block: int,
+    lease_ms: int,
+) -> Plan[list[int]]:
+    """Return as `restorable_lengths`. This is a method of clients that have `examine`."""
+    check_states(names, states)
+    chunks = restorable_lengths(calls, names, states, pages_per_block, lease_ms)
+    return (yield from carried_out(chunks, lambda plan: plan(end)))
 
 
 def _count(answers: Counter[bool], _: Sequence[StateName], complete: Sequence[bool]) -> None:

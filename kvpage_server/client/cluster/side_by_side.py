@@ -22,19 +22,10 @@ from typing_extensions import Buffer
 
 from kvpage_server.address import urls_of
 from kvpage_server.client.calls import Call, Calls, count_misses
-from kvpage_server.client.cluster.plan import (
-    GONE,
-    Failed,
-    NodeRequest,
-    Plan,
-    Round,
-    carried_out,
-    restorable_lengths,
-    timed,
-)
+from kvpage_server.client.cluster.plan import GONE, Failed, NodeRequest, Plan, Round, lengths, timed
 from kvpage_server.client.commands import BlobCommands, ask_dialect
 from kvpage_server.client.errors import Disconnected, PageClientError, Refused
-from kvpage_server.client.page import BlockBody, BlockName, Page, StateName, check_names, check_states
+from kvpage_server.client.page import BlockBody, BlockName, Page, StateName, check_names
 from kvpage_server.client.raw_commands import BlockCommands, Kept, RawCommand, ask, key_of
 from kvpage_server.client.wire.connection import Deadline
 from kvpage_server.client.wire.exchange import Request
@@ -191,19 +182,7 @@ class SideBySideCalls:
                 first = min(first, part.items[complete])
         return first
 
-    @timed
-    def lengths(
-        self,
-        end: Deadline,
-        names: Sequence[BlockName],
-        states: Sequence[StateName],
-        pages_per_block: int,
-        lease_ms: int,
-    ) -> Plan[list[int]]:
-        """Return the lengths of which all blocks and states are complete, and lease the longest."""
-        check_states(names, states)
-        chunks = restorable_lengths(self, names, states, pages_per_block, lease_ms)
-        return (yield from carried_out(chunks, lambda plan: plan(end)))
+    lengths = lengths
 
     @timed
     def examine(

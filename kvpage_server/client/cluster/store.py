@@ -18,7 +18,7 @@ from kvpage_server.client.calls import Calls, count_misses, count_sent
 from kvpage_server.client.cluster import commands
 from kvpage_server.client.cluster.commands import Command, Router, Scattered, Write, block_key, block_writes, simple
 from kvpage_server.client.cluster.nodes import SILENCE, Peers
-from kvpage_server.client.cluster.plan import GONE, TOGETHER, Failed, Plan, carried_out, restorable_lengths, timed
+from kvpage_server.client.cluster.plan import GONE, TOGETHER, Failed, Plan, lengths, timed
 from kvpage_server.client.cluster.side_by_side import Rendezvous, SideBySideCalls, lists_several, servers_of
 from kvpage_server.client.cluster.topology import SCHEMES, Address, Node
 from kvpage_server.client.errors import PageClientError, Refused, Unsupported, WrongReply
@@ -29,7 +29,6 @@ from kvpage_server.client.page import (
     StateName,
     check_block_sizes,
     check_names,
-    check_states,
     header_of,
     mismatch,
     pages_of_block,
@@ -215,19 +214,7 @@ class ClusterCalls:
         answers = yield from self.router.ask([*asked, *leased], end)
         return _complete(names, _shapes(names, answers[: len(names)]), pages_per_block)
 
-    @timed
-    def lengths(
-        self,
-        end: Deadline,
-        names: Sequence[BlockName],
-        states: Sequence[StateName],
-        pages_per_block: int,
-        lease_ms: int,
-    ) -> Plan[list[int]]:
-        """Return the lengths of which all blocks and states were stored whole. The TTL of the longest is extended."""
-        check_states(names, states)
-        chunks = restorable_lengths(self, names, states, pages_per_block, lease_ms)
-        return (yield from carried_out(chunks, lambda plan: plan(end)))
+    lengths = lengths
 
     @timed
     def examine(
