@@ -28,7 +28,7 @@ MAY_KNOW = {
     "bounded": "",
     "address": "",
     "layouts": "page",
-    "kv_events": "core",
+    "kv_events": "core system",
     "core": "page",
     "lossless": "core page",
     "resp": "core",
