@@ -94,7 +94,8 @@ class Tokens:
         try:
             lines = read_regular(path, _MOST_BYTES).decode().splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise TokenFileError(f"cannot read the tokens in {path}: {error}") from error
+            why = error.strerror if isinstance(error, OSError) else "it is not in UTF-8"
+            raise TokenFileError(f"cannot read the tokens in {path}: {why or error}") from error
         for number, line in enumerate(lines, start=1):
             words = line.split()
             if not words or words[0].startswith("#"):

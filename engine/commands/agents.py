@@ -11,6 +11,8 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import quote, urlencode
 from urllib.request import Request, urlopen
 
+from rich.table import Table
+
 from kvpage_server.system.terminal import out, readable, table_of
 from kvpage_server.system.text import as_size
 
@@ -59,10 +61,11 @@ def run(args: argparse.Namespace) -> int:
     body = {"to": args.new, "replace": args.replace} if "new" in args else None
     query = f"?{urlencode({'model': args.model})}" if args.model else ""
     answer = _ask(args, args.path.format(name=named) + query, body)
-    if args.method == "DELETE":
-        print(f"{answer['id']} is deleted")
-    else:
-        _print(answer.get("data", [answer]))
+    try:
+        shown = readable(f"{answer['id']} is deleted") if args.method == "DELETE" else _table(answer)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise Failure(f"{args.url} is no engine: it answered {json.dumps(answer):.100}") from error
+    out.print(shown, soft_wrap=False)
     return 0
 
 
@@ -89,10 +92,13 @@ def _message(error: HTTPError) -> str:
         return f"{error.url} answered {error.code}, which is not what an engine says"
 
 
-def _print(agents: list[dict[str, Any]]) -> None:
+def _table(answer: dict[str, Any]) -> Table:
+    """Return a table of the agents in a reply. Raises LookupError, TypeError, ValueError or AttributeError for a reply
+    that is not an engine's.
+    """
     table = table_of("agent", "model", "tiers", "saved", "tokens", "bytes", numbers_from=4)
-    for agent in agents:
+    for agent in answer.get("data", [answer]):
         saved = "yes" if agent["saved"] else "no"
         names, tiers = map(readable, (agent["id"], agent["model"])), ", ".join(agent["tiers"])
         table.add_row(*names, tiers, saved, f"{agent['tokens']:,}", as_size(agent["bytes"]))
-    out.print(table, soft_wrap=False)
+    return table

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvpage_server.system.program import report_line
+from kvpage_server.system.program import reason_of, report_line
 
 from .errors import InputError, NoInstanceError, PersistentError
 from .parser import parse_file
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
         finally:
             store.close()
     except (PersistentError, redis.RedisError, OSError, ValueError) as error:
-        report_line(f"kvpage-engine: {error}")
+        report_line(f"kvpage-engine: {reason_of(error) if isinstance(error, OSError) else error}")
         return 1
     Console(soft_wrap=True).print(_table(executor, f"{args.instance} after step {executor.steps}"))
     return 0

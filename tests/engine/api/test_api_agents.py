@@ -8,10 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +270,32 @@ def test_the_command_line_gives_the_same_result(
         (error,) = capsys.readouterr().err.splitlines()
         assert error.startswith("kvpage-engine: ")
         assert complaint in error
+
+
+@pytest.mark.parametrize("reply", [b"[]", b"{}", b'"x"', b'{"data": [1]}', b'{"data": [{"id": "a"}]}'])
+@pytest.mark.parametrize("words", [("list",), ("show", "alice"), ("delete", "alice")])
+def test_a_server_that_is_no_engine_is_named(
+    reply: bytes, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(reply)
+
+        do_DELETE = do_GET
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Print nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Other) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert cli.main(["agents", *words, "--url", url]) == 1
+        thread.join()
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"kvpage-engine: {url} is no engine: it answered ")
 
 
 def test_a_request_that_cannot_be_served_is_one_line(
