@@ -142,10 +142,10 @@ def _store_lines(now: Overview) -> Iterator[tuple[str, Any]]:
     )
     yield "misses", ", ".join(f"{count:,} {reason}" for reason, count in now.misses.items() if count) or "none"
     if now.disk is not None:
-        yield from _disk_lines(now.disk)
+        yield from _disk_lines(now, now.disk)
 
 
-def _disk_lines(disk: DiskFigures) -> Iterator[tuple[str, Any]]:
+def _disk_lines(now: Overview, disk: DiskFigures) -> Iterator[tuple[str, Any]]:
     limit = f"; maxdisk is {as_size(disk.limit)}" if disk.limit else ""
     yield (
         "disk",
@@ -163,6 +163,9 @@ def _disk_lines(disk: DiskFigures) -> Iterator[tuple[str, Any]]:
         "",
         f"{waiting}; {plural(disk.fetched, 'value')} fetched, {disk.dropped:,} dropped from memory{commits}",
     )
+    full = sum(one.keys for one in now.evictions if one.reason == "filesystem")
+    if full:
+        yield "", Text(f"the file system was full: {plural(full, 'key')} evicted for that since the start", "red")
     if disk.failing:
         yield (
             "",

@@ -386,7 +386,8 @@ def _reason_text(reason: str, answer: Answer) -> str:
     if "at" in answer:
         by = f" by {answer['policy']}" if "policy" in answer else ""
         by += f" of {answer['quota']}" if "quota" in answer else ""
-        by += f" at {answer['limit']}" if "limit" in answer else ""
+        limit = answer.get("limit", "")
+        by += f" at {'a full file system' if limit == 'filesystem' else limit}" if limit else ""
         return f"{reason}{by}, {when(answer['at'])}"
     if "since" in answer:
         return f"{reason}, or removed before the records of removals began, {when(answer['since'])}"

@@ -209,7 +209,7 @@ class EvictionFigures:
     """Evicted keys, by policy and exceeded limit."""
 
     policy: str
-    reason: str  # memory, disk or quota
+    reason: str  # memory, disk, quota or filesystem
     keys: int
 
 

@@ -221,7 +221,8 @@ def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
     )
 
 
-_LIMITS = {"memory": "maxmemory", "disk": "maxdisk", "quota": "a quota"}  # limits by the suffix of INFO's fields
+# Limits by the suffix of INFO's fields.
+_LIMITS = {"memory": "maxmemory", "disk": "maxdisk", "quota": "a quota", "filesystem": "the file system"}
 
 
 def _evictions(server: redis.Redis) -> dict[str, int]:

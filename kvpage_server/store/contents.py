@@ -48,7 +48,7 @@ class Loss(NamedTuple):
     reason: str  # expired, evicted, over quota, deleted, overwritten or corrupt
     at: int
     by: str = ""  # a policy, or the pattern of a quota; empty for other reasons
-    limit: str = ""  # "maxmemory" or "maxdisk" if that limit was reached; empty for other reasons
+    limit: str = ""  # "maxmemory", "maxdisk" or "filesystem" if that was used up; empty for other reasons
 
 
 class LostStrings:
@@ -105,7 +105,7 @@ _ORPHANS_PER_STEP = 256  # blocks that stop being orphans in one step
 NEVER_STORED = "never stored"
 OVER_QUOTA = "over quota"
 BlockListener = Callable[[BlockKeys, Iterator[tuple[str, bytes]]], None]  # changed keys; (event, key) pairs, lazily
-_LIMITS = {"memory": "maxmemory", "disk": "maxdisk"}  # limits by the `room` of an eviction
+_LIMITS = {"memory": "maxmemory", "disk": "maxdisk", "filesystem": "filesystem"}  # by the `room` of an eviction
 _REASONS = {"del": "deleted", "set": "overwritten", "evicted": "evicted", "expired": "expired"}
 
 
@@ -923,7 +923,7 @@ class Contents:
 
     def evict(self, unit: Unit, *, room: str = "memory") -> None:
         """Evict a unit because the limit of `room` is reached: "memory", "disk" or "quota"; always "quota" if that is
-        exceeded.
+        exceeded. For "filesystem" it is no limit of the store: the file system is full.
         """
         quota = self.eviction_order.quotas.of(unit)
         if quota is not None and quota.is_over:

@@ -21,6 +21,7 @@ If other programs fill the file system, only units that are not in memory are ev
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice, pairwise
 from math import ceil
 
@@ -265,7 +266,9 @@ class DiskAccount(Account):
     def evict_for_full_disk(self, error: DiskFull, size: int) -> Iterator[None]:
         """Evict `size` bytes, if possible, because the disk is full. Yield after each unit."""
         enough = self._freed + size
-        source = Source(self.evictable(alone=not isinstance(error, MaxDisk)), self.evict)
+        alone = not isinstance(error, MaxDisk)
+        room = "filesystem" if alone else "disk"
+        source = Source(self.evictable(alone=alone), partial(self.evict, room=room))
         for _ in evictions(self.contents, [source]):
             if self._freed >= enough:
                 return

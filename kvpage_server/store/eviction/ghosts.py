@@ -30,7 +30,7 @@ class Ghost:
     rows: dict[int, int]  # bits of the removed pages, by row; see `core.pieces`
     at: int = 0  # the last removal, in unix milliseconds
     by: str = ""  # the policy, or the pattern of the quota, that evicted the last pages; empty for other reasons
-    limit: str = ""  # "maxmemory" or "maxdisk" if that limit was reached; empty for other reasons
+    limit: str = ""  # "maxmemory", "maxdisk" or "filesystem" if that was used up; empty for other reasons
 
 
 class Ghosts:

@@ -330,8 +330,8 @@ def kvlost(client: Client, args: list[Argument]) -> Reply:
     """Return a map. `strings` has a map for each removed string whose key matches, the latest first, at most COUNT (1
     to 1000, by default 100): its `key`, the `reason` (expired, evicted, over quota, deleted, overwritten or corrupt),
     `at`, when it was removed (unix milliseconds), and the `policy` or the pattern of the `quota` that evicted it, with
-    the `limit` that was reached (maxmemory or maxdisk). A pattern does not find keys of more than 512 bytes; such a key
-    is found by its whole name.
+    the `limit` that was reached: maxmemory, maxdisk, or filesystem if that was full. A pattern does not find keys of
+    more than 512 bytes; such a key is found by its whole name.
 
     `since` says from when on the server remembers all removals (unix milliseconds): a restart forgets them, and the
     oldest are dropped when all take more than 16 MB.

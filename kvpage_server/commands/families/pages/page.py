@@ -581,10 +581,10 @@ def kvpagewhy(client: Client, args: list[Argument]) -> Reply:
     together as KVBLOCKGET wants; `blocks` is the number of its blocks.
 
     `at` is when the page was removed (unix milliseconds), and `policy` or `quota` is the policy or the pattern of the
-    quota that removed it. `limit` is the parameter whose limit the policy kept: maxmemory or maxdisk. If a request has
-    a hole, `block` is the page id of its first block that lacks pages, and `cause` is the reason: one of these, or
-    incomplete if the block has others of its pages and nothing was removed. `since` says from when on the server
-    remembers removals (unix milliseconds).
+    quota that removed it. `limit` is the parameter whose limit the policy kept, maxmemory or maxdisk, or filesystem if
+    that was full. If a request has a hole, `block` is the page id of its first block that lacks pages, and `cause` is
+    the reason: one of these, or incomplete if the block has others of its pages and nothing was removed. `since` says
+    from when on the server remembers removals (unix milliseconds).
     """
     keyspace = client.keyspace
     if len(args) == 1:

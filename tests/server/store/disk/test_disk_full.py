@@ -20,7 +20,8 @@ import pytest
 import redis
 from servers import STOP_WITHIN, RunningServer, start_server, with_constants
 from small_disks import small_disk
-from test_tiered import TIERED, body, disk_info, get_page, set_page, settle, tiered
+from test_kvpage_cli import kvpage
+from test_tiered import TIERED, body, disk_info, get_page, page_args, set_page, settle, tiered
 from waiting import until
 
 from kvpage_server.store.disk.database import FILE
@@ -362,6 +363,14 @@ def test_a_full_disk_evicts_the_least_valuable_values(disk: Path) -> None:
         found = {seed: get_page(client, seed) for seed in range(1500)}
         assert 50 < sum(value is not None for value in found.values()) < 700
         assert all(value in (None, body(20_000, seed)) for seed, value in found.items())
+        info = client.info("kvpage")
+        assert info["evictions_allkeys-prefix_filesystem"] > 700
+        assert "evictions_allkeys-prefix_disk" not in info
+        code, shown, _ = kvpage("status", url=server.url)
+        assert (code, "the file system was full: " in shown) == (0, True)
+        evicted = next(seed for seed, value in found.items() if value is None)
+        why = kvpage("why", *map(str, page_args(evicted)), url=server.url)[1]
+        assert "evicted by allkeys-prefix at a full file system" in why
         assert "No space left on device" in server.log
         assert "internal error" not in server.log
 
