@@ -224,6 +224,8 @@ def _read_quotas(words: list[str]) -> dict[str, int]:
     for pattern, limit in zip(words[::2], words[1::2], strict=True):
         if pattern.split() != [pattern]:
             raise ValueError(f"pattern must not be empty or have spaces (use ? instead), got '{pattern}'")
+        if pattern.startswith("~"):
+            raise ValueError(f"a quota's pattern has no ~ in front (\\~ for a key that has one), got '{pattern}'")
         if pattern in quotas:
             raise ValueError(f"pattern '{pattern}' is given twice")
         glob(pattern.encode("utf-8", "surrogateescape"))

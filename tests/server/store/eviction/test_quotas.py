@@ -631,6 +631,7 @@ def test_quotas_are_in_the_file_options_and_config_get(tmp_path: Path) -> None:
         ("quota kv:a.*", "takes 2 values a quota: a pattern of keys, bytes (0 for no limit); got 1"),
         ("quota kv:a.* much", "must be a number of bytes such as 0, 512mb or 4gb, got 'much'"),
         ("quota kv:a.* -1", "must be a number of bytes such as 0, 512mb or 4gb, got '-1'"),
+        ("quota ~kv:a.* 1mb", "a quota's pattern has no ~ in front (\\~ for a key that has one), got '~kv:a.*'"),
         ("quota kv:a.* 1mb kv:a.* 2mb", "pattern 'kv:a.*' is given twice"),
         ('quota "" 1mb', "pattern must not be empty or have spaces (use ? instead), got ''"),
         ('quota "a b" 1mb', "pattern must not be empty or have spaces (use ? instead), got 'a b'"),
