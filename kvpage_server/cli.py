@@ -16,7 +16,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 import redis
 from rich.markup import escape
@@ -46,7 +46,7 @@ from kvpage_server.look.status import status
 from kvpage_server.look.top import top
 from kvpage_server.look.why import stat, verify, why
 from kvpage_server.system.completion import SHELLS, completion_of, script
-from kvpage_server.system.program import ends_quietly, interrupts_deferred, missing_extra, reason_of, say
+from kvpage_server.system.program import ends_quietly, interrupts_deferred, missing_extra, not_empty, reason_of, say
 from kvpage_server.system.terminal import out, print_json
 from kvpage_server.system.text import name_of_text
 
@@ -190,16 +190,31 @@ def _report_failure(args: argparse.Namespace, url: str, failure: Exception) -> i
     if isinstance(failure, redis.AuthenticationError):
         why = _access_error(url)
     elif isinstance(failure, NO_ANSWER):
-        silent, why = True, f"cannot reach {shown(url)}: {failure}"
+        hint = _tls_hint(url, why)
+        silent, why = True, f"cannot reach {shown(url)}: {why.rstrip('.') if hint else why}{hint}"
     elif isinstance(failure, OSError):
         why = reason_of(failure)
     elif "DB index is out of range" in why:
         return say("kvpage", f"{shown(url)}: the server has no such database; allowed: 0 of a kvpage-server", 2)
     elif why.startswith("a gateway does not support"):
         why += _GATEWAY_HINT
+    why = why.removeprefix("NOPERM ")  # redis-py leaves the code of an error in a pipeline
     if getattr(args, "json", False) is True and silent:  # for `bench` and `replay`, `json` is a file
         print_json({"url": shown(url), "error": why})
     return say("kvpage", why, 2 if silent else 1)
+
+
+def _tls_hint(url: str, why: str) -> str:
+    """Return what to change in the URL if a connection has failed because of TLS; empty if it has another reason."""
+    parts = urlsplit(url)
+    if "WRONG_VERSION_NUMBER" in why:
+        return "; this port has no TLS: its URL begins with redis://"
+    if "CERTIFICATE_VERIFY_FAILED" in why:
+        return "; ?ssl_ca_certs=FILE at the end of the URL names the CA of the server's certificate"
+    if parts.scheme == "redis" and "Connection closed by server" in why:
+        return "; if this port has TLS, its URL begins with rediss://"
+    files = [value for name, value in parse_qsl(parts.query) if name.startswith("ssl_") and "/" in value]
+    return "".join(f"; there is no file {file}" for file in files if not Path(file).exists())
 
 
 def _url(args: argparse.Namespace) -> str:
@@ -218,7 +233,7 @@ def _url(args: argparse.Namespace) -> str:
         except EOFError:
             raise LookError("no password was given") from None
     try:
-        url = with_credentials(url, args.user, password)
+        url = with_credentials(url, args.user or "", password)
         _check_url(url)
         if against := getattr(args, "against", None):
             _check_url(against)
@@ -256,14 +271,14 @@ def parser() -> argparse.ArgumentParser:
     def add(name: str, show: Any, help: str, *, asks: bool = True) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=help, description=f"{help[:1].upper()}{help[1:]}.")
         # a command that reads only files gets a fixed URL, so that an invalid one in the environment is not an error
-        command.set_defaults(show=show, url="" if asks else DEFAULT_URL, user="", askpass=False)
+        command.set_defaults(show=show, url=None if asks else DEFAULT_URL, user=None, askpass=False)
         if asks:
             more = "" if name in _ONE_SERVER_ONLY else ", of several with commas"
             more += "" if name in _NO_CLUSTER else ", or of a cluster"
             help = f"URL of the store{more} (default: {URL} or {DEFAULT_URL})"
-            command.add_argument("--url", default="", help=help)
+            command.add_argument("--url", type=not_empty, help=help)
             help = "user to log in as, with the password in KVPAGE_PASSWORD or REDISCLI_AUTH in the environment"
-            command.add_argument("--user", metavar="NAME", default="", help=help)
+            command.add_argument("--user", metavar="NAME", type=not_empty, help=help)
             command.add_argument("--askpass", action="store_true", help="ask for the password in the terminal")
         return command
 
@@ -313,7 +328,7 @@ def parser() -> argparse.ArgumentParser:
     bench_ = add(
         "bench", bench, "measure the speed of writes and reads of pages and blocks; deletes its data afterwards"
     )
-    bench_.add_argument("--against", metavar="URL", help="server to compare with: any Redis or Valkey")
+    bench_.add_argument("--against", metavar="URL", type=not_empty, help="server to compare with: any Redis or Valkey")
     seconds = partial(_seconds, least=0.001)
     bench_.add_argument("--seconds", type=seconds, default=0.5, help="seconds for each kind of call (default: 0.5)")
     bench_.add_argument("--quick", action="store_true", help="measure a few sizes only")
@@ -322,7 +337,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_figures(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--json", type=_path, metavar="FILE", help="write the figures to FILE")
+    command.add_argument("--json", type=_output, metavar="FILE", help="write the figures to FILE")
     command.add_argument("--plot", type=_plot, metavar="FILE", help="draw the figures: FILE.png, FILE.svg or FILE.pdf")
 
 
@@ -414,9 +429,17 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
+def _output(text: str) -> Path:
+    """Return the path of a file to write at the end. Raises ArgumentTypeError if its directory does not exist."""
+    path = _path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no directory {path.parent}")
+    return path
+
+
 def _plot(text: str) -> Path:
     """Return the path of a chart. Raises ArgumentTypeError for a format that is not offered."""
-    path = _path(text)
+    path = _output(text)
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise argparse.ArgumentTypeError(f"must end with .png, .svg or .pdf, got {text}")
     return path

@@ -147,7 +147,7 @@ Check = Callable[[Patient], Iterable[Diagnosis]]
 def run_checks(args: argparse.Namespace) -> int:
     """Run all checks, and print each when it has ended. Return 0; 1 if there is a warning, 2 if there is an error."""
     worst, counts = 0, {"ok": 0, "warning": 0, "error": 0, "skipped": 0}
-    for diagnosis in examine(Patient(args.server, args.url)):
+    for diagnosis in examine(Patient(args.server, args.url or "")):
         counts[diagnosis.state] += 1
         worst = max(worst, {"warning": 1, "error": 2}.get(diagnosis.state, 0))
         if args.json:

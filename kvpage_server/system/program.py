@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import codecs
 import errno
 import json
@@ -126,6 +127,15 @@ def _repeat_lost_interrupt(dropped: UnraisableHookArgs) -> None:
     again = threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT))  # after the end of this function
     again.daemon = True
     again.start()
+
+
+def not_empty(word: str) -> str:
+    """Return an argument that must not be empty, as that of a shell's variable without a value is. Raises
+    ArgumentTypeError.
+    """
+    if not word:
+        raise argparse.ArgumentTypeError("must not be empty: give a value, or leave the option out")
+    return word
 
 
 def say(program: str, message: str, code: int) -> int:

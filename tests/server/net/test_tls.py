@@ -21,6 +21,7 @@ import redis
 from health import MIB, assert_prompt, unharmed
 from servers import RunningServer, free_port, start_server
 from test_access import start_refused
+from test_kvpage_cli import kvpage
 from waiting import until
 from wire import encode_command
 
@@ -106,6 +107,19 @@ def secure(certificates: Path) -> Iterator[SecureServer]:
 
 @needs_openssl
 class TestTLS:
+    def test_kvpage_gives_advice_on_tls_in_urls(self, secure: SecureServer) -> None:
+        plain, port = secure.plain.url, secure.port
+        for url, advice in (
+            (f"rediss://127.0.0.1:{secure.plain.port}", "; this port has no TLS: its URL begins with redis://"),
+            (f"redis://127.0.0.1:{port}", "; if this port has TLS, its URL begins with rediss://"),
+            (f"rediss://localhost:{port}", "; ?ssl_ca_certs=FILE at the end of the URL names the CA"),
+            (f"rediss://localhost:{port}?ssl_ca_certs=/nosuch", "; there is no file /nosuch"),
+        ):
+            code, shown, errors = kvpage("status", url=url)
+            assert (code, shown) == (2, ""), url
+            assert advice in errors, url
+        assert kvpage("status", url=plain)[0] == 0
+
     def test_a_client_closed_during_the_handshake_leaves_nothing(self, secure: SecureServer) -> None:
         """The socket does not say any more whose it was; the server's log must have no traceback at its end."""
         for data in (b"", b"PING\r\n") * 40:
