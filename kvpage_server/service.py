@@ -62,6 +62,10 @@ def log_start(server: Server, addresses: list[str], http: list[str], token: str)
         if config.maxdisk == AUTO:
             most += " (maxdisk auto: half of the free space and the store together, or what the store needs)"
         logger.info("  disk    %s, %s, appendfsync %s", path, most, config.appendfsync)
+        space = server.tiered.account
+        if maxdisk and space.used > space.limit:
+            held, fit = human(space.used), human(space.limit)
+            logger.warning("  disk    %s of values, and maxdisk has space for %s: each write evicts some", held, fit)
     logger.info("  access  %s", _access(server))
     if http:
         if not users.default.no_password:
