@@ -557,7 +557,8 @@ class AgentEngine:
         if computed >= MEASURED_TOKENS and done.tokens:
             self._speed = computed / done.prefill_seconds
             if self._store:
-                self._store.prefilled(computed, done.prefill_seconds)
+                first_token = job.joined + done.time_to_first_token
+                self._store.prefilled(computed, done.prefill_seconds, time.perf_counter() - first_token)
         answer = job.answer(done)
         if self._store and done.blocks.blocks:
             names = None if job.keep else self._store.names_of(done.blocks)

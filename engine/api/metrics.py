@@ -171,7 +171,7 @@ def _page_server(server: PageServer) -> Iterator[Metric]:
     for name, help, value in (
         ("bytes_per_second", "Recent rate of the link to the page server", server.link_rate),
         ("latency_seconds", "Recent latency of a request to the page server", server.latency),
-        ("prefill_tokens_per_second", "Recent rate of prefill", server.prefill_rate),
+        ("prefill_tokens_per_second", "Recent rate of the prefill of one prompt", server.prefill_rate),
     ):
         if value is not None:
             yield _gauge(f"page_server_{name}", help, value)

@@ -203,7 +203,7 @@ def figures(model_id: str, pool: BlockPool, tally: Tally, rates: Rates) -> str:
     """Return the message with the current statistics, as JSON."""
     room = 0 if pool.total_bytes == UNLIMITED else pool.total_bytes
     statistics = {"name": WRITER, "model": model_id[:MAX_NAME_LENGTH], "used": pool.used_bytes, "room": room}
-    return json.dumps(statistics | tally.figures() | {"prefill_rate": rates.prefill_rate})
+    return json.dumps(statistics | tally.figures() | {"prefill_rate": rates.throughput})
 
 
 async def publish_statistics(connection: ServerConnection, make_message: Callable[[], str]) -> None:

@@ -284,10 +284,10 @@ class AgentCacheStore:
         """Count an answer: `tier` supplied `reused` tokens of its prompt, and `computed` tokens were computed."""
         self._tally.answered(tier, reused, computed)
 
-    def prefilled(self, tokens: int, seconds: float) -> None:
-        """Report the time of a prefill, for the choice between fetching and computing."""
+    def prefilled(self, tokens: int, seconds: float, ago: float = 0.0) -> None:
+        """Report the time of a prefill that ended `ago` seconds ago, for the choice between fetching and computing."""
         if self._pages:
-            self._pages.rates.prefilled(tokens, seconds)
+            self._pages.rates.prefilled(tokens, seconds, ago)
 
     def publish_statistics(self) -> None:
         """Start to publish statistics on the page server every few seconds."""

@@ -45,7 +45,7 @@ class EngineFigures:
     used: int  # bytes of contexts in its memory
     room: int  # limit of these bytes; 0 for no limit
     tiers: Mapping[str, TierFigures]
-    prefill_rate: float = 0.0  # tokens a second that it computes; 0 if unknown
+    prefill_rate: float = 0.0  # tokens a second that it has computed, of all prompts together; 0 if unknown
 
     @property
     def reused(self) -> int:
@@ -54,7 +54,7 @@ class EngineFigures:
 
     @property
     def seconds_saved(self) -> float:
-        """Seconds of prefill that reuse has saved: the reused tokens at the recent rate of prefill, less the duration
+        """Seconds of prefill that reuse has saved: the reused tokens at the rate of prefill, less the duration
         of the loads. 0 if the rate is unknown, or if the loads took longer.
         """
         if not self.prefill_rate:

@@ -21,6 +21,7 @@ from .manifest import BlockPlace, ContextManifest
 # -- Fetch or compute: blocks on the server are fetched if that is faster than computing them again --------------------
 
 VALID_SECONDS = 30.0  # age of the last measurement up to which the link's rate is used
+MOST_PERIODS = 64  # of computation, with which a prompt that was computed earlier is compared
 LEAST_BYTES = 1 << 20  # smaller transfers are not measured, because latency dominates them
 
 
@@ -48,10 +49,30 @@ class Rates:
         self._requests = Rate()
         self._prefill = Rate()
         self._link_seen = 0.0  # time of `clock` when the link was last measured
+        self._computed = 0  # tokens of prompts
+        self._computing = 0.0  # seconds in which one or more of them were computed
+        self._periods: list[tuple[float, float]] = []  # the latest of these, in times of `clock`; they do not overlap
 
-    def prefilled(self, tokens: int, seconds: float) -> None:
-        """Note that the model has computed `tokens` tokens of prompts in `seconds`."""
+    def prefilled(self, tokens: int, seconds: float, ago: float = 0.0) -> None:
+        """Note that the model has computed `tokens` tokens of a prompt in `seconds`, which ended `ago` seconds ago."""
         self._prefill.observe(tokens, seconds)
+        self._computed += tokens
+        end = self._clock() - ago
+        begin = end - seconds
+        overlapping = [period for period in self._periods if period[0] <= end and begin <= period[1]]
+        for period in overlapping:
+            self._periods.remove(period)
+            self._computing -= period[1] - period[0]
+        merged = min([begin, *(first for first, _ in overlapping)]), max([end, *(last for _, last in overlapping)])
+        self._computing += merged[1] - merged[0]
+        self._periods = [*self._periods, merged][-MOST_PERIODS:]
+
+    @property
+    def throughput(self) -> float | None:
+        """Tokens a second of all prompts together since the start. Prompts that are computed at the same time share the
+        model, so it is more than `prefill_rate`, which is the rate of one of them.
+        """
+        return self._computed / self._computing if self._computing else None
 
     def asked(self, seconds: float) -> None:
         """Note that the server has answered a request without a body in `seconds`."""

@@ -46,6 +46,24 @@ def test_blocks_are_fetched_if_that_is_faster_than_computing(rates: Rates) -> No
     assert not rates.decide(5, 0).fetch  # a question alone takes longer than computing five tokens
 
 
+def test_prompts_that_are_computed_at_once_share_the_time() -> None:
+    clock = Clock()
+    rates = Rates(clock)
+    assert rates.throughput is None
+    clock.now += 100
+    for _ in range(8):
+        rates.prefilled(250, 40.0)
+    assert rates.throughput == 2000 / 40
+    assert rates.prefill_rate == pytest.approx(250 / 40)
+    clock.now += 60
+    rates.prefilled(500, 10.0)  # alone
+    assert rates.throughput == 2500 / 50
+    rates.prefilled(500, 10.0, ago=20.0)  # before it, with a longer answer
+    assert rates.throughput == 3000 / 60
+    rates.prefilled(600, 20.0, ago=5.0)  # between and within both
+    assert rates.throughput == 3600 / 70
+
+
 def test_small_transfers_do_not_measure_a_link(rates: Rates) -> None:
     rates.received(1000, 1.0, 1000)
     assert rates.link_rate is None
