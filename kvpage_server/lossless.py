@@ -44,7 +44,8 @@ def encode_lossless(array: Buffer, dtype: DType) -> bytes | None:
     if it is no C-contiguous buffer.
     """
     view = memoryview(array)
-    dtype = check_dtype(dtype)
+    if type(dtype) is not DType:
+        dtype = check_dtype(dtype)
     if view.itemsize != dtype.itemsize:
         raise PageError(f"an array of {dtype.name.lower()} has items of {dtype.itemsize} bytes, got {view.itemsize}")
     if not view.shape:
@@ -53,13 +54,13 @@ def encode_lossless(array: Buffer, dtype: DType) -> bytes | None:
     room = nbytes - nbytes // 10
     if code is None or channels % 8 or not _HEAD.size < room or nbytes > _MOST:
         return None
-    coded = bytearray(room)
-    size = encode_matrix(code, channels, view.cast("B"), memoryview(coded)[_HEAD.size :])
+    coded = memoryview(bytearray(room))
+    size = encode_matrix(code, channels, view.cast("B"), coded[_HEAD.size :])
     if not size:
         return None
-    del coded[_HEAD.size + size :]
+    coded = coded[: _HEAD.size + size]
     _HEAD.pack_into(coded, 0, code, _VERSION, _WIDTH, 0, nbytes, 0, channels)
-    _seal(memoryview(coded))
+    _seal(coded)
     return bytes(coded)
 
 

@@ -194,6 +194,14 @@ TABLES: dict[str, Callable[[Found], str]] = {
 }
 
 
+def page_code() -> str:
+    """Return the targets of the lossless code, from the results of `python -m benchmarks page_code`."""
+    told = json.loads((RESULTS / "page_code.json").read_text(encoding="utf-8"))["findings"]
+    findings = [Finding(**{field: each[field] for field in each if field != "met"}) for each in told]
+    rows = [each.cells[:-1] for each in findings if each.met is not None or each.against == "raw blocks"]
+    return table(["work", "beside", "", "measured", "ratio or figure", "target", "met"], rows)
+
+
 # -- The documents: the tables between their marks, written anew -------------------------------------------------------
 #
 # A mark is a comment that is not shown: `<!-- table: NAME -->` before the table, `<!-- end of table -->` behind it.
@@ -213,7 +221,7 @@ def rewrite() -> None:
 def with_tables(text: str, known: Found) -> str:
     """Return a document's text with the current tables."""
 
-    elsewhere = {"profile": shares.table, **cluster.TABLES}
+    elsewhere = {"profile": shares.table, "page code": page_code, **cluster.TABLES}
 
     def written(mark: re.Match[str]) -> str:
         name = mark[2]
