@@ -139,15 +139,24 @@ class KVType(IntEnum):
     V_BIASES = 5
 
 
+def check_integer(name: str, value: int) -> int:
+    """Return `value` as an int. Raises TypeError with `name` for a bool and for any other value that is no integer,
+    because a float would be narrowed.
+    """
+    try:
+        if value is not True and value is not False:
+            return index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
+
+
 def check_range(name: str, value: int, low: int, high: int) -> int:
     """Return `value` if ``low <= value <= high``. Raises PageError with `name` and the range otherwise.
 
-    Raises TypeError for a value that is no integer, because a float would be narrowed.
+    Raises TypeError as `check_integer`.
     """
-    try:
-        number = index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {type(value).__name__}") from None
+    number = check_integer(name, value)
     if not low <= number <= high:
         raise PageError(f"{name} must be between {low} and {high}, got {value}")
     return value
@@ -166,7 +175,12 @@ def check_req_id(req_id: bytes) -> bytes:
 
 
 def check_dtype(value: int) -> DType:
-    """Return the DType with a number. Raises PageError with the allowed numbers for any other number."""
+    """Return the DType with a number. Raises PageError with the allowed numbers for any other number.
+
+    Raises TypeError for a float or a bool, because it may be equal to a number.
+    """
+    if isinstance(value, float | bool):
+        raise TypeError(f"dtype must be an integer, got {type(value).__name__}")
     try:
         return DType(value)
     except ValueError:

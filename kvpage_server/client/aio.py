@@ -24,8 +24,29 @@ from kvpage_server.client.cluster.store import PAUSE, ClusterCalls, several
 from kvpage_server.client.commands import BlobCommands, BlockCode, Coding, ask_dialect, block_code, refuses_code
 from kvpage_server.client.errors import Closed, DeadlineExceeded, Disconnected, PageClientError, Refused, Unsupported
 from kvpage_server.client.mapped import ASK_SOCKET, NOT_IN_PLACE, Dialogue, Meanwhile, borrow, give_back, maps_of
-from kvpage_server.client.page import BlockBody, BlockName, Page, StateName, check_keys, check_names
-from kvpage_server.client.raw_commands import BlockCommands, Kept, RawCommand, Word, ask, commit, encoded, watch
+from kvpage_server.client.page import (
+    BlockBody,
+    BlockName,
+    Page,
+    StateName,
+    check_connections,
+    check_integers,
+    check_keep,
+    check_keys,
+    check_names,
+)
+from kvpage_server.client.raw_commands import (
+    BlockCommands,
+    Kept,
+    RawCommand,
+    Word,
+    ask,
+    check_raw_commands,
+    commit,
+    encoded,
+    key_of,
+    watch,
+)
 from kvpage_server.client.wire.connection import Deadline, PageConnection, PagePool, page_pool, pause_before_retry
 from kvpage_server.client.wire.exchange import READ, WRITE, Conversation, Request
 from kvpage_server.page import BlockShape, PageKey
@@ -184,6 +205,7 @@ class AsyncPageClient:
         **redis_options: Any,
     ) -> None:
         """Create a client with the arguments of `PageClient`."""
+        check_connections(connections)
         Deadline(deadline)
         self._verify = verify
         self._several = several(url, verify, redis_options)
@@ -345,6 +367,7 @@ class AsyncPageClient:
     async def prefix(
         self, names: Sequence[BlockName], *, pages_per_block: int, lease_ms: int = 0, deadline: float | None = None
     ) -> int:
+        check_integers(pages_per_block=pages_per_block, lease_ms=lease_ms)
         return await self._do(self._calls.prefix(names, pages_per_block, lease_ms), deadline)
 
     async def lengths(
@@ -356,11 +379,13 @@ class AsyncPageClient:
         lease_ms: int = 0,
         deadline: float | None = None,
     ) -> list[int]:
+        check_integers(pages_per_block=pages_per_block, lease_ms=lease_ms)
         return await self._do(self._calls.lengths(names, states, pages_per_block, lease_ms), deadline)
 
     async def lease(
         self, req_id: bytes, lease_ms: int, pages: Sequence[int] = (), *, deadline: float | None = None
     ) -> int:
+        check_integers(lease_ms=lease_ms)
         return await self._do(self._calls.lease(req_id, lease_ms, pages), deadline)
 
     async def keep(
@@ -372,6 +397,7 @@ class AsyncPageClient:
         tenants: int = 1,
         deadline: float | None = None,
     ) -> Kept:
+        check_keep(keys, seconds, tenant, tenants)
         return await self._do(self._calls.keep(keys, seconds, tenant, tenants), deadline)
 
     # -- anything else ---------------------------------------------------------------------------------------------
@@ -396,7 +422,10 @@ class AsyncPageClient:
         """Send several commands, and return their decoded replies, as `PageClient.ask`. With `of`, send all of them to
         that node.
         """
+        check_raw_commands(raw_commands)
         end = Deadline(self._deadline if deadline is None else deadline)
+        if not raw_commands:
+            return []
         if self._several and of is None:
             again = gone is not RAISES
             return present(await self._do(self._several.calls.ask(raw_commands, again), end.left()), gone)
@@ -417,12 +446,15 @@ class AsyncPageClient:
         deadline: float | None = None,
     ) -> list[Any]:
         """Read and change keys in an optimistic transaction, as `PageClient.transaction`."""
+        check_raw_commands([raw_command])
         end = Deadline(self._deadline if deadline is None else deadline)
         if self._pool:
             return await self._transact(self._pool, keys, raw_command, change, end)
         assert self._several
         while True:
-            node = await self._do(self._several.calls.home(encoded(keys[0])), end.left())
+            node = await self._do(
+                self._several.calls.home(encoded(keys[0]) if keys else key_of(raw_command)), end.left()
+            )
             with self._several.attempt(node, end):
                 part = end.part(node, self._several.peers.silence(end))
                 return await self._transact(self._several.connections(node), keys, raw_command, change, part)

@@ -23,6 +23,7 @@ from kvpage_server.page import (
     PageKey,
     Plane,
     check_dtype,
+    check_integer,
     check_range,
     check_req_id,
     checksum,
@@ -136,6 +137,30 @@ def check_keys(keys: Sequence[PageKey]) -> Sequence[PageKey]:
         if not issubclass(kind, PageKey):
             raise TypeError(f"a page's key must be a PageKey, got {kind.__name__}")
     return keys
+
+
+def check_connections(connections: int) -> None:
+    """Raise ValueError for a number of connections that is not at least 1."""
+    check_integer("connections", connections)
+    if connections < 1:
+        raise ValueError(f"connections must be at least 1, got {connections}")
+
+
+def check_integers(**numbers: int) -> None:
+    """Raise TypeError for an argument that is no integer. The server checks the ranges."""
+    for name, number in numbers.items():
+        check_integer(name, number)
+
+
+def check_keep(keys: Sequence[bytes], seconds: int, tenant: str, tenants: int) -> None:
+    """Raise TypeError for an argument of `PageClient.keep` that has a wrong type."""
+    for key in keys:
+        if not isinstance(key, bytes):
+            hint = ": bytes(key) is its name" if isinstance(key, PageKey) else ""
+            raise TypeError(f"a key must be bytes, got {type(key).__name__}{hint}")
+    check_integers(seconds=seconds, tenants=tenants)
+    if not isinstance(tenant, str):
+        raise TypeError(f"tenant must be str, got {type(tenant).__name__}")
 
 
 def check_names(names: Sequence[BlockName]) -> None:

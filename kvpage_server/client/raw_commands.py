@@ -14,20 +14,27 @@ from kvpage_server.client.errors import Refused, Unsupported, WrongReply
 from kvpage_server.client.page import BlockName
 from kvpage_server.client.wire.exchange import Request, command
 from kvpage_server.client.wire.reply import Values
+from kvpage_server.page import check_integer
 
-Word = str | bytes | int
+Word = str | bytes | int  # of a command; a str is sent in UTF-8, an int in decimal
 
 
 class RawCommand(NamedTuple):
-    """A command, as its words, and the decoder of its reply, which raises WrongReply for a reply that does not fit."""
+    """A command of `PageClient.ask` and `PageClient.transaction`: its `words`, such as ``["GET", b"key"]``, and `read`,
+    the decoder of its reply.
+
+    `read` gets bytes or a memoryview of a string, an int, None, a list or a dict; its result is the decoded reply. It
+    raises WrongReply for a reply that does not fit. Without `read`, the reply is returned unchanged. With several
+    servers, the word at position `key` selects the server.
+    """
 
     words: Sequence[Word]
-    read: Callable[[Any], Any]
-    key: int = 1  # the position of the word that is its key
+    read: Callable[[Any], Any] = lambda reply: reply
+    key: int = 1
 
 
 class Kept(NamedTuple):
-    """The reply to KVPAGEKEEP."""
+    """The result of `PageClient.keep`."""
 
     keys: int  # number of keys, from the first one, whose values are kept
     until: int  # the end of their lifetime in unix milliseconds; 0 if it is unknown
@@ -63,11 +70,10 @@ def ask(raw_commands: Sequence[RawCommand]) -> Request[list[Any]]:
 
 def watch(keys: Sequence[Word], raw_command: RawCommand) -> Request[Any]:
     """Return the request that watches keys, and sends a command about them. Its result is the decoded reply to the
-    command.
+    command. Without keys, nothing is watched.
     """
-    return _request(
-        [["WATCH", *keys], raw_command.words], lambda values: _read([RawCommand((), ok), raw_command], values)[1]
-    )
+    raw_commands = [*([RawCommand(["WATCH", *keys], ok)] if keys else []), raw_command]
+    return _request([one.words for one in raw_commands], lambda values: _read(raw_commands, values)[-1])
 
 
 def commit(raw_commands: Sequence[RawCommand]) -> Request[list[Any] | None]:
@@ -75,6 +81,7 @@ def commit(raw_commands: Sequence[RawCommand]) -> Request[list[Any] | None]:
 
     Its result is the list of their decoded replies, or None if a watched key was changed.
     """
+    check_raw_commands(raw_commands)
 
     def read(values: list[Any]) -> list[Any] | None:
         opened, *queued, answers = values
@@ -86,9 +93,27 @@ def commit(raw_commands: Sequence[RawCommand]) -> Request[list[Any] | None]:
     return _request([["MULTI"], *(raw_command.words for raw_command in raw_commands), ["EXEC"]], read)
 
 
+def check_raw_commands(raw_commands: Sequence[RawCommand]) -> None:
+    """Raise TypeError for another type than RawCommand, and ValueError for a command without words."""
+    for raw_command in raw_commands:
+        if not isinstance(raw_command, RawCommand):
+            raise TypeError(f"a command must be a RawCommand, got {raw_command!r:.60}")
+        if isinstance(raw_command.words, str | bytes):
+            raise TypeError(f"the words of a command must be a list, got {raw_command.words!r:.60}")
+        if not raw_command.words:
+            raise ValueError("a command must have at least one word")
+
+
 def encoded(word: Word) -> bytes:
-    """Return the bytes that are sent for a word."""
-    return word if isinstance(word, bytes) else str(word).encode()
+    """Return the bytes that are sent for a word. Raises TypeError for another type than Word."""
+    if isinstance(word, bytes):
+        return word
+    if isinstance(word, str):
+        return word.encode()
+    try:
+        return b"%d" % check_integer("a word", word)
+    except TypeError:
+        raise TypeError(f"a word of a command must be str, bytes or int, got {type(word).__name__}") from None
 
 
 def _request(commands: Sequence[Sequence[Word]], read: Callable[[list[Any]], Any]) -> Request[Any]:

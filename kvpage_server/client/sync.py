@@ -18,8 +18,28 @@ from kvpage_server.client.cluster.store import PAUSE, several
 from kvpage_server.client.commands import BlobCommands, BlockCode, Coding, ask_dialect, block_code, refuses_code
 from kvpage_server.client.errors import Closed, DeadlineExceeded, Disconnected, PageClientError, Refused, Unsupported
 from kvpage_server.client.mapped import ASK_SOCKET, NOT_IN_PLACE, Dialogue, Meanwhile, borrow, give_back, maps_of
-from kvpage_server.client.page import BlockBody, BlockName, Page, StateName, check_keys, check_names
-from kvpage_server.client.raw_commands import Kept, RawCommand, Word, ask, commit, encoded, watch
+from kvpage_server.client.page import (
+    BlockBody,
+    BlockName,
+    Page,
+    StateName,
+    check_connections,
+    check_integers,
+    check_keep,
+    check_keys,
+    check_names,
+)
+from kvpage_server.client.raw_commands import (
+    Kept,
+    RawCommand,
+    Word,
+    ask,
+    check_raw_commands,
+    commit,
+    encoded,
+    key_of,
+    watch,
+)
 from kvpage_server.client.wire.connection import Deadline, PageConnection, PagePool, page_pool, pause_before_retry
 from kvpage_server.client.wire.exchange import Request
 from kvpage_server.page import BlockShape, PageKey
@@ -75,8 +95,7 @@ class PageClient:
 
         Raises ValueError for an invalid URL or option.
         """
-        if connections < 1:
-            raise ValueError(f"connections must be at least 1, got {connections}")
+        check_connections(connections)
         Deadline(deadline)
         self._verify = verify
         self._several = several(url, verify, redis_options)
@@ -150,7 +169,7 @@ class PageClient:
         return self._do(self._calls.mget_into(check_keys(keys), buffers), deadline)
 
     def exists(self, key: PageKey, *, deadline: float | None = None) -> bool:
-        """Return whether a page exists."""
+        """Return whether a page exists. Another value under its key, such as a string, is no page."""
         return self.mexists([key], deadline=deadline)[0]
 
     def mexists(self, keys: Sequence[PageKey], *, deadline: float | None = None) -> list[bool]:
@@ -158,7 +177,7 @@ class PageClient:
         return self._do(self._calls.mexists(check_keys(keys)), deadline)
 
     def delete(self, keys: Sequence[PageKey], *, deadline: float | None = None) -> int:
-        """Delete pages. Return the number of pages that existed."""
+        """Delete pages, and any other values under their keys. Return the number of pages that existed."""
         return self._do(self._calls.delete(check_keys(keys)), deadline)
 
     def delete_request(self, req_id: bytes, pages: Sequence[int] = (), *, deadline: float | None = None) -> int:
@@ -263,6 +282,7 @@ class PageClient:
         `pages_per_block` is the number of pages of a complete block. With several servers, later blocks may be leased
         as well. Raises Unsupported on a plain Redis.
         """
+        check_integers(pages_per_block=pages_per_block, lease_ms=lease_ms)
         return self._do(self._calls.prefix(names, pages_per_block, lease_ms), deadline)
 
     def lengths(
@@ -281,6 +301,7 @@ class PageClient:
         A state is (req_id, page_id, need), complete if it is a complete block of any shape. Several states may have the
         same need. Raises Unsupported on a plain Redis.
         """
+        check_integers(pages_per_block=pages_per_block, lease_ms=lease_ms)
         return self._do(self._calls.lengths(names, states, pages_per_block, lease_ms), deadline)
 
     def lease(self, req_id: bytes, lease_ms: int, pages: Sequence[int] = (), *, deadline: float | None = None) -> int:
@@ -290,6 +311,7 @@ class PageClient:
         A cluster has its own eviction policy: there, the call counts as a use of the blocks, and extends a shorter TTL
         to `lease_ms`. It needs page ids. Raises Unsupported without them, and on a plain Redis.
         """
+        check_integers(lease_ms=lease_ms)
         return self._do(self._calls.lease(req_id, lease_ms, pages), deadline)
 
     def keep(
@@ -308,6 +330,7 @@ class PageClient:
         `tenants`, each may keep that part of the server's limit.
         Raises Unsupported on a plain Redis and in a cluster, which has its own eviction policy.
         """
+        check_keep(keys, seconds, tenant, tenants)
         return self._do(self._calls.keep(keys, seconds, tenant, tenants), deadline)
 
     # -- anything else ---------------------------------------------------------------------------------------------
@@ -316,16 +339,21 @@ class PageClient:
         self, raw_commands: Sequence[RawCommand], *, gone: Any = RAISES, deadline: float | None = None
     ) -> list[Any]:
         """Send several commands in a pipeline. Return the decoded replies, or raise Refused for the first error reply.
+        A command is a `RawCommand`, such as ``RawCommand(["GET", b"key"])``.
 
         Without `gone`, a command is sent only once, since after a broken connection the server may have executed it.
         With several servers, a command is sent to the server of its key, which is its second word. If `gone` is given,
         commands are repeated, and `gone` replaces the replies of servers that do not answer.
         """
+        check_raw_commands(raw_commands)
+        end = Deadline(self._deadline if deadline is None else deadline)
+        if not raw_commands:
+            return []
         if self._several:
-            return present(self._do(self._several.calls.ask(raw_commands, gone is not RAISES), deadline), gone)
+            return present(self._do(self._several.calls.ask(raw_commands, gone is not RAISES), end.left()), gone)
         assert self._pool
         with self._pool.lent() as connection:
-            return connection.ask(ask(raw_commands), Deadline(self._deadline if deadline is None else deadline))
+            return connection.ask(ask(raw_commands), end)
 
     def transaction(
         self,
@@ -341,12 +369,13 @@ class PageClient:
         It starts again if another client has changed one of `keys` in between. All keys must be on the same server.
         While a cluster is changing, the transaction is tried again, even if an earlier attempt may have been executed.
         """
+        check_raw_commands([raw_command])
         end = Deadline(self._deadline if deadline is None else deadline)
         if self._pool:
             return self._transact(self._pool, keys, raw_command, change, end)
         assert self._several
         while True:
-            node = self._do(self._several.calls.home(encoded(keys[0])), end.left())
+            node = self._do(self._several.calls.home(encoded(keys[0]) if keys else key_of(raw_command)), end.left())
             with self._several.attempt(node, end):
                 part = end.part(node, self._several.peers.silence(end))
                 return self._transact(self._several.connections(node), keys, raw_command, change, part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
@@ -14,6 +15,7 @@ from documents import FENCE, ROOT
 DOCS = ROOT / "docs"
 MARKDOWN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)]*))?\)")
+INTERNAL = {"carry_out", "nodes"}  # methods of AsyncPageClient for the engine and the gateway
 DRAWINGS = ("page_way", "context_way", "tiers", "arena")
 
 
@@ -69,3 +71,29 @@ def test_the_python_reference_has_every_public_name() -> None:
     assert {*re.findall(r"auto\w+:: kvpage\.(\w+)$", text, re.MULTILINE)} - {"layouts"} == {*kvpage.__all__} - {
         "__version__"
     }
+
+
+def types_in(annotation: str) -> set[str]:
+    """Return the capitalised names in an annotation, without those of Python."""
+    elsewhere = {
+        "Any",
+        "AsyncIterator",
+        "Buffer",
+        "Callable",
+        "Hashable",
+        "Iterator",
+        "Literal",
+        "None",
+        "Self",
+        "Sequence",
+    }
+    return {*re.findall(r"[A-Z]\w+", annotation)} - elsewhere
+
+
+@pytest.mark.parametrize("client", [kvpage.PageClient, kvpage.AsyncPageClient])
+def test_types_of_the_client_s_methods_are_public(client: type) -> None:
+    methods = [method for name, method in vars(client).items() if not name.startswith("_") or name == "__init__"]
+    functions = [method for method in methods if inspect.isfunction(method) and method.__name__ not in INTERNAL]
+    used = set[str]().union(*(types_in(str(each)) for one in functions for each in one.__annotations__.values()))
+    assert {"RawCommand", "Word", "BlockShape"} <= used
+    assert used <= {*kvpage.__all__}

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from numbers import Real
 from typing import Any, TypeVar, cast
 from urllib.parse import parse_qs, urlsplit
 
@@ -39,6 +40,10 @@ from kvpage_server.client.wire.reply import Values, only
 _LONGEST = 1_000_000.0  # seconds; system calls do not accept all longer times
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 class Deadline:
     """The time by which a call must end, `seconds` after the creation of the object, _LONGEST at most. It includes
     connects, sends, receives and retries.
@@ -47,6 +52,8 @@ class Deadline:
     """
 
     def __init__(self, seconds: float, error: Callable[[], DeadlineExceeded] | None = None) -> None:
+        if not _is_number(seconds):
+            raise TypeError(f"a deadline must be a number of seconds, got {type(seconds).__name__}")
         if not seconds > 0:
             raise ValueError(f"a deadline is a positive number of seconds, got {seconds}")
         self._seconds, self._error = seconds, error

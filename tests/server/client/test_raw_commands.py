@@ -77,6 +77,24 @@ def test_several_questions_have_their_answers_in_order(
     assert client.ask([get("a")]) == [b"\x00\xff"]
 
 
+def test_calls_without_commands_or_keys_are_answered(make: Callable[[str], Any], either_server: RunningServer) -> None:
+    client = make(either_server.url)
+    assert client.ask([]) == []
+    assert client.transaction([], get("a"), lambda _: [RawCommand(["SET", "a", 1], ok)]) == [None]
+    assert client.transaction([], get("a"), lambda found: [RawCommand(["SET", "a", found + b"2"])]) == [b"OK"]
+    with pytest.raises(ValueError, match="a command must have at least one word"):
+        client.ask([RawCommand([])])
+    nothing_listens = make("redis://127.0.0.1:1,redis://127.0.0.1:2")
+    assert nothing_listens.ask([]) == []
+
+
+def test_a_command_without_a_decoder_returns_its_reply(
+    make: Callable[[str], Any], either_server: RunningServer
+) -> None:
+    asked = [RawCommand(["SET", b"a", "1"]), RawCommand(["GET", "a"]), RawCommand(["INCR", "a"])]
+    assert make(either_server.url).ask(asked) == [b"OK", b"1", 2]
+
+
 def test_a_transaction_is_repeated_after_a_concurrent_change(
     make: Callable[[str], Any], either_server: RunningServer
 ) -> None:
