@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache
 from itertools import chain
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -253,7 +253,24 @@ def _yes_no(values: list[Any]) -> list[bool]:
     return [up_to(1)(value) == 1 for value in values]
 
 
+def _not_refused(value: Any) -> Any:
+    """Return a reply; None if its key has a value of another type than a string. Raises Refused for another error."""
+    if not isinstance(value, Refused):
+        return value
+    if value.code == "WRONGTYPE":
+        return None
+    raise value.again()
+
+
 # -- dialects ----------------------------------------------------------------------------------------------------------
+
+
+class _Existence(NamedTuple):
+    """Commands that say which pages exist, with the number of their replies and the decoder of these."""
+
+    pieces: Callable[[], Iterator[Piece]]
+    replies: int
+    read: Callable[[list[Any]], list[bool]]
 
 
 class BlobCommands:
@@ -290,15 +307,33 @@ class BlobCommands:
         return Request(lambda: _encode_names(_opening(b"GET", b"MGET", len(names)), names, PageKeys.keys), Values, read)
 
     def exists(self, keys: Sequence[PageKey]) -> Request[list[bool]]:
-        text = b"".join(command(b"EXISTS", bytes(key)) for key in keys)
-        return Request(_one_piece(text), lambda: Values(len(keys)), _yes_no)
+        asked = self.existence(keys)
+        return Request(asked.pieces, lambda: Values(asked.replies, with_errors=True), asked.read)
 
     def delete(self, keys: Sequence[PageKey]) -> Request[int]:
-        """Delete pages. The reply is the number of pages that existed."""
-        names = PageKeys(keys)
-        return Request(
-            lambda: _encode_names(_opening(b"DEL", b"DEL", len(names)), names, PageKeys.keys), Values, _integer
-        )
+        """Delete the values of keys. The result is the number of pages among them."""
+        keys = [*dict.fromkeys(keys)]
+        asked, names = self.existence(keys), PageKeys(keys)
+
+        def pieces() -> Iterator[Piece]:
+            yield from asked.pieces()
+            yield from _encode_names(_opening(b"DEL", b"DEL", len(names)), names, PageKeys.keys)
+
+        def read(values: list[Any]) -> int:
+            *there, deleted = values
+            # Another client may have deleted some pages in between.
+            return min(sum(asked.read(there)), integer(_not_refused(deleted)))
+
+        return Request(pieces, lambda: Values(asked.replies + 1, with_errors=True), read)
+
+    def existence(self, keys: Sequence[PageKey]) -> _Existence:
+        """Return the commands that read the headers of pages."""
+        text = b"".join(command(b"GETRANGE", bytes(key), 0, HEADER_SIZE - 1) for key in keys)
+
+        def read(values: list[Any]) -> list[bool]:
+            return [header_of(key, _not_refused(value)) is not None for key, value in zip(keys, values, strict=True)]
+
+        return _Existence(_one_piece(text), len(keys), read)
 
     def set_blocks(
         self, names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[Sequence[memoryview]], ttl: int
@@ -407,14 +442,16 @@ class PageCommands(BlobCommands):
             dict,
         )
 
-    def exists(self, keys: Sequence[PageKey]) -> Request[list[bool]]:
+    def existence(self, keys: Sequence[PageKey]) -> _Existence:
+        """Return the command that says which pages exist."""
         names = PageKeys(keys)
 
         def read(values: list[Any]) -> list[bool]:
-            return _yes_no(values if len(names) == 1 else array(len(names))(values[0]))
+            value = _not_refused(values[0])
+            return _yes_no([value] if len(names) == 1 else array(len(names))(value))
 
-        return Request(
-            lambda: _encode_names(_page_opening(b"EXISTS", len(names), 5), names, PageKeys.words), Values, read
+        return _Existence(
+            lambda: _encode_names(_page_opening(b"EXISTS", len(names), 5), names, PageKeys.words), 1, read
         )
 
     def set_blocks(

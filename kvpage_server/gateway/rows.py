@@ -459,12 +459,12 @@ class StringsBehind:
             return ask([*map(bytes, some), *{cluster.block_key((page.req_id, page.page)) for page in some}])
 
         if word == b"UNLINK" and 0 < len(pages) <= MOST:
-            count = yield from self.upstream.do(self._plans.calls.delete(pages))
+            count = yield from self.upstream.do(self._plans.calls.unlink(pages))
         else:  # all pages are counted before the first one is deleted, because its block is deleted with it
             count = sum((yield from self.upstream.each(pages, self._plans.calls.taken)))
             if word == b"UNLINK":
                 for some in _some(pages):
-                    yield from self.upstream.do(self._plans.calls.delete(some))
+                    yield from self.upstream.do(self._plans.calls.unlink(some))
             elif word == b"TOUCH":
                 yield from self.upstream.each(pages, touch)
         answers = yield from self.upstream.each(others, ask)

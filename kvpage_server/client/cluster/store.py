@@ -122,11 +122,7 @@ class ClusterCalls:
     @timed
     def mexists(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[bool]]:
         """Return for each page whether it exists."""
-        alone = [commands.get_range(bytes(key), 0, HEADER_SIZE - 1) for key in keys]
-        found = yield from self._with_blocks(keys, alone, end)
-        return [
-            in_block or header_of(key, answer) is not None for key, (answer, in_block) in zip(keys, found, strict=True)
-        ]
+        return [is_page or in_block for is_page, in_block in (yield from self._existence(keys, end))]
 
     @timed
     def taken(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[bool]]:
@@ -138,14 +134,20 @@ class ClusterCalls:
 
     @timed
     def delete(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[int]:
-        """Delete pages. A block that contains one of them is deleted as a whole. Return the number of the named pages
-        that existed.
+        """Delete the values of keys. A block that contains one of these pages is deleted as a whole. Return the number
+        of the named pages that existed.
         """
         keys = list(dict.fromkeys(keys))
+        found = yield from self._existence(keys, end)
+        yield from self._unlink(keys, [in_block for _, in_block in found], end)
+        return sum(is_page or in_block for is_page, in_block in found)
+
+    @timed
+    def unlink(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[int]:
+        """Delete as `delete`. Return the number of the named keys that had a value, as `taken`."""
+        keys = list(dict.fromkeys(keys))
         found = yield from self._with_blocks(keys, [simple(b"EXISTS", bytes(key)) for key in keys], end)
-        blocks = {block_key((key.req_id, key.page)) for key, (_, in_block) in zip(keys, found, strict=True) if in_block}
-        gone = [simple(b"UNLINK", key, writes=True) for key in (*map(bytes, keys), *blocks)]
-        yield from self._integers(gone, end)
+        yield from self._unlink(keys, [in_block for _, in_block in found], end)
         return sum(in_block or answer == 1 for answer, in_block in found)
 
     @timed
@@ -401,6 +403,20 @@ class ClusterCalls:
         names = list(dict.fromkeys((key.req_id, key.page) for key in keys))
         answers = yield from self.router.ask([*asked, *map(commands.get_opening, names)], end)
         return answers[: len(keys)], _shapes(names, answers[len(keys) :])
+
+    def _existence(self, keys: Sequence[PageKey], end: Deadline) -> Plan[list[tuple[bool, bool]]]:
+        """Return for each page whether it is stored by itself, and whether it is in a block that was stored whole."""
+        alone = [commands.get_range(bytes(key), 0, HEADER_SIZE - 1) for key in keys]
+        found = yield from self._with_blocks(keys, alone, end)
+        return [
+            (header_of(key, answer) is not None, in_block) for key, (answer, in_block) in zip(keys, found, strict=True)
+        ]
+
+    def _unlink(self, keys: Sequence[PageKey], in_blocks: Sequence[bool], end: Deadline) -> Plan[None]:
+        """Delete the values of keys, and the blocks of those pages that are in blocks."""
+        blocks = {block_key((key.req_id, key.page)) for key, in_block in zip(keys, in_blocks, strict=True) if in_block}
+        gone = [simple(b"UNLINK", key, writes=True) for key in (*map(bytes, keys), *blocks)]
+        yield from self._integers(gone, end)
 
     def _integers(self, asked: Sequence[Command], end: Deadline) -> Plan[list[int]]:
         return [integer(answer) for answer in (yield from self.router.ask(asked, end))]

@@ -25,6 +25,7 @@ from test_page_client import (  # noqa: F401 - these tests of one server apply t
     test_a_block_in_several_pieces_arrives_as_one,
     test_a_missing_page_is_a_miss_and_the_others_arrive,
     test_a_page_of_another_length_is_a_miss,
+    test_a_string_under_a_page_s_key_is_no_page,
     test_any_array_can_be_sent_and_one_of_its_kind_received,
     test_blocks_are_read_as_a_whole_or_not_at_all,
     test_deleted_pages_are_absent,

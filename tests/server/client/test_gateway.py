@@ -275,7 +275,8 @@ def test_a_string_under_a_pages_key_is_no_page(cluster: Cluster, client: Any) ->
     client.set(bytes(key), b"plain" * 100)
     with PageClient(cluster.url) as pages:
         assert pages.mexists([key]) == [False]
-        assert pages.delete([key]) == 1
+        assert pages.delete([key]) == 0
+    assert client.exists(bytes(key)) == 0
 
 
 def test_the_rights_of_a_user_hold_here(cluster: Cluster) -> None:

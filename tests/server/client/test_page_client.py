@@ -12,7 +12,7 @@ import redis
 from page_batches import SHAPE, Array, batch, block_body, key, room, same
 from servers import RunningServer, free_port
 
-from kvpage_server.client import BadBuffer, Page, PageClient, Unsupported
+from kvpage_server.client import BadBuffer, Page, PageClient, RawCommand, Unsupported
 from kvpage_server.page import DType, KVType, PageError, PageKey, checksum, decode_page, encode_page
 
 
@@ -152,6 +152,28 @@ def test_deleted_pages_are_absent(pages: PageClient) -> None:
     pages.mset(batch(5))
     assert pages.delete([key(1), key(2), key(99), key(1)]) == 2
     assert pages.mexists([key(i) for i in range(5)]) == [True, False, False, True, True]
+
+
+def test_a_string_under_a_page_s_key_is_no_page(pages: PageClient) -> None:
+    pages.mset(batch(3))
+    pages.ask([RawCommand(["SET", bytes(key(number)), b"no page"]) for number in (1, 7)])
+    names = [key(number) for number in (0, 1, 2, 7, 9)]
+    assert pages.mexists(names) == [True, False, True, False, False]
+    assert [pages.exists(name) for name in names] == [True, False, True, False, False]
+    assert [page is not None for page in pages.mget(names)] == [True, False, True, False, False]
+    assert pages.misses["absent"] == 1
+    assert pages.misses["header"] + pages.misses["size"] == 2
+    assert pages.delete([key(7)]) == 0
+    assert pages.delete([*names, *names]) == 2
+    assert pages.ask([RawCommand(["EXISTS", bytes(name)]) for name in names]) == [0] * 5
+
+
+def test_pages_under_keys_of_other_types_do_not_exist(redis_server: RunningServer) -> None:
+    with PageClient(redis_server.url) as pages:
+        pages.mset(batch(1))
+        pages.ask([RawCommand(["HSET", bytes(key(1)), "field", "value"])])
+        assert pages.mexists([key(0), key(1)]) == [True, False]
+        assert pages.delete([key(0), key(1)]) == 1
 
 
 def test_a_batch_may_use_several_connections_at_once(either_server: RunningServer) -> None:
