@@ -39,6 +39,15 @@ class TestTransactions:
             assert wire.ask(b"EXEC") == b"-ERR EXEC without MULTI\r\n"
         assert client.exists("key") == 0
 
+    def test_a_wrong_page_does_not_stop_the_others(self, server: RunningServer, client: redis.Redis) -> None:
+        with Wire(server.port) as wire:
+            wire.ask(b"MULTI")
+            for words in (b"txx 0 0 0 0 8 1 1 0 x", b"txx 0 0 1 9 8 1 1 0 x"):
+                assert wire.ask(b"KVPAGESET", *words.split()) == b"+QUEUED\r\n"
+            done, refused = items(wire.ask(b"EXEC"))
+            assert (done, refused.startswith(b"-ERR kv_type must be")) == (b"+OK\r\n", True)
+        assert client.exists("kv:txx:0:0:0:0", "kv:txx:0:0:1:9") == 1
+
     def test_discard_forgets_everything(self, server: RunningServer, client: redis.Redis) -> None:
         with Wire(server.port) as wire:
             wire.ask(b"WATCH", b"key")
