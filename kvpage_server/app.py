@@ -409,11 +409,12 @@ def _limit_garbage_collection() -> None:
     """Exclude existing objects from garbage collection, and raise the thresholds of the collector.
 
     Pages have no reference cycles, and a collection that visits millions of them would stall every client. The
-    collector visits new objects twice, in generations of some ten thousand: each collection takes about a millisecond.
+    collector visits new objects twice: 2,000 after their creation, in 0.5 ms, and once more together with those of the
+    collections before, at most 12,000, in 2 ms.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 5, 1_000_000)
+    gc.set_threshold(2000, 5, 1_000_000)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+import redis
 from servers import RunningServer, start_server
 from wire import Wire, encode_command
 
@@ -276,6 +277,37 @@ def test_a_pattern_for_part_of_a_request_does_not_open_all_of_it(shared: Running
         ):
             assert answer(shared, b"layer0", refused.split()).startswith(b"-NOPERM")
         admin.acl_deluser("layer0")
+
+
+def test_an_index_needs_the_right_to_all_its_keys(shared: RunningServer) -> None:
+    index, key = "kv:tenantB.secret:index", "kv:tenantB.secret:0:0:0:0"
+    with shared.client(username="admin", password="x") as admin:
+        for user, pattern in (("part", "kv:tenantB.secret:[^1]*"), ("indexes", "kv:*:index"), ("all", "kv:tenantB.*")):
+            admin.acl_setuser(user, enabled=True, nopass=True, keys=[pattern], commands=["+@all"])
+            with shared.client(username=user, password="x") as client:
+                for words in (["SMEMBERS", index], ["SSCAN", index, 0], ["SCARD", index], ["SISMEMBER", index, key]):
+                    if user == "all":
+                        assert client.execute_command(*words)
+                        continue
+                    with pytest.raises(redis.exceptions.NoPermissionError):
+                        client.execute_command(*words)
+            admin.acl_deluser(user)
+
+
+def test_a_change_of_rights_cancels_transactions_that_watch(shared: RunningServer) -> None:
+    """Otherwise the reply of EXEC shows whether a key has changed after its user has lost the right to it."""
+    with shared.client(username="admin", password="x") as admin:
+        admin.acl_setuser("watcher", enabled=True, nopass=True, keys=["plain:*"], commands=["+@all"])
+        with Wire(shared.port) as wire:
+            assert wire.ask(b"AUTH", b"watcher", b"x") == b"+OK\r\n"
+            for watched in (True, False):
+                if watched:
+                    wire.ask(b"WATCH", b"plain:secret")
+                wire.ask(b"MULTI")
+                wire.ask(b"PING")
+                admin.acl_setuser("watcher", reset_keys=True, keys=["other:*"])
+                assert wire.ask(b"EXEC") == (b"*-1\r\n" if watched else b"*1\r\n+PONG\r\n")
+        admin.acl_deluser("watcher")
 
 
 def test_refusals_take_as_long_as_replies(shared: RunningServer) -> None:

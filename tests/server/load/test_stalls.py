@@ -6,6 +6,8 @@ measures the latency of another client.
 
 from __future__ import annotations
 
+import gc
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -105,3 +107,24 @@ def test_every_command_is_asked_with_its_worst_arguments() -> None:
 
 def test_short_forms_have_their_values() -> None:
     assert {scene_name(scene) for scene in scenes(10)} >= SHORT | BY_DESIGN | ENDS
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="this interpreter collects garbage in steps of its own")
+def test_a_garbage_collection_visits_few_objects() -> None:
+    """Each takes 0.2 us. A KVPAGEDEL of 100,000 blocks had collections of 60,000 objects, in 11 ms."""
+    visited = list[int]()
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        """Note how many objects a collection visits."""
+        if phase == "start":
+            visited.append(sum(len(gc.get_objects(young)) for young in range(info["generation"] + 1)))
+
+    with measured() as turns:
+        names = ([b"r", b"0", b"0", b"%d" % page, b"0"] for page in range(20_000))
+        pages = [word for name in names for word in (*name, b"8", b"1", b"1", b"0", b"b")]
+        gc.callbacks.append(note)
+        try:
+            turns.cost(encode_command([b"KVPAGEMSET", b"20000", *pages]), encode_command([b"KVPAGEDEL", b"r"]))
+        finally:
+            gc.callbacks.remove(note)
+    assert 2000 < max(visited) < 20_000

@@ -270,7 +270,10 @@ class Model(Strings, Pages, AboutTheServer, Tracked):
         return OK
 
     def change_rights(self, user: bytes, rules: Words) -> None:
-        """Change the rights of a user, which is created if necessary."""
+        """Change the rights of a user, which is created if necessary, and cancel the transactions that watch keys."""
+        for talk in self.talks:
+            if talk.user == user:
+                talk.watched = dict.fromkeys(talk.watched, True)
         self.users.setdefault(user, Rights([], is_on=False)).change(rules)
 
     def do_client(self, what: bytes, *words: bytes) -> Any:

@@ -18,7 +18,7 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.checks import fetched, wait_for_checksums
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.specs import READ, WORDS_PER_STEP, WRITE, Parts, blocks_of_request, nothing, requests
-from kvpage_server.commands.steps import STEP, Steps
+from kvpage_server.commands.steps import STEP, Steps, each
 from kvpage_server.core import Argument, PageNames
 from kvpage_server.core.arguments import PageName
 from kvpage_server.page import MAX_PAGE, PageError, PageKey, check_req_id, checksum, unix_ms
@@ -202,11 +202,24 @@ def kvpagedel(client: Client, args: list[Argument]) -> Reply:
 
     A block of more than 1024 pages that were stored one by one is deleted in parts, which others see.
     """
-    keyspace = client.keyspace
+    keyspace, req_id = client.keyspace, request_name(args[0])
 
     def steps() -> Iterator[Reply]:
-        blocks, removed = (yield from named_blocks(client, args[0], args[1:])), 0
-        for block in _existing_blocks(keyspace, sorted(blocks, key=lambda block: -block.page)):
+        if len(args) > 1:
+            ids = yield from ascending((yield from each(args[1:], lambda some: [*map(page_id, some)])))
+        else:
+            ids = [block.page for block in (yield from blocks_of(client, req_id))]
+        removed = 0
+        while ids:  # they are not the blocks, because a list of removed blocks would be freed in one step
+            page = ids.pop()
+            if _takes_long(keyspace, req_id, page):
+                keyspace.reader.block(req_id, page)
+                yield ()
+            block = keyspace.reader.block(req_id, page)
+            if block is None:
+                if not len(ids) % STEP:
+                    yield ()
+                continue
             if block.extent is not None or block.pages <= _DELETED_PAGES_PER_STEP:
                 removed += keyspace.contents.remove_block(block, "del")
                 yield ()

@@ -120,7 +120,7 @@ def _is_quiet(client: Client) -> bool:
 
 
 def _apply_changed_rights(client: Client, changed: Collection[bytes]) -> Steps[None]:
-    """Apply the new rights of the users named in `changed` to their connections.
+    """Apply the new rights of the users named in `changed` to their connections, and cancel transactions that watch.
 
     Then close, in steps, the connections of deleted users, and connections with MONITOR or subscriptions that are not
     allowed any more. The calling client's is closed last, after its reply.
@@ -130,6 +130,7 @@ def _apply_changed_rights(client: Client, changed: Collection[bytes]) -> Steps[N
         if other.user is None or other.user.name not in changed:
             continue
         other.user = users.get(other.user.name)
+        other.watched_changed = other.watched_changed or bool(other.watching)  # it may not see whether keys change
         other.update_fast_path()
         if other is not client and (other.user is None or other.listens):
             left.append(other)
