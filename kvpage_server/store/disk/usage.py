@@ -7,7 +7,8 @@ extend is deferred until nothing extends it, see `DiskAccount`.
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
-from typing import Any, cast
+from operator import attrgetter
+from typing import Any
 
 from kvpage_server.core import Slot
 from kvpage_server.store.disk.encoding import SetExpiry, ShortText, Value
@@ -72,13 +73,14 @@ class DiskUsage:
     def expect_all(self, names: Iterable[bytes], sizes: Iterable[int]) -> None:
         """Note queued writes with these footprints, each above 0."""
         stored, queued, replaced = self._sizes, self._expected, self._replaced
-        for name, size in zip(names, sizes, strict=True):
-            there = stored.get(name, 0)
-            self.expected += size - queued.get(name, there)
-            queued[name] = size
-            if there:
-                self.replaced += there - replaced.get(name, 0)
-                replaced[name] = there
+        new = dict(zip(names, sizes, strict=True))
+        waiting, on_disk = queued.keys() & new.keys(), stored.keys() & new.keys()
+        before = sum(map(queued.__getitem__, waiting)) + sum(map(stored.__getitem__, on_disk - waiting))
+        self.expected += sum(new.values()) - before
+        queued.update(new)
+        for name in on_disk:
+            self.replaced += stored[name] - replaced.get(name, 0)
+            replaced[name] = stored[name]
 
     def expect_removals(self, names: Iterable[bytes], *, replaced: bool) -> None:
         """Note queued removals, see `expect`."""
@@ -257,6 +259,7 @@ class DiskUsage:
 
 # -- The values on disk, and their queued changes ----------------------------------------------------------------------
 
+_FOOTPRINT, _SIZE, _REQ_ID = attrgetter("footprint"), attrgetter("size"), attrgetter("unit.req_id")  # of a page
 _CHANGE = 100  # approximate bytes of memory of a queued change, without the name and the value
 
 
@@ -304,13 +307,11 @@ class Stored:
     def store_pages(self, keys: Sequence[bytes], pages: Sequence[Slot | ExtentPage]) -> None:
         """Queue writes of pages to disk, in one call for all."""
         names = names_of_keys(keys)
-        sizes, on_disk = list[int](), list[int]()
-        for name, page in zip(names, pages, strict=True):
-            sizes.append(page.footprint + _CHANGE + len(name))
-            on_disk.append(footprint_of(len(cast(Block, page.unit).req_id), page.size))
         if self.maxdisk:
-            self.usage.expect_all(names, on_disk)
-        self.behind.note_all(names, pages, sizes)
+            id_sizes = map(len, map(_REQ_ID, pages))
+            self.usage.expect_all(names, map(footprint_of, id_sizes, map(_SIZE, pages)))
+        lengths = zip(map(_FOOTPRINT, pages), map(len, names), strict=True)
+        self.behind.note_all(names, pages, [footprint + _CHANGE + length for footprint, length in lengths])
 
     def retime(self, name: bytes, value: Entry) -> None:
         """Queue a value's new expiry if the value will be on disk, or the whole value if its write is queued anyway."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -27,6 +28,7 @@ Error = DiskError | DiskFull
 Done = Callable[[Error | None], None]  # receives the error of a commit, or None
 R = TypeVar("R")
 
+_SIZE = itemgetter(1)  # of a queued change, in bytes of memory
 _VALUES_PER_FREE = 256  # values that are freed in one step
 # Seconds without a job after which the thread returns free memory to the system. It keeps it until then, because the
 # system would have to zero the memory for the next commit.
@@ -67,12 +69,10 @@ class Batch(Generic[T]):
     def note_all(self, names: Sequence[bytes], values: Sequence[T], sizes: Sequence[int]) -> None:
         """Set the changes of several values, none of them a removal."""
         changes = self.changes
-        get, grown = changes.get, sum(sizes)
-        for name, value, size in zip(names, values, sizes, strict=True):
-            if (old := get(name)) is not None:
-                grown -= old[1]
-            changes[name] = (value, size)
-        self.size += grown
+        new = dict(zip(names, zip(values, sizes, strict=True), strict=True))
+        old = map(changes.__getitem__, changes.keys() & new.keys())
+        self.size += sum(map(_SIZE, new.values())) - sum(map(_SIZE, old))
+        changes.update(new)
         if self.removed:
             for name in names:
                 self.removed.pop(name, None)
