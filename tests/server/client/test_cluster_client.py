@@ -46,7 +46,7 @@ from kvpage_server.client.cluster.topology import Node as NodeAddress
 from kvpage_server.client.cluster.topology import has_tag, redirection, slot_of
 from kvpage_server.client.page import pages_of_block
 from kvpage_server.client.wire.reply import Lines
-from kvpage_server.page import BlockShape, DType, KVType, PageKey, decode_page
+from kvpage_server.page import BlockShape, DType, KVType, PageKey, Plane, decode_page
 
 NAMES = [(b"{prompt-%d}" % i, i) for i in range(24)]
 
@@ -83,6 +83,17 @@ def node_of(cluster: Cluster, name: tuple[bytes, int]) -> Node:
 
 
 # -- stored values -----------------------------------------------------------------------------------------------------
+
+
+def test_a_block_of_another_shape_is_a_miss(pages: PageClient) -> None:
+    shape, name = BlockShape(2, 2, 4, (Plane(0, DType.FLOAT16, 8), Plane(1, DType.FLOAT16, 8))), (b"shapes", 0)
+    pages.set_block(name, shape, bytes(shape.nbytes))
+    for planes, why in (
+        ((Plane(0, DType.FLOAT16, 8), Plane(1, DType.BFLOAT16, 8)), "header"),
+        ((Plane(0, DType.FLOAT16, 16),), "size"),
+    ):
+        other = BlockShape(2, 2, 4, planes)
+        assert pages.fetch_blocks_into([name], other, [bytearray(other.nbytes)]) == [why]
 
 
 def test_a_batch_costs_one_round_trip_per_node(pages: PageClient) -> None:

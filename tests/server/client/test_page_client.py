@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import redis
+from keyspaces import cache
 from page_batches import SHAPE, Array, batch, block_body, key, room, same
 from servers import RunningServer, free_port
 
 from kvpage_server.client import BadBuffer, Page, PageClient, RawCommand, Unsupported
-from kvpage_server.page import DType, KVType, PageError, PageKey, checksum, decode_page, encode_page
+from kvpage_server.client.page import pages_of_block
+from kvpage_server.page import BlockShape, DType, KVType, PageError, PageKey, Plane, checksum, decode_page, encode_page
 
 
 @pytest.fixture(params=[True, False], ids=["verify", "no verify"])
@@ -328,6 +330,23 @@ def test_blocks_are_read_as_a_whole_or_not_at_all(pages: PageClient) -> None:
     assert pages.misses == {"absent": 2}
     assert not pages.get_block_into(names[3], SHAPE, into[3])
     assert pages.get_block_into(names[2], SHAPE, into[3])
+
+
+def test_a_block_of_another_shape_may_have_the_same_length(server: RunningServer, redis_server: RunningServer) -> None:
+    """docs/client.md says which clients notice that."""
+    name, body = (b"shapes", 0), cache(0, 16, DType.BFLOAT16, 64)
+    shape = BlockShape(8, 4, 16, tuple(Plane(kind, DType.BFLOAT16, 64) for kind in (KVType.K, KVType.V)))
+    other = BlockShape(8, 4, 16, (Plane(KVType.K, DType.BFLOAT16, 128),))
+    for url, code, why in (
+        (server.url, "never", None),
+        (server.url, "always", "code"),
+        (redis_server.url, "never", "size"),
+    ):
+        with PageClient(url, code=code, deadline=30) as pages:  # type: ignore[arg-type]
+            pages.set_block(name, shape, body)
+            assert pages.fetch_blocks_into([name], other, [bytearray(other.nbytes)]) == [why]
+            assert pages.misses == ({why: 1} if why else {})
+            pages.delete([key for key, *_ in pages_of_block(name, shape)])
 
 
 def test_a_block_in_several_pieces_arrives_as_one(pages: PageClient) -> None:
