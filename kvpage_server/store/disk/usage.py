@@ -7,7 +7,7 @@ extend is deferred until nothing extends it, see `DiskAccount`.
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
-from operator import attrgetter
+from operator import add, attrgetter
 from typing import Any
 
 from kvpage_server.core import Slot
@@ -310,8 +310,8 @@ class Stored:
         if self.maxdisk:
             id_sizes = map(len, map(_REQ_ID, pages))
             self.usage.expect_all(names, map(footprint_of, id_sizes, map(_SIZE, pages)))
-        lengths = zip(map(_FOOTPRINT, pages), map(len, names), strict=True)
-        self.behind.note_all(names, pages, [footprint + _CHANGE + length for footprint, length in lengths])
+        with_names = map(add, map(_FOOTPRINT, pages), map(len, names))
+        self.behind.note_all(names, pages, map(_CHANGE.__add__, with_names))
 
     def retime(self, name: bytes, value: Entry) -> None:
         """Queue a value's new expiry if the value will be on disk, or the whole value if its write is queued anyway."""

@@ -66,7 +66,7 @@ class Batch(Generic[T]):
         elif old is not None:
             self.removed.pop(name, None)
 
-    def note_all(self, names: Sequence[bytes], values: Sequence[T], sizes: Sequence[int]) -> None:
+    def note_all(self, names: Sequence[bytes], values: Iterable[T], sizes: Iterable[int]) -> None:
         """Set the changes of several values, none of them a removal."""
         changes = self.changes
         new = dict(zip(names, zip(values, sizes, strict=True), strict=True))
@@ -362,7 +362,7 @@ class WriteBehind(Generic[T]):
         self.position += 1
         self._changed()
 
-    def note_all(self, names: Sequence[bytes], values: Sequence[T], sizes: Sequence[int]) -> None:
+    def note_all(self, names: Sequence[bytes], values: Iterable[T], sizes: Iterable[int]) -> None:
         """Queue several changed values. `sizes` are in bytes of memory."""
         self._next.note_all(names, values, sizes)
         self.position += len(names)
