@@ -144,7 +144,7 @@ def check_integer(name: str, value: int) -> int:
     because a float would be narrowed.
     """
     try:
-        if value is not True and value is not False:
+        if not isinstance(value, bool):
             return index(value)
     except TypeError:
         pass
@@ -156,7 +156,7 @@ def check_range(name: str, value: int, low: int, high: int) -> int:
 
     Raises TypeError as `check_integer`.
     """
-    number = check_integer(name, value)
+    number = value if type(value) is int else check_integer(name, value)  # a call costs more than the comparison
     if not low <= number <= high:
         raise PageError(f"{name} must be between {low} and {high}, got {value}")
     return value
