@@ -566,10 +566,11 @@ class Disk:
         """Commit changes in order, all or none. They are durable on return if the store was opened with `flushes`.
 
         Return the bytes of the code of each value that was coded, by name. If the map is full, retry once: with the
-        pages of lost pieces and of the last commit, and with bodies in pieces of one page each. Raises DiskFull,
-        DiskError.
+        pages of lost pieces and of the last commit, and with bodies in pieces of one page each. A retry iterates over
+        `changes` again, so those of an iterator are kept. Raises DiskFull, DiskError.
         """
-        changes = list(changes)
+        if isinstance(changes, Iterator):
+            changes = list(changes)
         with lmdb_errors(self.path, writing=True):
             try:
                 coded = self._commit(changes)

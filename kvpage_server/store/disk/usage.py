@@ -260,7 +260,7 @@ class DiskUsage:
 # -- The values on disk, and their queued changes ----------------------------------------------------------------------
 
 _FOOTPRINT, _SIZE, _REQ_ID = attrgetter("footprint"), attrgetter("size"), attrgetter("unit.req_id")  # of a page
-_CHANGE = 100  # approximate bytes of memory of a queued change, without the name and the value
+_CHANGE = 300  # approximate bytes of memory of a queued change, with its row, without the name and the value
 
 
 class DiskCounters:

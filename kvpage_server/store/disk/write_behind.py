@@ -109,6 +109,30 @@ class Batch(Generic[T]):
             yield
 
 
+@dataclass(frozen=True, slots=True)
+class _BatchChanges(Generic[T]):
+    """The changes of a batch for the disk, which each iteration creates one at a time.
+
+    Iterations run in the thread, while the loop may add to the batch's `expiries`.
+    """
+
+    batch: Batch[T]
+    change_of: Callable[[bytes, T], Change]
+
+    def __iter__(self) -> Iterator[Change]:
+        batch = self.batch
+        if batch.clears:
+            yield Clear()
+        for name, (value, _) in batch.changes.items():
+            change = Delete(name) if value is None else self.change_of(name, value)
+            # `change_of` has read the value's expiry. If the loop has changed it since the commit began, `expiries` has
+            # the old one. The loop notes the old one before it sets the new one, so a check after `change_of` misses
+            # none.
+            if name in batch.expiries and isinstance(change, Write):
+                change.expires = batch.expiries[name]
+            yield change
+
+
 _Job = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
@@ -166,28 +190,15 @@ class DiskWriter(Generic[T]):
         """
         try:
             if makes_room:
-                self._disk.commit_removals(self._changes(batch))
+                self._disk.commit_removals(_BatchChanges(batch, self._change_of))
             else:
-                batch.coded = self._disk.write(self._changes(batch))
+                batch.coded = self._disk.write(_BatchChanges(batch, self._change_of))
         except (DiskFull, DiskError) as error:
             return type(error)(str(error))
         except Exception as error:
             log.exception("queued values cannot be written")
             return DiskError(repr(error))
         return None
-
-    def _changes(self, batch: Batch[T]) -> Iterable[Change]:
-        """Yield the changes of a batch. Runs in the thread, while the loop may add to `expiries`."""
-        if batch.clears:
-            yield Clear()
-        for name, (value, _) in batch.changes.items():
-            change = Delete(name) if value is None else self._change_of(name, value)
-            # `change_of` has read the value's expiry. If the loop has changed it since the commit began, `expiries` has
-            # the old one. The loop notes the old one before it sets the new one, so a check after `change_of` misses
-            # none.
-            if name in batch.expiries and isinstance(change, Write):
-                change.expires = batch.expiries[name]
-            yield change
 
     async def close(self) -> None:
         """Stop the thread after all its jobs."""

@@ -117,7 +117,7 @@ def _memory(server: Server) -> Fields:
         "total_system_memory_human": human(total),
         **_maxmemory(server),
         "mem_fragmentation_ratio": f"{rss / used if used else 0:.2f}",
-        "mem_fragmentation_bytes": rss - used if used else 0,
+        "mem_fragmentation_bytes": rss - used,
         "mem_clients_normal": server.in_flight,
         "mem_allocator": "arena",
         "arena_used": keyspace.arena.used,

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import lmdb
 import pytest
 
-from kvpage_server.page import DType, PageKey, encode_page
+from kvpage_server.page import BlockShape, DType, PageKey, Plane, encode_page
 from kvpage_server.store.disk.database import FILE, Disk
 from kvpage_server.store.disk.encoding import Clear, Delete, Quarantine, SetExpiry, Write
 from kvpage_server.store.disk.lmdb_file import CODED_FORMAT, DiskError, DiskFull
+from kvpage_server.store.disk.usage import Stored
+from kvpage_server.store.disk.write_behind import Batch, DiskWriter
+from kvpage_server.store.memory.catalogue import Catalogue
+from kvpage_server.store.memory.index import Extent, OnDisk
 from kvpage_server.store.records import INLINE, PIECE, Damaged, Record, footprint, name_of_block, name_of_key
 
 SIZES = [0, 1, INLINE, INLINE + 1, PIECE - 1, PIECE, PIECE + 1, 5_000_000]
@@ -369,3 +377,50 @@ def test_flipped_bits_are_refused_or_found_and_never_served(tmp_path: Path, seed
     else:
         intact, damaged = map(int, found.stdout.split())
         assert intact + damaged > 150
+
+
+@contextmanager
+def traced() -> Iterator[list[int]]:
+    """Add the bytes of Python's objects, at the end and at most, to the list, without those from before."""
+    found: list[int] = []
+    tracemalloc.start()
+    try:
+        yield found
+        found += tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_commit_has_one_change_at_a_time_in_memory(disk: Disk) -> None:
+    """A batch may have 100,000 changes, whose values are in memory already."""
+    batch: Batch[int] = Batch()
+    for number in range(2000):
+        batch.note(b"k%d" % number, number, 10_000)
+
+    async def write() -> Exception | None:
+        writer: DiskWriter[int] = DiskWriter(
+            disk, lambda name, number: Write(name, b"", number.to_bytes(10_000, "little"))
+        )
+        done = asyncio.get_running_loop().create_future()
+        writer.commit(batch, done.set_result)
+        error: Exception | None = await done
+        await writer.close()
+        return error
+
+    with traced() as nbytes:
+        assert asyncio.run(write()) is None
+    assert len(disk) == 2000
+    assert nbytes[1] < 5_000_000  # all changes have 20 MB
+
+
+def test_queued_pages_count_their_memory() -> None:
+    catalogue, stored, batch = Catalogue(), Stored(1 << 40), Batch[Any]()
+    stored.behind = cast(Any, batch)
+    shape = BlockShape(64, 64, 1, (Plane(0, DType.UINT8, 1),))
+    block = catalogue.index.open(b"r", 0)
+    catalogue.fill(block, Extent(shape, OnDisk(b"br:0", shape.nbytes), 0, 0, 0))
+    pages = catalogue.split(block)
+    with traced() as nbytes:
+        stored.store_pages([*pages], [*pages.values()])
+    assert len(batch.changes) == shape.pages
+    assert nbytes[0] < batch.size < 3 * nbytes[0]
