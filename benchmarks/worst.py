@@ -120,6 +120,11 @@ def _keys(many: int) -> Iterator[Scene]:
         yield Scene("present", words, [short])
         yield Scene("present, long", words, [long])
         yield Scene("cold", words, [long], cold=True)
+    named = [b"%d" % at + b"k" * 8000 for at in range(min(many // 200, 500))]
+    stored = [b"MSET", *(word for key in named for word in (key, b"v"))]
+    for command in (b"DEL", b"EXISTS", b"MGET", b"WATCH"):
+        yield Scene("keys of 8 KB", [command, *named], [stored])
+    yield Scene("keys of 8 KB", [b"MSETNX", *stored[1:]])
     mapped = [b"KVMAP", b"MGET", *keys]
     yield Scene("present, long", mapped, [long])
     yield Scene("cold", mapped, [long], cold=True)
@@ -349,6 +354,7 @@ def _rights(many: int) -> Iterator[Scene]:
         for what, words in (
             ("many keys", [b"MGET", *keys]),
             ("a thousand keys", [b"MGET", *keys[:1000]]),
+            ("keys of 8 KB", [b"EXISTS", *(b"%d" % at + b"k" * 8000 for at in range(min(many // 200, 500)))]),
             ("all keys", [b"KEYS", b"*"]),
         ):
             yield Scene(f"who has {name}, {what}", words, [_strings(many), *made], after=back)
@@ -458,6 +464,7 @@ def _rest(many: int) -> Iterator[Scene]:
     patterns = [b"%d" % at + _LONG for at in range(WORDS_PER_STEP - 2)]
     yield Scene("long patterns", [b"CONFIG", b"GET", *patterns])
     yield Scene("everything", [b"CONFIG", b"GET", b"*"])
+    yield Scene("a long value", [b"CONFIG", b"SET", b"notify-keyspace-events", b"\xff" * (40 * many)])
     every = [b"latency-monitor-threshold", b"0"] * ((WORDS_PER_STEP - 2) // 2)
     yield Scene("the same again and again", [b"CONFIG", b"SET", *every])
     logged = [[b"CONFIG", b"SET", b"slowlog-log-slower-than", b"0", b"slowlog-max-len", b"%d" % (many // 10)]]
