@@ -84,7 +84,8 @@ class AboutTheServer:
         self.has_killed = True
         for talk in ended:
             talk.ends = True
-            talk.over = talk is not self.talk  # who ends itself is answered first
+            talk.over = talk is not self.talk  # a client that ends itself is answered first
+            talk.quits = False  # replies that wait for the disk are not sent anymore
         return A_NUMBER  # new connections may not have sent their names yet
 
     def do_quit(self) -> Any:
@@ -120,7 +121,7 @@ class AboutTheServer:
     def do_acl_deluser(self, user: bytes) -> Any:
         for talk in self.talks:
             if talk.user == user:
-                talk.ends = talk.over = True
+                talk.ends, talk.over, talk.quits = True, True, False
         return int(self.users.pop(user, None) is not None)
 
     def do_acl_dryrun(self, user: bytes, *words: bytes) -> Any:
