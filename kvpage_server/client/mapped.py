@@ -293,9 +293,9 @@ def _lent(item: Any) -> _Lent:
     try:
         region, offset, size, digest, ticket = item
     except (TypeError, ValueError):
-        raise WrongReply(f"instead of the place of a block came {item!r:.60}") from None
+        raise WrongReply(f"KVMAP BLOCKMGET answered {item!r:.60} for a block") from None
     if not all(type(number) is int for number in (region, offset, size, ticket)):
-        raise WrongReply(f"instead of the place of a block came {item!r:.60}")
+        raise WrongReply(f"KVMAP BLOCKMGET answered {item!r:.60} for a block")
     return _Lent(region, offset, size, digest, ticket)
 
 
@@ -505,7 +505,7 @@ def _copy_all(area: memoryview, found: dict[int, Any], views: Sequence[memoryvie
             at, size, text = item
             source = area[at : at + size]
         except (TypeError, ValueError):
-            raise WrongReply(f"instead of a copy of a block came {item!r:.60}") from None
+            raise WrongReply(f"KVMAP COPY answered {item!r:.60} for a block") from None
         if not 0 <= at <= at + size <= len(area):
             raise WrongReply(f"{size} bytes from {at} on are not in an area of {len(area)} bytes")
         if why := _copy(source, text if verify else None, views[i]):

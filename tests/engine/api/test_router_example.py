@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-import runpy
 import socket
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -119,40 +118,80 @@ def test_streams_pass_the_router(model: Path, tmp_path: Path) -> None:
         assert text.rstrip().endswith("data: [DONE]")
 
 
-def test_late_replies_do_not_hide_newer_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+_FOLLOWER = """
+import runpy, sys
+from itertools import chain, repeat
+
+_, program, events, replay, *waits = sys.argv
+Engine = runpy.run_path(program)["Engine"]
+patience = chain(map(int, waits), repeat(int(waits[-1])))
+Engine.patience = property(lambda _: next(patience))
+engine = Engine("127.0.0.1", "0", events, replay)
+for _ in sys.stdin:
+    print(engine.next, flush=True)
+"""
+
+
+@contextmanager
+def following(events: int, replay: int, *waits: int) -> Iterator[Callable[[], int]]:
+    """Yield a function that returns the number of the next batch which the router expects of an engine.
+
+    The router's threads end with the process. `waits` has the milliseconds of each wait, the last one of all
+    later ones.
+    """
+    command = [
+        sys.executable,
+        "-c",
+        _FOLLOWER,
+        str(ROOT / "examples" / "router.py"),
+        *map(str, (events, replay, *waits)),
+    ]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin
+        assert process.stdout
+
+        def next_batch() -> int:
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+            return int(process.stdout.readline())
+
+        try:
+            yield next_batch
+        finally:
+            process.kill()
+
+
+def test_late_replies_do_not_hide_newer_batches() -> None:
     """A replay is answered too late. The reply to the next one counts."""
-    followed: Any = runpy.run_path(str(ROOT / "examples" / "router.py"))["Engine"]
-    waits = chain([10], repeat(60_000))
-    monkeypatch.setattr(followed, "patience", property(lambda _: next(waits)))
     with zmq.Context.instance().socket(zmq.XPUB) as events, zmq.Context.instance().socket(zmq.ROUTER) as replay:
-        ports = [str(each.bind_to_random_port("tcp://127.0.0.1")) for each in (events, replay)]
-        engine = followed("127.0.0.1", "0", *ports)
-        late = replay.recv_multipart()[0]
-        assert events.recv() == b"\x01"  # the subscription
-        batches = [[number.to_bytes(8, "big"), msgspec.msgpack.encode([number + 1.0, [], 0])] for number in (0, 5)]
-        events.send_multipart([b"kvpage", *batches[1]])
-        asked = replay.recv_multipart()[0]
-        for identity, batch in zip((late, asked), batches, strict=True):
-            for frames in ([b"kvpage", *batch], [b"", (-1).to_bytes(8, "big", signed=True), b""]):
-                replay.send_multipart([identity, b"", *frames])
-        until(lambda: engine.next == 6)
+        ports = [each.bind_to_random_port("tcp://127.0.0.1") for each in (events, replay)]
+        replay.setsockopt(zmq.RCVTIMEO, 60_000)
+        with following(*ports, 1_000, 60_000) as next_batch:
+            late = replay.recv_multipart()[0]
+            assert events.recv() == b"\x01"  # the subscription
+            batches = [[number.to_bytes(8, "big"), msgspec.msgpack.encode([number + 1.0, [], 0])] for number in (0, 5)]
+            events.send_multipart([b"kvpage", *batches[1]])
+            asked = replay.recv_multipart()[0]
+            for identity, batch in zip((late, asked), batches, strict=True):
+                for frames in ([b"kvpage", *batch], [b"", (-1).to_bytes(8, "big", signed=True), b""]):
+                    replay.send_multipart([identity, b"", *frames])
+            until(lambda: next_batch() == 6)
 
 
-def test_lost_batches_are_noticed_without_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_batches_are_noticed_without_a_later_one() -> None:
     """No batch is published. The router asks for the batches after its last one if none arrives for a while."""
-    followed: Any = runpy.run_path(str(ROOT / "examples" / "router.py"))["Engine"]
-    monkeypatch.setattr(followed, "patience", 10)
     batches = [(number.to_bytes(8, "big"), msgspec.msgpack.encode([number + 1.0, [], 0])) for number in range(3)]
     with zmq.Context.instance().socket(zmq.ROUTER) as replay:
-        engine = followed("127.0.0.1", "0", str(free_port()), str(replay.bind_to_random_port("tcp://127.0.0.1")))
+        port = replay.bind_to_random_port("tcp://127.0.0.1")
+        with following(free_port(), port, 10) as next_batch:
 
-        def follows(kept: list[tuple[bytes, bytes]]) -> bool:
-            while replay.poll(0):
-                identity, _, first = replay.recv_multipart()
-                for frames in (*kept[int.from_bytes(first, "big") :], ((-1).to_bytes(8, "big", signed=True), b"")):
-                    replay.send_multipart([identity, b"", b"", *frames])
-            return bool(engine.next == len(kept))
+            def follows(kept: list[tuple[bytes, bytes]]) -> bool:
+                while replay.poll(0):
+                    identity, _, first = replay.recv_multipart()
+                    for frames in (*kept[int.from_bytes(first, "big") :], ((-1).to_bytes(8, "big", signed=True), b"")):
+                        replay.send_multipart([identity, b"", b"", *frames])
+                return next_batch() == len(kept)
 
-        until(lambda: follows(batches[:1]))
-        until(lambda: follows(batches))
-        until(lambda: follows(batches[:1]))  # the engine was restarted
+            until(lambda: follows(batches[:1]))
+            until(lambda: follows(batches))
+            until(lambda: follows(batches[:1]))  # the engine was restarted
