@@ -13,16 +13,17 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Generic, Self, TypeVar
+from typing import Self, TypeVar
 
 from ..agent_engine import AgentEngine, Answer, Boundary
 from ..generation.sampling import Sampling
 from ..generation.structure import Constraint
 from ..memory.lifetimes import Lifetimes
+from ..scheduling import Turns, run_call
 from ..scheduling.request import EngineClosedError, Token
 from ..startup import Engine
 
@@ -60,51 +61,6 @@ class Prompt:
     explain: Callable[[Answer], str | None] | None = None  # called with the answer: returns why less was reused
     follow: Callable[[Answer], Awaitable[Sequence[tuple[str, str]]]] | None = None  # called with the answer: follows
     # the request's hints, and returns the ids and results of the actions
-
-
-class Turns(Generic[_Result]):
-    """The waiting items of tenants, taken in turn: one of each tenant, and those of a tenant in their order."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[str, deque[_Result]] = {}  # by tenant; the first tenant has the next turn
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
-
-    def add(self, tenant: str, item: _Result) -> None:
-        """Add an item of a tenant."""
-        self._waiting.setdefault(tenant, deque()).append(item)
-
-    def take(self) -> _Result:
-        """Remove and return the next item. There must be one."""
-        tenant, waiting = next(iter(self._waiting.items()))
-        del self._waiting[tenant]
-        item = waiting.popleft()
-        if waiting:
-            self._waiting[tenant] = waiting
-        return item
-
-
-class TenantThread:
-    """A thread that does the work of tenants in turn. `executor` has the thread, and is used for nothing else."""
-
-    def __init__(self, executor: ThreadPoolExecutor) -> None:
-        self._executor = executor
-        self._turns = Turns[tuple[Callable[[], Any], Future[Any]]]()
-        self._lock = threading.Lock()  # of `_turns`
-
-    def submit(self, tenant: str, work: Callable[[], _Result]) -> Future[_Result]:
-        """Queue work of a tenant, and return its future. If that is cancelled first, the work is not done."""
-        done: Future[_Result] = Future()
-        with self._lock:
-            self._turns.add(tenant, (work, done))
-        self._executor.submit(self._do_next)
-        return done
-
-    def _do_next(self) -> None:
-        with self._lock:
-            work, done = self._turns.take()
-        _run_call(work, done)
 
 
 @dataclass(slots=True, eq=False)
@@ -272,7 +228,7 @@ class EngineThread:
         caller is cancelled before that, `work` is not called.
         """
         done: Future[_Result] = Future()
-        self._call(partial(_run_call, work, done))
+        self._call(partial(run_call, work, done))
         try:
             return await asyncio.wrap_future(done)
         finally:
@@ -348,17 +304,6 @@ class EngineThread:
                 self._calls.popleft()(engine)
             for generation in list(self._generations):
                 generation.receive(EngineClosedError("the engine has ended"))
-
-
-def _run_call(work: Callable[..., _Result], done: Future[_Result], *args: Engine) -> None:
-    if not done.set_running_or_notify_cancel():
-        return
-    try:
-        done.set_result(work(*args))
-    except Exception as error:  # noqa: BLE001 - passed to the waiting task
-        done.set_exception(error)
-    finally:
-        del done  # break the reference cycle: its exception has this frame in its traceback
 
 
 def _submit(generation: Generation, engine: Engine) -> None:

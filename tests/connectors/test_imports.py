@@ -15,6 +15,7 @@ ROOT = Path(kvpage_connectors.__file__).parent
 SERVER = {"kvpage_server.client", "kvpage_server.page", "kvpage_server.address"}
 MAY_ALSO = {
     "vllm_policy.py": {"kvpage_server.store.eviction"},
+    "mlx_lm_command.py": {"kvpage_server.system.program"},  # a command as those of the server, at Ctrl-C
     "mlx_lm.py": {"engine", "engine.memory", "engine.tiers"},  # its contexts are those of the engine
 }
 MODULES = sorted(ROOT.glob("*.py"))

@@ -119,7 +119,8 @@ def test_the_doctor_measures_and_decides(tiny: Path, server: RunningServer, caps
         before = set(client.scan_iter(count=1000))
         run("doctor", "--model", str(tiny), "--store", server.url, "--tokens", "300")
         output = capsys.readouterr().out
-        assert set(client.scan_iter(count=1000)) == before, "it left something behind"
+        left = {key for key in client.scan_iter(count=1000) if not key.startswith(b"refs:deleted:measured-")}
+        assert left == before, "only the marks of deleted agents are left, for a day"
     for line in (
         r"^model +tiny, 1.0 KiB a token",
         r"^speed +prefill [\d,]+ tokens a second, decode [\d,.]+$",

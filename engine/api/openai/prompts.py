@@ -23,8 +23,8 @@ from transformers import PreTrainedTokenizerBase
 from ...generation.structure import Constraint, ConstraintError, Constraints, compiling_thread
 from ...generation.text import TokenText, template_writes_space
 from ...generation.tokens import PromptError, encode, encode_part, infill_of
+from ...scheduling import TenantThread
 from ...spec import ModelCacheSpec
-from ..worker import TenantThread
 from .calls import FORCED, INSTEAD, MARKED, CallError, OfferedTool, Written, compile_calls
 from .errors import invalid
 from .reading import REASONING, Markup

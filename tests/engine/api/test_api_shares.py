@@ -21,7 +21,7 @@ from waiting import eventually
 # isort: split
 from engine.api.openai.prompts import Prompts
 from engine.api.openai.templates import Renderer
-from engine.api.worker import TenantThread
+from engine.scheduling import TenantThread
 from engine.spec import ModelCacheSpec
 
 QUEUE = 8

@@ -303,7 +303,7 @@ def flushall(client: Client, args: list[Argument]) -> Reply:
         if options == [b"ASYNC"]:
             yield OK
         if contents.flushed > _STEP:
-            yield Wait(asyncio.get_running_loop().call_soon, now=lambda: in_transaction.append(True))
+            yield Wait(lambda then: asyncio.get_running_loop().call_soon(then), now=lambda: in_transaction.append(True))
         while not in_transaction and contents.free_flushed():
             yield ()
         if options != [b"ASYNC"]:
