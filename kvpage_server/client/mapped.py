@@ -448,7 +448,9 @@ def _read_copies(
     The server copies a part of the blocks into one half of the area, while the client copies the part before out of the
     other half. Two blocks may be too large for that; there is only one half then.
     """
-    size = max((len(views[i]) for i in some), default=0) + _AROUND
+    if not some:
+        return []
+    size = max(len(views[i]) for i in some) + _AROUND
     at_once = min(max(_HALF // size, 1), _MOST_BLOCKS)
     half = at_once * size
     halves = 2 if 2 * half <= _MOST_AREA else 1
@@ -459,7 +461,7 @@ def _read_copies(
         return _request(b"KVMAP", b"COPY", k % halves * half, len(parts[k]), *words)
 
     answer: Any = None
-    for _ in range(2 if parts else 0):  # once more if the connection was opened again, as its area has ended then
+    for _ in range(2):  # once more if the connection was opened again, as its area has ended then
         if connection.area is None or len(connection.area) < halves * half:
             yield from _open_area(maps, connection, halves * half)
         if connection.area is None:
@@ -483,8 +485,6 @@ def _read_copies(
             answer = yield ask(k + 1)
         wrong.update(why)
         wire += [i for i, item in found.items() if isinstance(item, Refused)]
-    if not parts:
-        return []
     yield _request(b"PING")
     if connection.area is not area:  # it may have ended before the copies were complete
         return [*some]

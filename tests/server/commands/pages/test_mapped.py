@@ -155,11 +155,8 @@ def test_a_block_of_single_pages_is_not_mapped(local: Local) -> None:
     assert item == "NOMAP the block consists of single pages"
 
 
-@pytest.mark.parametrize("how", ["overwritten", "deleted", "evicted", "flushed"])
-def test_bytes_stay_until_the_release(local: Local, client: redis.Redis, how: str) -> None:
-    set_block(local, b"r")
-    local.attach()
-    [item] = local.do(b"KVMAP", b"BLOCKMGET", 1, b"r", 0)
+def replace_block(local: Local, client: redis.Redis, how: str) -> None:
+    """Overwrite, delete, evict or flush the block "r", and store other blocks, so that its memory is used again."""
     if how == "overwritten":
         set_block(local, b"r", bytes(MIB))
     elif how == "deleted":
@@ -167,8 +164,16 @@ def test_bytes_stay_until_the_release(local: Local, client: redis.Redis, how: st
     elif how == "flushed":
         client.flushall()
     for number in range(200 if how == "evicted" else 20):
-        set_block(local, b"s%d" % number, os.urandom(MIB))
+        set_block(local, b"rs%d" % number, os.urandom(MIB))
     assert local.do(b"KVBLOCKEXISTS", b"r", 0) == (how == "overwritten")
+
+
+@pytest.mark.parametrize("how", ["overwritten", "deleted", "evicted", "flushed"])
+def test_bytes_stay_until_the_release(local: Local, client: redis.Redis, how: str) -> None:
+    set_block(local, b"r")
+    local.attach()
+    [item] = local.do(b"KVMAP", b"BLOCKMGET", 1, b"r", 0)
+    replace_block(local, client, how)
     assert local.read(item) == BODY
     assert local.do(b"KVMAP", b"RELEASE", item[4]) == 1
 
@@ -327,15 +332,7 @@ def test_copies_stay_without_their_blocks(tenant: Local, client: redis.Redis, ho
     set_block(tenant, b"r")
     area = tenant.area()
     [item] = tenant.do(b"KVMAP", b"COPY", 0, 1, b"r", 0)
-    if how == "overwritten":
-        set_block(tenant, b"r", bytes(MIB))
-    elif how == "deleted":
-        assert client.execute_command("KVPAGEDEL", "r") == 128
-    elif how == "flushed":
-        client.flushall()
-    for number in range(200 if how == "evicted" else 20):
-        set_block(tenant, b"rs%d" % number, os.urandom(MIB))
-    assert tenant.do(b"KVBLOCKEXISTS", b"r", 0) == (how == "overwritten")
+    replace_block(tenant, client, how)
     assert copy_of(area, item) == BODY
 
 
