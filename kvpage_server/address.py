@@ -1,4 +1,4 @@
-"""The URL, user and password of a store, from options and the environment.
+"""The URL, user and password of a store, from options and the environment; and addresses of ZMQ.
 
 Every user of the machine can see a password on a command line. So a password can also be set in the environment, or
 typed at a prompt.
@@ -14,6 +14,15 @@ DEFAULT_URL = "redis://127.0.0.1:9221"
 URL = "KVPAGE_URL"
 _BETWEEN = re.compile(r",(?=[a-z]+://)")  # between two URLs
 PASSWORDS = ("KVPAGE_PASSWORD", "REDISCLI_AUTH")  # the first one that is set counts; redis-cli reads the second, too
+
+ZMQ_ADDRESS = "tcp://HOST:PORT such as tcp://127.0.0.1:5557, or ipc://PATH"
+_TCP = re.compile(r"tcp://[^/\s]+:([0-9]{1,5}|\*)")
+
+
+def is_zmq_address(text: str) -> bool:
+    """Return whether a text is such an address. ZMQ itself takes only the last 16 bits of a larger port."""
+    tcp = _TCP.fullmatch(text)
+    return int(tcp[1].replace("*", "0")) <= 65535 if tcp else bool(re.fullmatch("ipc://.+", text))
 
 
 def urls_of(servers: str) -> list[str]:

@@ -11,6 +11,7 @@ pyzmq and msgspec are imported when events are published (extra ``events``).
 
 from __future__ import annotations
 
+import errno
 import importlib
 import logging
 import math
@@ -24,6 +25,7 @@ from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any, Generic, Protocol, TypeVar
 
+from kvpage_server.address import ZMQ_ADDRESS, is_zmq_address
 from kvpage_server.core import changed_blocks
 from kvpage_server.system.text import LogRateLimit
 
@@ -297,14 +299,19 @@ class KVEvents(Generic[Q]):
             socket.setsockopt(self._zmq.RCVHWM, _FEW)
             socket.setsockopt(self._zmq.TCP_MAXRT, _STALLED)
             socket.copy_threshold = 0  # the tracker of a copied message would be done at once
+        connects = kind == self._zmq.PUB and address.startswith(">")
+        if not is_zmq_address(address[connects:]):
+            raise KVEventsError(f"an address is {ZMQ_ADDRESS}, got '{address}'")
         try:
-            if kind == self._zmq.PUB and address.startswith(">"):
+            if connects:
                 socket.connect(address[1:])
             else:
                 socket.bind(address)
                 self._warn_of_strangers(address, socket.getsockopt_string(self._zmq.LAST_ENDPOINT))
-        except (self._zmq.ZMQError, TypeError, ValueError) as error:
-            raise KVEventsError(f"{address}: {error}; an address is, for example, tcp://127.0.0.1:5557") from None
+        except self._zmq.ZMQError as error:
+            missing = error.errno in (errno.ENODEV, errno.EADDRNOTAVAIL)
+            reason = "this machine has no such address" if missing else os.strerror(error.errno)
+            raise KVEventsError(f"{address}: {reason}") from None
         return socket
 
     def _warn_of_strangers(self, address: str, bound: str) -> None:

@@ -139,7 +139,7 @@ def serve(args: argparse.Namespace) -> NoReturn:
 @contextmanager
 def _kv_events(args: argparse.Namespace) -> Iterator[EventQueue | None]:
     """Publish the events of blocks in memory during a `with` block, if that is asked for. Raises Failure."""
-    if not args.kv_events:
+    if args.kv_events is None:
         if args.kv_events_replay:
             raise Failure("--kv-events-replay needs --kv-events")
         yield None

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from kvpage_server.address import ZMQ_ADDRESS, is_zmq_address
 from kvpage_server.glob import glob
 
 
@@ -127,18 +128,13 @@ def _read_token(words: list[str]) -> str:
     return word
 
 
-_TCP = re.compile(r"tcp://[^/\s]+:([0-9]{1,5}|\*)")
-
-
 def zmq_address(*, may_connect: bool = False) -> Kind:
     """Return the kind of addresses of ZMQ; with `may_connect` also after ">", for a socket that connects to it."""
 
     def read(words: list[str]) -> str:
         word = _one(words)
-        address = word.removeprefix(">") if may_connect else word
-        tcp = _TCP.fullmatch(address)
-        if word and not (int(tcp[1].replace("*", "0")) <= 65535 if tcp else re.fullmatch("ipc://.+", address)):
-            raise ValueError(f"must be tcp://HOST:PORT such as tcp://127.0.0.1:5557, or ipc://PATH, got '{word}'")
+        if word and not is_zmq_address(word.removeprefix(">") if may_connect else word):
+            raise ValueError(f"must be {ZMQ_ADDRESS}, got '{word}'")
         return word
 
     return Kind(read)

@@ -494,9 +494,20 @@ def test_the_first_reply_is_enough_for_a_req_socket() -> None:
         assert socket.recv_multipart() == [b"", kv_events.END, b""]
 
 
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1:x", "nonsense", "tcp://198.51.100.1:5557", ">"])
-def test_an_unusable_address_is_named(address: str) -> None:
-    with pytest.raises(KVEventsError, match="an address is, for example, tcp://"):
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("tcp://127.0.0.1:x", "an address is tcp://HOST:PORT"),
+        ("tcp://127.0.0.1:99999", "an address is tcp://HOST:PORT"),  # ZMQ would listen on the port 34463
+        ("nonsense", "an address is tcp://HOST:PORT"),
+        (">", "an address is tcp://HOST:PORT"),
+        ("", "an address is tcp://HOST:PORT"),
+        ("tcp://198.51.100.1:5557", "this machine has no such address"),
+        ("ipc:///no/such/folder", "ipc:///no/such/folder: No such file or directory$"),
+    ],
+)
+def test_an_unusable_address_is_named(address: str, reason: str) -> None:
+    with pytest.raises(KVEventsError, match=reason):
         KVEvents(address, "", EventQueue)
 
 
