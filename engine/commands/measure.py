@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ..startup import Engine
     from ..tiers.pages import PageTier
 
+LEAST_TOKENS = 2
 DECODED_TOKENS = 16  # tokens of the answer that measures the speed of decode
 PINGS = 50
 
@@ -48,8 +49,15 @@ def add_to(commands: Any) -> None:
     for parser in (bench_, doctor_):
         add_engine(parser)
         parser.add_argument(
-            "--tokens", type=count, default=1024, metavar="N", help="length of the prompt (%(default)s)"
+            "--tokens", type=_tokens, default=1024, metavar="N", help="length of the prompt (%(default)s)"
         )
+
+
+def _tokens(text: str) -> int:
+    """Parse the length of a prompt: one token is computed each time, so nothing of a shorter one could be fetched."""
+    if (tokens := count(text)) < LEAST_TOKENS:
+        raise argparse.ArgumentTypeError(f"expected a number, {LEAST_TOKENS} or more, got {text!r}")
+    return tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +66,15 @@ class Fetching:
 
     fixed: float
     each: float
+
+    @classmethod
+    def of(cls, short: tuple[int, float], long: tuple[int, float]) -> Fetching:
+        """Return the estimate from the tokens and seconds of two contexts. The difference of their times is noise where
+        it is small, so the tokens by which they differ take at least a tenth of the longer time.
+        """
+        (few, quick), (many, slow) = short, long
+        each = max(slow - quick, slow / 10) / (many - few)
+        return cls(max(0.0, quick - few * each), each)
 
     def pays_from(self, prefill: float) -> int | None:
         """Return the least number of tokens that are fetched faster than computed, for a model that computes `prefill`
@@ -129,7 +146,8 @@ def _verdict(fetching: Fetching, prefill: float) -> str:
     if tokens is None:
         return "fetching is never faster than computing here: a token takes longer on the link than in the model"
     times = 1 / prefill / fetching.each
-    return f"fetching is faster than computing here from {tokens:,} tokens on, and up to {times:,.0f} times as fast"
+    least = "1 token" if tokens == 1 else f"{tokens:,} tokens"
+    return f"fetching is faster than computing here from {least} on, and up to {times:,.0f} times as fast"
 
 
 def _about_code(engine: Engine, prompt: list[int]) -> str:
@@ -167,9 +185,7 @@ def _fetching(engine: Engine, short: list[int], long: list[int]) -> Fetching:
     for prompt in (short, long):
         with _stored(engine, prompt) as agent:
             found.append((len(prompt), median(_load_seconds(engine, agent, prompt) for _ in range(3))))
-    (few, quick), (many, slow) = found
-    each = max(slow - quick, 1e-9) / (many - few)
-    return Fetching(max(0.0, quick - few * each), each)
+    return Fetching.of(*found)
 
 
 def _load_seconds(engine: Engine, agent: str, prompt: list[int]) -> float:

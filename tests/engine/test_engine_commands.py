@@ -19,6 +19,7 @@ from servers import RunningServer
 from surroundings import OPEN_FILES
 
 from engine import cli
+from engine.commands.measure import Fetching
 from kvpage_server import __version__
 
 # isort: split
@@ -134,6 +135,14 @@ def test_the_doctor_measures_and_decides(tiny: Path, server: RunningServer, caps
     assert "none; --store URL measures one" in capsys.readouterr().out
 
 
+def test_noise_makes_no_fast_link() -> None:
+    """A long context can arrive sooner than a short one, where both take less than the load of the machine."""
+    fetching = Fetching.of((16, 0.0040), (64, 0.0039))
+    assert 1 / fetching.each < 20 * 64 / 0.0039
+    clear = Fetching.of((16, 0.010), (64, 0.022))
+    assert (clear.fixed, clear.each) == pytest.approx((0.006, 0.00025))
+
+
 def test_bench_shows_the_first_token_computed_and_remembered(
     tiny: Path, server: RunningServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,6 +187,12 @@ def test_an_impossible_command_is_reported_in_one_line(
         (["chat", "--cold", "/dev/null"], "is a directory, which is made if it is missing: /dev/null: File exists"),
         (["chat", "--kv-quantised-from", "64"], "without --kv-bits"),
         (["serve", "--port", "65536"], "a port is 0 to 65535"),
+        (["doctor", "--tokens", "1"], "expected a number, 2 or more, got '1'"),
+        (["serve", "--port", "0", "--kv-events", ""], "--kv-events: an address is tcp://HOST:PORT"),
+        (
+            ["serve", "--port", "0", "--kv-events", "tcp://127.0.0.1:99999"],
+            "--kv-events: an address is tcp://HOST:PORT",
+        ),
         (["chat", "--model", "/nowhere"], "/nowhere is neither a directory nor the id of a model"),
         (["serve", "--store", "http://127.0.0.1:9221"], "a store's URL begins with redis://"),
         (["serve", "--store", "redis://127.0.0.1:99221"], "Port out of range"),

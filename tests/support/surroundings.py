@@ -31,6 +31,9 @@ def make_usual() -> None:
     # Each of the servers that are started would compile all modules anew, which takes longer than to run them.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
+    # Commands use the server and the password that a user's environment names.
+    for name in ("KVPAGE_URL", "KVPAGE_PASSWORD", "REDISCLI_AUTH"):
+        os.environ.pop(name, None)
     # The locale decides how Python's standard streams are encoded, and tests read them as UTF-8.
     os.environ["PYTHONUTF8"] = "1"
     os.environ.pop("PYTHONIOENCODING", None)
