@@ -183,6 +183,8 @@ def _blocks(many: int) -> Iterator[Scene]:
             yield Scene(f"{there}, {kind}", [b"KVPAGEPREFIX", b"1", b"1000", count, *arguments], before)
             yield Scene(f"{there}, {kind}", [b"KVBLOCKMGET", count, *arguments], before)
             yield Scene(f"{there}, {kind}", [b"KVBLOCKMGETCODED", count, *arguments], before)
+            expected = [b"SHAPE", b"1:1:1:0:1:64"]
+            yield Scene(f"{there}, {kind}, of a shape", [b"KVBLOCKMGET", count, *arguments, *expected], before)
         states = chain.from_iterable((req, page, b"%d" % (at + 1)) for at, (req, page) in enumerate(names))
         lengths = [b"KVPAGEPREFIX", b"1", b"1000", count, *arguments, b"LENGTHS", count, *states]
         yield Scene(f"present with states, {kind}", lengths, [stored])

@@ -235,6 +235,9 @@ OK
 > KVBLOCKMGET 2 req 0 req 1
 1) "k0k1v0v1"
 2) (nil)
+> KVBLOCKMGET 2 req 0 req 1 SHAPE 1:1:2:0:3:4
+1) ""
+2) (nil)
 """,
     "kvblocksetcoded": """\
 > KVBLOCKSETCODED req 0 1 2 1 3600 2 0 3 2 1 3 2 0000000000000000 k0k1v0v1

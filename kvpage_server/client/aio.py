@@ -21,7 +21,15 @@ from kvpage_server.client.calls import Call, Calls, count_misses
 from kvpage_server.client.cluster.nodes import Peers
 from kvpage_server.client.cluster.plan import RAISES, Failed, NodeRequest, Plan, Timed, present
 from kvpage_server.client.cluster.store import PAUSE, ClusterCalls, several
-from kvpage_server.client.commands import BlobCommands, BlockCode, Coding, ask_dialect, block_code, refuses_code
+from kvpage_server.client.commands import (
+    BlobCommands,
+    BlockCode,
+    Coding,
+    ask_dialect,
+    block_code,
+    refuses_code,
+    refuses_shapes,
+)
 from kvpage_server.client.errors import Closed, DeadlineExceeded, Disconnected, PageClientError, Refused, Unsupported
 from kvpage_server.client.mapped import ASK_SOCKET, NOT_IN_PLACE, Dialogue, Meanwhile, borrow, give_back, maps_of
 from kvpage_server.client.page import (
@@ -495,9 +503,11 @@ class AsyncPageClient:
         try:
             return await self._done_by(to, call, end)
         except Refused as error:
-            if self.code is None or not refuses_code(call.what, error):
+            if self.code is not None and refuses_code(call.what, error):
+                self.code = None
+            elif not refuses_shapes(call.what, error):
                 raise
-        self.code = self._dialect = None
+        self._dialect = None
         return await self._done_by(await self._server_commands(end), call, end)
 
     async def _done_by(self, to: BlobCommands, call: Call[T], end: Deadline) -> T:

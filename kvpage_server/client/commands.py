@@ -68,6 +68,13 @@ def block_code(coding: Coding, *, is_local: bool) -> BlockCode | None:
     return None if coding == "never" or (coding == "auto" and is_local) else BlockCode(always=coding == "always")
 
 
+def refuses_shapes(what: str, error: Refused) -> bool:
+    """Return whether a server may have refused to compare the shapes of blocks: it is an older one since a restart.
+    `what` is the client's method.
+    """
+    return what == "fetch_blocks_into" and error.code == "ERR"
+
+
 def refuses_code(what: str, error: Refused) -> bool:
     """Return whether a server may have refused the commands for coded blocks: it is an older one since a restart, or
     the user may not call them. `what` is the client's method.
@@ -413,11 +420,25 @@ def _decode(item: int, key: PageKey, blob: Any, verify: bool, missed: Missed) ->
 class PageCommands(BlobCommands):
     """Requests to kvpage-server. Reads that verify checksums, and deletions, use the string commands as for Redis.
 
-    `code` chooses between raw and coded blocks; None for raw blocks only.
+    `code` chooses between raw and coded blocks; None for raw blocks only. With `shapes`, reads of blocks name the
+    expected shape, and the server compares it.
     """
 
-    def __init__(self, code: BlockCode | None = None) -> None:
+    def __init__(self, code: BlockCode | None = None, *, shapes: bool = False) -> None:
         self.code = code
+        self._shapes = shapes
+        self._last: tuple[BlockShape, ShapeWords] | None = None  # of the last read: usually, they are the same again
+
+    def shape_words(self, shape: BlockShape) -> ShapeWords:
+        """Return the last words of a command that reads blocks of a shape."""
+        if not self._shapes:
+            return ()
+        last = self._last
+        if last is None or last[0] is not shape:
+            planes = [(int(plane.kv_type), int(plane.dtype), plane.head_dim) for plane in shape.planes]
+            numbers = shape.layers, shape.heads, shape.page_size, *chain.from_iterable(planes)
+            self._last = last = shape, (b"SHAPE", b":".join(b"%d" % number for number in numbers))
+        return last[1]
 
     def set_pages(self, pages: SentPages, ttl: int) -> Request[None]:
         """Write pages, all or none."""
@@ -506,19 +527,20 @@ class PageCommands(BlobCommands):
 
         `verify` has no effect: a raw block is sent without a checksum, and that of a coded block is always compared.
         """
+        expected = self.shape_words(shape)
         if len(names) == 1:
-            text = command(b"KVBLOCKGET", *names[0])
+            text = command(b"KVBLOCKGET", *names[0], *expected)
         else:
-            text = command(b"KVBLOCKMGET", len(names), *_flat(names))
-        code = self.code
+            text = command(b"KVBLOCKMGET", len(names), *_flat(names), *expected)
+        code, why = self.code, _of_shapes if expected else dict[int, str]
         if code is None:
-            return Request(_one_piece(text), lambda: Bodies(places, array=len(names) > 1), dict)
+            return Request(_one_piece(text), lambda: Bodies(places, array=len(names) > 1), why)
         transfer = _Transfer(code, code.received, shape)
         if not code.chooses(code.received, shape, len(names)):
-            read = transfer.timed(dict, lambda missed: len(names) - len(missed))
+            read = transfer.timed(why, lambda missed: len(names) - len(missed))
             pieces = _one_piece(text)
             return Request(lambda: transfer.begin(pieces()), lambda: Bodies(places, array=len(names) > 1), read)
-        text = command(b"KVBLOCKMGETCODED", len(names), *_flat(names))
+        text = command(b"KVBLOCKMGETCODED", len(names), *_flat(names), *expected)
         found: list[Any] = []  # for each name None, its body, or digest and code
 
         def read_coded(values: list[Any]) -> Missed:
@@ -527,7 +549,7 @@ class PageCommands(BlobCommands):
 
         def decode(_: Missed) -> Missed:
             reasons = map(transfer.decode, found, places.views())
-            missed = {i: why for i, why in enumerate(reasons) if why is not None}
+            missed = why({i: reason for i, reason in enumerate(reasons) if reason is not None})
             found.clear()
             return missed
 
@@ -682,11 +704,26 @@ def _raw_or_coded(value: Any) -> Any:
 
 # -- The commands that a server supports -------------------------------------------------------------------------------
 
+ShapeWords = tuple[bytes, ...]  # the option SHAPE and the expected shape, or nothing
+
+
+def _of_shapes(missed: Missed) -> Missed:
+    """Return the misses of a read that named the expected shape: the server sends no byte of a block in another one."""
+    return {i: "shape" if why == "size" else why for i, why in missed.items()}
+
 
 def _numbers(shape: BlockShape, ttl: int) -> tuple[int, ...]:
     """Return the arguments of KVBLOCKSET between the name and the body."""
     planes = [(int(plane.kv_type), int(plane.dtype), plane.head_dim) for plane in shape.planes]
     return shape.layers, shape.heads, shape.page_size, ttl, len(planes), *chain.from_iterable(planes)
+
+
+def _takes_shape(description: Any) -> bool:
+    """Return whether KVBLOCKGET takes more than its name and that of the block, by the item of COMMAND INFO's reply."""
+    try:
+        return int(description[1]) < 0
+    except (LookupError, TypeError, ValueError):
+        return False
 
 
 def ask_dialect(code: BlockCode | None = None) -> Request[BlobCommands]:
@@ -698,13 +735,14 @@ def ask_dialect(code: BlockCode | None = None) -> Request[BlobCommands]:
     asked = _FAMILY if code is None else (*_FAMILY, *_CODES)
 
     def read(values: list[Any]) -> BlobCommands:
-        known = [bool(description) for description in array(len(asked))(values[0])]
+        described = array(len(asked))(values[0])
+        known = [bool(description) for description in described]
         if not all(known[: len(_FAMILY)]):
             return BlobCommands()
-        return PageCommands(code if all(known) else None)
+        return PageCommands(code if all(known) else None, shapes=_takes_shape(described[0]))
 
     return Request(_one_piece(command(b"COMMAND", b"INFO", *asked)), Values, read)
 
 
-_FAMILY = (b"kvpagemget", b"kvblockmget")
+_FAMILY = (b"kvblockget", b"kvpagemget", b"kvblockmget")
 _CODES = (b"kvblockmgetcoded", b"kvblocksetcoded")

@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from kvpage_server.client.commands import Missed, PageCommands
+from kvpage_server.client.commands import Missed, PageCommands, ShapeWords
 from kvpage_server.client.errors import Closed, Disconnected, Refused, WrongReply
 from kvpage_server.client.page import BlockName
 from kvpage_server.client.raw_commands import array
@@ -266,8 +266,8 @@ def _check_socket(expected: Any, connection: PageConnection, deadline: Deadline)
         raise Disconnected("the unix socket belongs to another server")
 
 
-def _locate(names: Sequence[BlockName]) -> Request[Any]:
-    return _request(b"KVMAP", b"BLOCKMGET", len(names), *(word for name in names for word in name))
+def _locate(names: Sequence[BlockName], expected: ShapeWords) -> Request[Any]:
+    return _request(b"KVMAP", b"BLOCKMGET", len(names), *(word for name in names for word in name), *expected)
 
 
 def _release(tickets: Sequence[int]) -> Request[Any]:
@@ -326,7 +326,7 @@ def read_mapped(
     """Return the dialogue that reads blocks of one shape into the buffers `places`. Its result has the reason for each
     miss, by index, as that of `PageCommands.read_blocks`. With `verify`, digests are compared.
     """
-    views = places.views()
+    views, expected = places.views(), to.shape_words(shape)
 
     def steps(connection: PageConnection) -> Steps[Missed]:
         missed: Missed = {}
@@ -337,9 +337,9 @@ def read_mapped(
             left = [*some]
             if not maps.refused and not maps.copies_only:
                 left = []
-                yield from _read(maps, names, some, views, missed, left, verify)
+                yield from _read(maps, names, some, expected, views, missed, left, verify)
             if maps.copies_only and not maps.refused and shape.nbytes <= _MOST_AREA - _AROUND:
-                left = yield from _read_copies(maps, connection, names, left, views, missed, verify)
+                left = yield from _read_copies(maps, connection, names, left, expected, views, missed, verify)
             wire += left
         if wire:
             found = yield to.read_blocks(
@@ -355,6 +355,7 @@ def _read(
     maps: Maps,
     names: Sequence[BlockName],
     some: range,
+    expected: ShapeWords,
     views: Sequence[memoryview],
     missed: Missed,
     wire: list[int],
@@ -363,7 +364,7 @@ def _read(
     """Copy the blocks with the indexes `some` into their `views`. Add misses to `missed`, and the indexes of blocks to
     read over the connection to `wire`.
     """
-    lent = yield from _borrow(maps, names, some, missed, wire)
+    lent = yield from _borrow(maps, names, some, expected, missed, wire)
     if not lent:
         return
 
@@ -384,12 +385,13 @@ def _read(
 
 
 def _borrow(
-    maps: Maps, names: Sequence[BlockName], some: range, missed: Missed, wire: list[int]
+    maps: Maps, names: Sequence[BlockName], some: range, expected: ShapeWords, missed: Missed, wire: list[int]
 ) -> Steps[dict[int, _Lent]]:
     """Borrow the blocks with the indexes `some`, and map their regions if possible. Return where each one is, by index.
-    Add absent blocks to `missed`, and the indexes of blocks that cannot be mapped to `wire`.
+    Add absent blocks to `missed`, and the indexes of blocks that cannot be mapped to `wire`, such as those in another
+    shape than the expected one.
     """
-    answer = yield _locate(names[some.start : some.stop])
+    answer = yield _locate(names[some.start : some.stop], expected)
     if isinstance(answer, Refused):
         if _is_impossible(answer):
             _refuse(maps, answer)
@@ -438,6 +440,7 @@ def _read_copies(
     connection: PageConnection,
     names: Sequence[BlockName],
     some: Sequence[int],
+    expected: ShapeWords,
     views: Sequence[memoryview],
     missed: Missed,
     verify: bool,
@@ -458,7 +461,7 @@ def _read_copies(
 
     def ask(k: int) -> Request[Any]:
         words = (word for i in parts[k] for word in names[i])
-        return _request(b"KVMAP", b"COPY", k % halves * half, len(parts[k]), *words)
+        return _request(b"KVMAP", b"COPY", k % halves * half, len(parts[k]), *words, *expected)
 
     answer: Any = None
     for _ in range(2):  # once more if the connection was opened again, as its area has ended then
@@ -551,7 +554,7 @@ def borrow(maps: Maps, names: Sequence[BlockName], verify: bool) -> Dialogue[Blo
         found = BlocksInPlace([None] * len(names), {}, [])
         for start in range(0, 0 if maps.copies_only else len(names), _MOST_BLOCKS):
             some = range(start, min(start + _MOST_BLOCKS, len(names)))
-            lent = yield from _borrow(maps, names, some, found.missed, [])
+            lent = yield from _borrow(maps, names, some, (), found.missed, [])
             found.tickets.extend(block.ticket for block in lent.values())
             if maps.missing(block.region for block in lent.values()):
                 continue

@@ -15,7 +15,15 @@ from kvpage_server.client.calls import Call, Calls, count_misses
 from kvpage_server.client.cluster.nodes import Nodes
 from kvpage_server.client.cluster.plan import RAISES, Timed, present
 from kvpage_server.client.cluster.store import PAUSE, several
-from kvpage_server.client.commands import BlobCommands, BlockCode, Coding, ask_dialect, block_code, refuses_code
+from kvpage_server.client.commands import (
+    BlobCommands,
+    BlockCode,
+    Coding,
+    ask_dialect,
+    block_code,
+    refuses_code,
+    refuses_shapes,
+)
 from kvpage_server.client.errors import Closed, DeadlineExceeded, Disconnected, PageClientError, Refused, Unsupported
 from kvpage_server.client.mapped import ASK_SOCKET, NOT_IN_PLACE, Dialogue, Meanwhile, borrow, give_back, maps_of
 from kvpage_server.client.page import (
@@ -55,9 +63,9 @@ class PageClient:
     or any other C-contiguous object with the buffer protocol.
 
     A page that is absent or invalid is a miss. `misses` counts misses by reason: ``absent``; ``size``, the page is
-    longer or shorter than its buffer; ``header``, its header names another page; ``checksum``, its bytes are damaged;
-    ``code``, a block in the lossless code cannot be decoded; ``gone``, one of several servers did not answer. After a
-    miss, the content of the buffer is undefined.
+    longer or shorter than its buffer; ``shape``, the block has another shape; ``header``, its header names another
+    page; ``checksum``, its bytes are damaged; ``code``, a block in the lossless code cannot be decoded; ``gone``, one
+    of several servers did not answer. After a miss, the content of the buffer is undefined.
 
     Every call has a deadline in seconds, which includes connecting and retries. Calls raise the errors of
     `kvpage_server.client.errors`. Threads can share a client.
@@ -416,9 +424,11 @@ class PageClient:
         try:
             return self._done_by(to, call, end)
         except Refused as error:
-            if self.code is None or not refuses_code(call.what, error):
+            if self.code is not None and refuses_code(call.what, error):
+                self.code = None
+            elif not refuses_shapes(call.what, error):
                 raise
-        self.code = self._dialect = None
+        self._dialect = None
         return self._done_by(self._server_commands(end), call, end)
 
     def _done_by(self, to: BlobCommands, call: Call[T], end: Deadline) -> T:

@@ -88,6 +88,21 @@ class requests(Naming):
             yield KeyPrefix(b"kv:%b:" % req_id), access
 
 
+class batches(requests):
+    """Every key of each request of a batch, as a KeyPrefix. The word before the first name is the number of names."""
+
+    def starts(self, args: Sequence[Argument]) -> Iterable[int]:
+        return range(self.first, end_of_batch(args, self.first, self.step), self.step)
+
+
+def end_of_batch(args: Sequence[Argument], first: int, width: int) -> int:
+    """Return the index behind the items of a batch, where its options begin. The items begin at index `first`, behind
+    their number, and have `width` arguments each. If the number is wrong, that is the end of `args`.
+    """
+    count = as_integer(args[first - 1])
+    return len(args) if count is None or count < 0 else min(first + count * width, len(args))
+
+
 class prefixes(requests):
     """Every key of each request that KVPAGEPREFIX names, of blocks and of states, as a KeyPrefix."""
 
@@ -268,6 +283,14 @@ class Parts:
         """
         first, size = named + self.first, _PART * self.width
         return (words[:first] + words[start : start + size] for start in range(first, len(words), size))
+
+
+class BatchParts(Parts):
+    """The division of a batch with options behind its items, which belong to no part."""
+
+    def divided(self, words: Command, named: int) -> Iterator[Command]:
+        """Yield commands with some of the items each."""
+        return super().divided(words[: named + end_of_batch(words[named:], self.first, self.width)], named)
 
 
 class PrefixParts(Parts):

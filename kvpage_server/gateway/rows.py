@@ -19,7 +19,7 @@ from kvpage_server.commands.arguments import WRONG_TYPE, check_batch, integer_in
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.checks import Postponed
 from kvpage_server.commands.families.keys.value import checked_page
-from kvpage_server.commands.families.pages.block import read_shape
+from kvpage_server.commands.families.pages.block import expected_shape, names_and_shape, read_shape
 from kvpage_server.commands.families.pages.lease import checked_prefix, state_names
 from kvpage_server.commands.families.pages.page import PAGES_PER_STEP, header_fields, new_pages, page_name
 from kvpage_server.commands.families.pages.request import block_names, page_id, request_name
@@ -345,13 +345,16 @@ class PagesBehind:
         yield OK
 
     def kvblockget(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        [found] = yield from self.upstream.do(self.upstream.plans.blocks(block_names(args)))
+        names, expected = block_names(args[:2]), expected_shape(args[2:])
+        [found] = yield from self.upstream.do(self.upstream.plans.blocks(names, expected))
         yield bulk_reply(found)
 
     def kvblockmget(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        check_batch("KVBLOCKMGET", args, 2, "block")
-        names = yield from each(args[1:], block_names, 2)
-        yield from self.upstream.fetch(client, names, self.upstream.plans.blocks, bulk_reply)
+        words, expected = names_and_shape("KVBLOCKMGET", args)
+        names = yield from each(words, block_names, 2)
+        yield from self.upstream.fetch(
+            client, names, lambda some: self.upstream.plans.blocks(some, expected), bulk_reply
+        )
 
     def kvblockexists(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
         [opening] = yield from self.upstream.do(self.upstream.plans.ask([cluster.get_opening(block_names(args)[0])]))

@@ -40,7 +40,7 @@ from kvpage_server.client.wire.connection import Deadline
 from kvpage_server.client.wire.reply import Answer
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.steps import Steps
-from kvpage_server.page import HEADER_SIZE, PageError, PageHeader, PageKey
+from kvpage_server.page import HEADER_SIZE, BlockShape, PageError, PageHeader, PageKey
 from kvpage_server.resp import Raw, Reply, ReplyError, Wait
 from kvpage_server.system.process import MMAP_THRESHOLD, TRIM_THRESHOLD, tune_malloc
 
@@ -136,11 +136,15 @@ class Plans:
         return found
 
     @timed
-    def blocks(self, end: Deadline, names: Sequence[BlockName]) -> Plan[list[Value | None]]:
-        """Return blocks' bodies; None for absent and corrupt ones. Counts the reasons of misses."""
+    def blocks(
+        self, end: Deadline, names: Sequence[BlockName], expected: BlockShape | None
+    ) -> Plan[list[Value | None]]:
+        """Return blocks' bodies; None for absent and corrupt ones, no byte for blocks that do not have the expected
+        shape. Counts the reasons of misses.
+        """
         answers = yield from self.calls.router.ask([simple(b"GET", block_key(name)) for name in names], end)
         self._count_unavailable(answers)
-        return [self._body(name, answer) for name, answer in zip(names, answers, strict=True)]
+        return [self._body(name, answer, expected) for name, answer in zip(names, answers, strict=True)]
 
     @timed
     def metadata(self, end: Deadline, key: PageKey) -> Plan[PageMetadata | Value | None]:
@@ -164,8 +168,10 @@ class Plans:
         [opening] = yield from self.calls.router.ask([get_opening((key.req_id, key.page))], end)
         return ranges_of_page(key, shape_of(opening)) is not None
 
-    def _body(self, name: BlockName, value: Answer | Failed) -> Value | None:
-        """Return the body in a block's string; None if the string is absent or corrupt, which is counted."""
+    def _body(self, name: BlockName, value: Answer | Failed, expected: BlockShape | None) -> Value | None:
+        """Return the body in a block's string; None if the string is absent or corrupt, no byte if the block has
+        another shape than the expected one. The last two are counted.
+        """
         if not isinstance(value, memoryview):
             return None
         shape, reason = checked_block(name[1], value, verify=self.calls.verify)
@@ -173,6 +179,9 @@ class Plans:
             self.calls.misses[reason] += 1
             return None
         assert shape is not None
+        if expected is not None and shape != expected:
+            self.calls.misses["shape"] += 1
+            return (memoryview(b""),)
         return (value[head_size(shape) :],)
 
     def _count_unavailable(self, answers: Sequence[Answer | Failed]) -> None:

@@ -464,13 +464,13 @@ def read_block(keyspace: Keyspace, block: Block | None, lent: BorrowedReads) -> 
     return (*pieces,)
 
 
-def has_block(keyspace: Keyspace, block: Block | None) -> Steps[bool]:
-    """Return whether a block is complete, without counting it as a use. O(1) if none of its pages has changed since the
-    last check.
+def stored_shape(keyspace: Keyspace, block: Block | None) -> Steps[BlockShape | None]:
+    """Return the shape of a block, None if it is not complete, without counting a use. O(1) if none of its pages has
+    changed since the last check.
     """
-    if block is not None and block.shape_known:
-        return block.shape is not None
-    return block is not None and (yield from gathered(keyspace, block)).shape is not None
+    if block is None or block.shape_known:
+        return None if block is None else block.shape
+    return (yield from gathered(keyspace, block)).shape
 
 
 def gathered(keyspace: Keyspace, block: Block) -> Steps[Gathered]:

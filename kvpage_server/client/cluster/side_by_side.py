@@ -315,6 +315,9 @@ class SideBySideCalls:
             if known:
                 outcomes = yield Round([NodeRequest(p.server, p.request(self._dialects[p.server])) for p in known])
                 answers |= {part.server: outcome for part, outcome in zip(known, outcomes, strict=True)}
+        for server, answer in answers.items():
+            if isinstance(answer, Failed) and isinstance(answer.error, Refused) and answer.error.code == "ERR":
+                self._dialects.pop(server, None)  # it may be an older one since a restart
         failed = [answer.error for answer in answers.values() if isinstance(answer, Failed)]
         for error in failed:
             if isinstance(error, Refused) or len(failed) == len(parts):

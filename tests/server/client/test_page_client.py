@@ -332,20 +332,27 @@ def test_blocks_are_read_as_a_whole_or_not_at_all(pages: PageClient) -> None:
     assert pages.get_block_into(names[2], SHAPE, into[3])
 
 
+def rooms(shape: BlockShape) -> list[bytearray]:
+    """Memory for two blocks."""
+    return [bytearray(shape.nbytes) for _ in range(2)]
+
+
 def test_a_block_of_another_shape_may_have_the_same_length(server: RunningServer, redis_server: RunningServer) -> None:
-    """docs/client.md says which clients notice that."""
+    """It is a miss, however the block travels."""
     name, body = (b"shapes", 0), cache(0, 16, DType.BFLOAT16, 64)
     shape = BlockShape(8, 4, 16, tuple(Plane(kind, DType.BFLOAT16, 64) for kind in (KVType.K, KVType.V)))
     other = BlockShape(8, 4, 16, (Plane(KVType.K, DType.BFLOAT16, 128),))
     for url, code, why in (
-        (server.url, "never", None),
-        (server.url, "always", "code"),
+        (server.url, "never", "shape"),
+        (server.url, "always", "shape"),
         (redis_server.url, "never", "size"),
     ):
         with PageClient(url, code=code, deadline=30) as pages:  # type: ignore[arg-type]
             pages.set_block(name, shape, body)
             assert pages.fetch_blocks_into([name], other, [bytearray(other.nbytes)]) == [why]
-            assert pages.misses == ({why: 1} if why else {})
+            assert pages.misses == {why: 1}
+            assert pages.fetch_blocks_into([name, (b"none", 0)], other, rooms(other)) == [why, "absent"]
+            assert pages.fetch_blocks_into([name, (b"none", 0)], shape, rooms(shape)) == [None, "absent"]
             pages.delete([key for key, *_ in pages_of_block(name, shape)])
 
 

@@ -315,6 +315,18 @@ def test_other_blocks_are_read_over_the_connection(tmp_path: Path) -> None:
         assert mapped(server) == over_the_wire(server) == 2
 
 
+@pytest.mark.parametrize("user", ["", "tenant"])
+def test_a_mapped_block_in_another_shape_is_a_miss(tmp_path: Path, user: str) -> None:
+    other = BlockShape(8, 8, 64, (Plane(KVType.K, DType.BFLOAT16, 64),))
+    with started(tmp_path, *TENANT) as (server, url), PageClient(of_tenant(url) if user else url) as client:
+        client.mset_blocks(NAMES, SHAPE, bodies())
+        client.mset_blocks(NAMES[1:2], other, bodies()[:1])
+        assert client.fetch_blocks_into(NAMES, SHAPE, empty()) == [None, "shape", *[None] * (COUNT - 2)]
+        assert client.mapped_bytes == (COUNT - 1) * SHAPE.nbytes
+        with server.client() as admin:
+            assert admin.info("kvpage")["page_misses_shape"] == 1
+
+
 def test_a_tenant_without_the_right_reads_over_the_connection(tmp_path: Path) -> None:
     with started(tmp_path, "--user", "tenant", "on", "nopass", "~kv:r*", "+@all", "-kvmap") as (server, url):
         with PageClient(url.replace("unix://", "unix://tenant:x@"), deadline=30) as client:

@@ -11,19 +11,21 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 
-from kvpage_server.commands.arguments import check_batch, integer_in, plain, plain_all
+from kvpage_server.commands.arguments import SYNTAX_ERROR, check_batch, integer_in, plain, plain_all, shorten
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.checks import ReadAhead
 from kvpage_server.commands.families.pages.request import (
+    SHAPE,
     block_missed,
     block_names,
+    count_miss,
     hash_in_steps,
     note_chain,
     page_id,
     request_name,
 )
 from kvpage_server.commands.registry import command
-from kvpage_server.commands.specs import Parts, blocks, nothing, requests
+from kvpage_server.commands.specs import BatchParts, batches, blocks, end_of_batch, nothing, requests
 from kvpage_server.commands.steps import IN_THREAD_FROM, Steps, each, in_thread, stepwise
 from kvpage_server.core import Argument, Slot
 from kvpage_server.core.pieces import END, Piece, borrowed_bytes, frame
@@ -43,7 +45,7 @@ from kvpage_server.page import (
 )
 from kvpage_server.resp import OK, Raw, Reply, ReplyError, Stream
 from kvpage_server.store.disk.prefetch import Prefetcher
-from kvpage_server.store.keyspace import BLOCK_PAGES_PER_STEP, has_block, read_block
+from kvpage_server.store.keyspace import BLOCK_PAGES_PER_STEP, read_block, stored_shape
 from kvpage_server.store.memory.index import Block, Extent, OnDisk
 
 _PLANE = 3  # arguments of a plane: type dtype head_dim
@@ -118,6 +120,64 @@ def _read_plane(kv_type: bytes, dtype: bytes, head_dim: bytes) -> Plane:
     )
 
 
+# -- The shape that a reader expects -----------------------------------------------------------------------------------
+#
+# The option `SHAPE shape` of reads. A block may have as many bytes in other planes, heads or dtypes. In place of such a
+# block, the reply has the empty string: no block is empty, and the reader knows the reason.
+
+_SHAPE_OPTION = b"SHAPE"
+_SHAPE_WORDS = 2  # of the option
+_SHAPE_BYTES = 256  # of the longest shape, which has 21 numbers
+
+
+def names_and_shape(command: str, args: Sequence[Argument]) -> tuple[Sequence[Argument], BlockShape | None]:
+    """Check the arguments `N req page [req page ...] [SHAPE shape]` of a command. Return the words of the names, and
+    the expected shape if there is one. Raises ReplyError.
+    """
+    end = end_of_batch(args, 1, 2)
+    if len(args) - end != _SHAPE_WORDS or plain(args[end]).upper() != _SHAPE_OPTION:
+        end = len(args)  # without the option, or with an error that names N
+    check_batch(command, args[:end], 2, "block")
+    return args[1:end], expected_shape(args[end:])
+
+
+def expected_shape(option: Sequence[Argument]) -> BlockShape | None:
+    """Return the shape in the words `SHAPE shape`, None without words. Raises ReplyError."""
+    if not option:
+        return None
+    if len(option) != _SHAPE_WORDS or plain(option[0]).upper() != _SHAPE_OPTION:
+        raise ReplyError(SYNTAX_ERROR)
+    return _shape_in(plain(option[1]))
+
+
+@lru_cache(maxsize=256)
+def _shape_in(text: bytes) -> BlockShape:
+    """Return the shape in a text `layers:heads:page_size:type:dtype:head_dim[:type:dtype:head_dim ...]`. Raises
+    ReplyError.
+    """
+    numbers = text.split(b":") if len(text) <= _SHAPE_BYTES else []
+    if len(numbers) <= _PLANE or len(numbers) % _PLANE:
+        raise ReplyError(
+            f"ERR shape must be layers:heads:page_size and, for each plane, :type:dtype:head_dim, got '{shorten(text)}'"
+        )
+    return read_shape(*numbers[:3], b"%d" % (len(numbers) // _PLANE - 1), *numbers[3:])
+
+
+def misfits(client: Client, block: Block | None, expected: BlockShape | None) -> Steps[bool]:
+    """Return whether a block is complete in another shape than the expected one. Nothing is counted."""
+    if expected is None or block is None:
+        return False
+    shape = yield from stored_shape(client.keyspace, block)
+    return shape is not None and shape is not expected and shape != expected
+
+
+def _misfit_missed(client: Client) -> Reply:
+    """Count a miss of a block in another shape, and return the reply for it."""
+    client.keyspace.counters.misses += 1
+    count_miss(client, SHAPE)
+    return b""
+
+
 def _on_disk_of(lookup: Prefetcher, name: tuple[bytes, int]) -> list[OnDisk]:
     """Return the values to load before the block `name` can be read."""
     return lookup.values_to_load_for_block(*name)
@@ -130,15 +190,25 @@ def _without_code(lookup: Prefetcher, name: tuple[bytes, int]) -> list[OnDisk]:
 
 
 def _read(
-    client: Client, req_id: bytes, page: int, ahead: ReadAhead[tuple[bytes, int]], *, coded: bool = False
+    client: Client,
+    req_id: bytes,
+    page: int,
+    ahead: ReadAhead[tuple[bytes, int]],
+    expected: BlockShape | None,
+    *,
+    coded: bool = False,
 ) -> Steps[Reply]:
     """Return the reply for one block: its body, an error if it consists of single pages and is larger than
-    maxmemory-clients, or None if it is not complete, which is counted as a miss. The block is the next step of `ahead`.
+    maxmemory-clients, None if it is not complete, or the empty string if it does not have the expected shape. The last
+    two are counted as misses. The block is the next step of `ahead`.
 
     With `coded`, it is the code if the block has one, in memory or made here, see `_coded`.
     """
     yield from ahead.next()
     found = client.keyspace.reader.block(req_id, page)
+    if (yield from misfits(client, found, expected)):
+        ahead.end_step()
+        return _misfit_missed(client)
     if coded and found is not None and (code := found.code) is not None:
         ahead.end_step()
         client.keyspace.reader.use_block(found)
@@ -149,6 +219,8 @@ def _read(
         block_missed(client, req_id, page)
         return None
     size, most = borrowed_bytes(block), client.server.config.client_memory
+    if (yield from misfits(client, found, expected)):  # its pages changed while they were collected
+        return _misfit_missed(client)
     if size > most > 0 and found is not None and found.extent is None:  # one value may exceed the limit
         return ReplyError(f"OOM the block has {size} bytes, maxmemory-clients allows {most}: read it page by page")
     return (yield from _coded(client, found, block)) if coded else block
@@ -166,7 +238,7 @@ def _is_small(client: Client, req_id: bytes, page: int) -> bool:
 
 
 @_block(
-    "kvblockget req page",
+    "kvblockget req page [SHAPE shape]",
     needs=blocks(0),
     fetches=True,
     complexity="O(N) with N pages, O(1) if stored as a block",
@@ -178,46 +250,49 @@ def kvblockget(client: Client, args: list[Argument]) -> Reply:
 
     A block is complete if it has all its pages and they fit together: one page_size, one dtype and head_dim in a plane,
     and every body exactly as long as that makes it.
+
+    With SHAPE, the reply is the empty string if the block has another shape: a miss with the reason `shape`. A shape is
+    written layers:heads:page_size and, for each plane, :type:dtype:head_dim.
     """
-    name = request_name(args[0]), page_id(args[1])
+    name, expected = (request_name(args[0]), page_id(args[1])), expected_shape(args[2:])
 
     def body() -> Steps[Reply]:
         ahead = ReadAhead(client, _on_disk_of, [name], of_pages=False)
-        return (yield from _read(client, *name, ahead))
+        return (yield from _read(client, *name, ahead, expected))
 
     return stepwise(body(), small=_is_small(client, *name))
 
 
 @_block(
-    "kvblockmget N req page [req page ...]",
-    uses=requests(1, 2),
+    "kvblockmget N req page [req page ...] [SHAPE shape]",
+    uses=batches(1, 2),
     needs=blocks(1),
     fetches=True,
-    parts=Parts(1, 2),
+    parts=BatchParts(1, 2),
     complexity="O(N) with N pages, O(1) for each block stored as a block",
     reply="array of bulk or null",
     summary="Returns the bodies of N blocks, with null for those that are not complete.",
 )
 def kvblockmget(client: Client, args: list[Argument]) -> Reply:
     """Return an array of bodies. A block is looked up when the reply gets to it. The eviction policy assumes that each
-    block extends the one before it. A block is complete if its pages fit together, as KVBLOCKGET says.
+    block extends the one before it. A block is complete if its pages fit together, as KVBLOCKGET says. SHAPE is the
+    option of KVBLOCKGET, for all blocks.
     """
-    check_batch("KVBLOCKMGET", args, 2, "block")
-    return _bodies(client, args, coded=False)
+    return _bodies(client, *names_and_shape("KVBLOCKMGET", args), coded=False)
 
 
-def _bodies(client: Client, args: list[Argument], *, coded: bool) -> Stream:
-    """Return the reply of KVBLOCKMGET or, with `coded`, of KVBLOCKMGETCODED."""
+def _bodies(client: Client, words: Sequence[Argument], expected: BlockShape | None, *, coded: bool) -> Stream:
+    """Return the reply of KVBLOCKMGET or, with `coded`, of KVBLOCKMGETCODED, for the blocks that `words` name."""
     index = client.keyspace.index
 
     def bodies() -> Iterator[Reply]:
-        names = yield from each(args[1:], block_names, 2)
+        names = yield from each(words, block_names, 2)
         found = yield from each(names, lambda some: [index.block(*name) for name in some])
         yield from note_chain(client.keyspace, [block for block in found if block])
         yield Raw(b"*%d\r\n" % len(names))
         ahead = ReadAhead(client, _without_code if coded else _on_disk_of, names, of_pages=False)
         for req_id, page in names:
-            yield (yield from _read(client, req_id, page, ahead, coded=coded))
+            yield (yield from _read(client, req_id, page, ahead, expected, coded=coded))
 
     return Stream(None, bodies())
 
@@ -272,21 +347,21 @@ def kvblocksetcoded(client: Client, args: list[Argument]) -> Reply:
 
 
 @_block(
-    "kvblockmgetcoded N req page [req page ...]",
-    uses=requests(1, 2),
+    "kvblockmgetcoded N req page [req page ...] [SHAPE shape]",
+    uses=batches(1, 2),
     needs=blocks(1),
     fetches=True,
-    parts=Parts(1, 2),
+    parts=BatchParts(1, 2),
     complexity="O(N) with N bytes",
     reply="array of bulk or array or null",
     summary="Returns the bodies of N blocks as KVBLOCKMGET, in the lossless code if that is shorter.",
 )
 def kvblockmgetcoded(client: Client, args: list[Argument]) -> Reply:
     """Return an array. A block is an array of the XXH3-64 of its body, 16 hexadecimal digits, and its code
-    (docs/page-code.md). It is the body itself if the code would save less than a tenth, and null as in KVBLOCKMGET.
+    (docs/page-code.md). It is the body itself if the code would save less than a tenth, and null or the empty string as
+    in KVBLOCKMGET.
     """
-    check_batch("KVBLOCKMGETCODED", args, 2, "block")
-    return _bodies(client, args, coded=True)
+    return _bodies(client, *names_and_shape("KVBLOCKMGETCODED", args), coded=True)
 
 
 class _Code:
@@ -364,6 +439,6 @@ def kvblockexists(client: Client, args: list[Argument]) -> Reply:
     name = request_name(args[0]), page_id(args[1])
 
     def answer() -> Steps[Reply]:
-        return int((yield from has_block(client.keyspace, client.keyspace.reader.block(*name))))
+        return int((yield from stored_shape(client.keyspace, client.keyspace.reader.block(*name))) is not None)
 
     return stepwise(answer(), small=_is_small(client, *name))

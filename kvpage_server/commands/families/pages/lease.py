@@ -34,7 +34,7 @@ from kvpage_server.resp import Raw, Reply, ReplyError
 from kvpage_server.store.contents import unit_of
 from kvpage_server.store.eviction.leases import LONGEST_LEASE, LONGEST_LIFETIME, Bytes
 from kvpage_server.store.eviction.queues import Unit
-from kvpage_server.store.keyspace import Keyspace, has_block
+from kvpage_server.store.keyspace import Keyspace, stored_shape
 from kvpage_server.store.memory.index import Block
 from kvpage_server.system.text import monotonic_ms
 
@@ -153,7 +153,7 @@ def _complete_states(keyspace: Keyspace, states: Sequence[State], most: int) -> 
     for at, (req_id, page, need) in enumerate(states):
         if need <= most and need not in incomplete:
             block = keyspace.reader.block(req_id, page)
-            if block is None or not (yield from has_block(keyspace, block)):
+            if block is None or (yield from stored_shape(keyspace, block)) is None:
                 incomplete.add(need)
                 complete.first.pop(need, None)
             elif complete.first.setdefault(need, block) is not block:

@@ -20,18 +20,19 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from kvpage_server.commands.arguments import check_batch, integer_in, plain_all
+from kvpage_server.commands.arguments import integer_in, plain_all
 from kvpage_server.commands.context import EPOCH_BITS, Client
 from kvpage_server.commands.dispatch.checks import ReadAhead
+from kvpage_server.commands.families.pages.block import misfits, names_and_shape
 from kvpage_server.commands.families.pages.request import block_missed, block_names, note_chain
 from kvpage_server.commands.registry import command, container
-from kvpage_server.commands.specs import Parts, blocks, requests, values
+from kvpage_server.commands.specs import Parts, batches, blocks, values
 from kvpage_server.commands.steps import Steps, stepwise
 from kvpage_server.core import Argument, Slot
 from kvpage_server.core.arguments import I64
 from kvpage_server.core.pieces import END, Piece, borrowed_bytes, frame
 from kvpage_server.core.regions import Area, round_up
-from kvpage_server.page import FIELD_AT
+from kvpage_server.page import FIELD_AT, BlockShape
 from kvpage_server.resp import Reply, ReplyError, encode
 from kvpage_server.store.keyspace import read_block
 from kvpage_server.store.memory.entry import Text, is_page
@@ -132,9 +133,10 @@ def _as_text(digest: int) -> bytes | None:
 
 
 _NOT_IN_MEMORY = "NOMAP the value is on disk only"
+_OTHER_SHAPE = "NOMAP the block has another shape"
 
 
-def _block(client: Client, req_id: bytes, page: int) -> Reply:
+def _block(client: Client, req_id: bytes, page: int, expected: BlockShape | None) -> Reply:
     """Return KVMAP BLOCKMGET's item for one block. A block that is not lent counts neither as a hit nor as a miss."""
     block = client.keyspace.reader.block(req_id, page)
     if block is None:
@@ -143,6 +145,8 @@ def _block(client: Client, req_id: bytes, page: int) -> Reply:
         return None
     if block.extent is None:
         return ReplyError("NOMAP the block consists of single pages")
+    if expected is not None and block.shape != expected:
+        return ReplyError(_OTHER_SHAPE)
     slot = block.extent.slot
     found = slot.temporary_slot if isinstance(slot, OnDisk) else slot
     if found is None:
@@ -154,8 +158,8 @@ def _block(client: Client, req_id: bytes, page: int) -> Reply:
 
 
 @_map(
-    "kvmap|blockmget N req page [req page ...]",
-    uses=requests(1, 2),
+    "kvmap|blockmget N req page [req page ...] [SHAPE shape]",
+    uses=batches(1, 2),
     needs=blocks(1),
     complexity="O(N) with N blocks",
     reply="array",
@@ -166,15 +170,15 @@ def kvmap_blockmget(client: Client, args: list[Argument]) -> Reply:
     the offset in bytes, the number of bytes, their digest (XXH3-64 as 16 hexadecimal digits, or null if it is not
     known), and the ticket. N is at most 510.
 
-    An error NOMAP means that KVBLOCKMGET has to read the block, for example because it consists of single pages; OOM
-    that the client has to release tickets first.
+    An error NOMAP means that KVBLOCKMGET has to read the block, for example because it consists of single pages, or
+    does not have the shape after SHAPE; OOM that the client has to release tickets first.
     """
     _check_socket(client)
-    check_batch("KVMAP BLOCKMGET", args, 2, "block")
-    names = block_names(args[1:])
+    words, expected = names_and_shape("KVMAP BLOCKMGET", args)
+    names = block_names(words)
     found = (client.keyspace.index.block(*name) for name in names)
     client.keyspace.chain([block for block in found if block])
-    return [_block(client, *name) for name in names]
+    return [_block(client, *name, expected) for name in names]
 
 
 @_map(
@@ -209,9 +213,9 @@ def kvmap_area(client: Client, args: list[Argument]) -> Reply:
 
 
 @_map(
-    "kvmap|copy offset N req page [req page ...]",
+    "kvmap|copy offset N req page [req page ...] [SHAPE shape]",
     flags="readonly noscript no_multi",
-    uses=requests(2, 2),
+    uses=batches(2, 2),
     needs=blocks(2),
     fetches=True,
     complexity="O(N) with N bytes",
@@ -225,19 +229,21 @@ def kvmap_copy(client: Client, args: list[Argument]) -> Reply:
 
     The first block is put behind `offset`, and each block behind the one before it, with less than 128 bytes between
     them. The user needs the right to read the blocks, not every key. An error NOMAP means that the memory has no room
-    for the block, which KVBLOCKGET can read. The reply to a later command confirms that the connection, and so its
-    memory, had not ended before it.
+    for the block, or that it does not have the shape after SHAPE; KVBLOCKGET can read it. The reply to a later command
+    confirms that the connection, and so its memory, had not ended before it.
     """
     _check_socket(client)
     area = client.area
     if area is None:
         raise ReplyError("ERR KVMAP COPY needs memory of its connection: KVMAP AREA")
     offset = integer_in("offset", args[0], 0, area.size)
-    check_batch("KVMAP COPY", args[1:], 2, "block")
-    return stepwise(_copy(client, area, offset, block_names(args[2:])), small=False)
+    words, expected = names_and_shape("KVMAP COPY", args[1:])
+    return stepwise(_copy(client, area, offset, block_names(words), expected), small=False)
 
 
-def _copy(client: Client, area: Area, end: int, names: Sequence[tuple[bytes, int]]) -> Steps[Reply]:
+def _copy(
+    client: Client, area: Area, end: int, names: Sequence[tuple[bytes, int]], expected: BlockShape | None
+) -> Steps[Reply]:
     """Copy blocks into an area, one after the other from index `end` on, and return KVMAP COPY's reply."""
     keyspace = client.keyspace
     known = [block for name in names if (block := keyspace.index.block(*name))]
@@ -247,12 +253,19 @@ def _copy(client: Client, area: Area, end: int, names: Sequence[tuple[bytes, int
     for name in names:
         yield from ahead.next()
         block = keyspace.reader.block(*name)
+        if (yield from misfits(client, block, expected)):
+            ahead.end_step()
+            items.append(ReplyError(_OTHER_SHAPE))
+            continue
         digest = block.extent.digest if block is not None and block.extent is not None else 0
         body = yield from read_block(keyspace, block, ahead.lent)
         ahead.end_step()
         if body is None:
             block_missed(client, *name)
             items.append(None)
+            continue
+        if (yield from misfits(client, block, expected)):  # its pages changed while they were collected
+            items.append(ReplyError(_OTHER_SHAPE))
             continue
         size = borrowed_bytes(body)
         before = len(frame(size))  # the block is copied as a bulk string

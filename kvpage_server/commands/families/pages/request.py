@@ -35,8 +35,9 @@ from kvpage_server.store.memory.index import Block, Extent
 
 INCOMPLETE = "incomplete"  # the block has some of its pages
 HOLE = "hole"  # the block exists, but one before it does not
+SHAPE = "shape"  # the block exists, but not in the shape that the client expects
 OF_STRINGS = (NEVER_STORED, "expired", "evicted", OVER_QUOTA, "deleted", "overwritten", "corrupt")
-REASONS = (NEVER_STORED, INCOMPLETE, HOLE, *OF_STRINGS[1:])
+REASONS = (NEVER_STORED, INCOMPLETE, HOLE, SHAPE, *OF_STRINGS[1:])
 
 
 def count_miss(client: Client, reason: str, times: int = 1) -> None:

@@ -19,6 +19,7 @@ ONE_BY_ONE = "in a cluster, pages that were written one by one are no block"
 AS_ONE = "in a cluster, a page of a block lives and dies with its block"
 LEASES = "a cluster pins nothing, and its leases are times to live"
 TRANSACTIONS = "a gateway has no transactions"
+COUNTS = "a gateway does not count misses by reason in INFO, and has no coded blocks"
 NOT_BEFORE_A_CLUSTER = {
     LISTS: (
         "test_each_page_of_a_block_is_a_key",
@@ -51,6 +52,7 @@ NOT_BEFORE_A_CLUSTER = {
         "test_a_lease_is_prolonged_never_cut_short",
         "test_protected_memory_counts_as_it_grows",
     ),
+    COUNTS: ("test_a_block_in_another_shape_is_a_counted_miss",),
     TRANSACTIONS: (
         "test_a_block_expires_as_one",
         "test_a_deletion_in_a_transaction_precedes_the_next_command",

@@ -371,3 +371,100 @@ def test_a_deletion_in_steps_ends_when_its_block_is_removed() -> None:
         client.execute_command("KVBLOCKSET", "large", 0, *shape, body)
         assert 0 < int(other.reply()[1:]) < 4 * 64 * 128
         assert client.dbsize() == 64 * 128
+
+
+# -- the shape that a reader expects -----------------------------------------------------------------------------------
+
+
+def text_of(shape: BlockShape) -> str:
+    """A shape as in the option SHAPE."""
+    planes = [number for plane in shape.planes for number in (plane.kv_type, int(plane.dtype), plane.head_dim)]
+    return ":".join(map(str, (shape.layers, shape.heads, shape.page_size, *planes)))
+
+
+OTHERS = [  # of as many bytes as SHAPE
+    BlockShape(2, 3, 5, SHAPE.planes),
+    BlockShape(3, 2, 5, both(DType.BFLOAT16, 4)),
+    BlockShape(3, 2, 5, (Plane(0, DType.FLOAT16, 8),)),
+    BlockShape(3, 2, 10, both(DType.FLOAT16, 2)),
+]
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_block_in_another_shape_is_an_empty_string(client: redis.Redis, other: BlockShape) -> None:
+    body = noise(SHAPE.nbytes)
+    assert other.nbytes == SHAPE.nbytes
+    set_block(client, "r", 0, SHAPE, body)
+    right, wrong = ("SHAPE", text_of(SHAPE)), ("shape", text_of(other))
+    assert client.execute_command("KVBLOCKGET", "r", 0, *wrong) == b""
+    assert client.execute_command("KVBLOCKMGET", 2, "r", 0, "r", 1, *wrong) == [b"", None]
+    assert client.execute_command("KVBLOCKGET", "r", 0, *right) == body
+    assert client.execute_command("KVBLOCKMGET", 2, "r", 0, "r", 1, *right) == [body, None]
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_a_block_in_another_shape_is_a_counted_miss(client: redis.Redis, single: bool) -> None:
+    body, coded = noise(SHAPE.nbytes), ("KVBLOCKMGETCODED", 1, "r", 0)
+    set_block(client, "r", 0, SHAPE, body)
+    if single:
+        for (layer, plane, head), span in zip(places(SHAPE), SHAPE.page_spans(), strict=True):
+            set_page(client, "r", 0, SHAPE, layer, plane, head, body[span])
+    client.config_resetstat()
+    for other in OTHERS:
+        assert client.execute_command("KVBLOCKMGET", 2, "r", 0, "r", 1, "SHAPE", text_of(other)) == [b"", None]
+        assert client.execute_command(*coded, "SHAPE", text_of(other)) == [b""]
+    counted = client.info()
+    assert (counted["keyspace_hits"], counted["keyspace_misses"]) == (0, 12)
+    assert (counted["page_misses_shape"], counted["page_misses_never_stored"]) == (8, 4)
+    assert client.execute_command(*coded, "SHAPE", text_of(SHAPE)) == [body]
+    assert client.info("kvpage")["page_misses_shape"] == 8
+
+
+def test_the_shape_option_names_no_keys(client: redis.Redis) -> None:
+    """A user may read exactly the named requests, and options behind these are checked."""
+    body, shape = noise(SHAPE.nbytes), ("SHAPE", text_of(SHAPE))
+    set_block(client, "mine", 0, SHAPE, body)
+    words = ("KVBLOCKMGET", 1, "mine", 0, *shape)
+    assert client.command_getkeys(*words) == ["kv:mine:"]
+    client.execute_command("ACL", "SETUSER", "tenant", "on", ">secret", "~kv:mine:*", "+@all")
+    port = client.connection_pool.connection_kwargs["port"]
+    try:
+        with redis.Redis(port=port, username="tenant", password="secret", protocol=2) as tenant:
+            assert tenant.execute_command(*words) == [body]
+            assert tenant.execute_command("KVBLOCKMGET", 1000, *("mine", 0) * 1000, *shape) == [body] * 1000
+            for refused in (
+                ("KVBLOCKMGET", 2, "mine", 0, "other", 0, *shape),
+                ("KVBLOCKMGET", 2, "mine", 0, "other", 0),
+            ):
+                with pytest.raises(redis.exceptions.NoPermissionError):
+                    tenant.execute_command(*refused)
+            with pytest.raises(redis.ResponseError, match="N = 1 takes 2 arguments"):
+                tenant.execute_command("KVBLOCKMGET", 1, "mine", 0, "other", 0)
+    finally:
+        client.execute_command("ACL", "DELUSER", "tenant")
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("SHAPE", ""), "shape must be layers:heads:page_size"),
+        (("SHAPE", "1:1:1"), "shape must be layers:heads:page_size"),
+        (("SHAPE", "1:1:1:0:1"), "shape must be layers:heads:page_size"),
+        (("SHAPE", "1:1:1:0:1:1:" * 100), "shape must be layers:heads:page_size"),
+        (("SHAPE", "1:1:1:" + ":".join(["0:1:1"] * 9)), "P must be an integer between 1 and"),
+        (("SHAPE", "0:1:1:0:1:1"), "layers must be an integer between 1 and"),
+        (("SHAPE", "1:1:1:0:99:1"), "dtype"),
+        (("SHAPE", "1:1:1:1:1:1:0:1:1"), "order of their kv_type"),
+    ],
+)
+def test_a_wrong_shape_option_is_refused(client: redis.Redis, words: tuple[str, str], why: str) -> None:
+    for command in (("KVBLOCKGET", "r", 0), ("KVBLOCKMGET", 1, "r", 0)):
+        with pytest.raises(redis.ResponseError, match=why):
+            client.execute_command(*command, *words)
+        with pytest.raises(
+            redis.ResponseError, match=r"syntax error|N = 1 takes 2 arguments after N, 2 a block, got 4"
+        ):
+            client.execute_command(*command, "FORM", "1:1:1:0:1:1")
+        for number in (1, 3):
+            with pytest.raises(redis.ResponseError, match=r"syntax error|N = 1 takes 2 arguments after N"):
+                client.execute_command(*command, *["SHAPE"] * number)
