@@ -392,7 +392,8 @@ def _reason_text(reason: str, answer: Answer) -> str:
         by += f" at {'a full file system' if limit == 'filesystem' else limit}" if limit else ""
         return f"{reason}{by}, {when(answer['at'])}"
     if "since" in answer:
-        return f"{reason}, or removed before the records of removals began, {when(answer['since'])}"
+        began = f", {when(answer['since'])}" if answer["since"] else ""
+        return f"{reason}, or removed before the records of removals began{began}"
     if reason == ABSENT:
         return f"{reason}; a Valkey or Redis Cluster records no reasons"
     of_others = {"stored": ": a read would not miss", "gone": ": it is not on the servers that answered"}

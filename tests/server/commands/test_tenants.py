@@ -172,7 +172,7 @@ MOMENTARY = re.compile(
     rb"(?<=master_replid:)\w+|(?<=\bid=)\d+|(?<=addr=127.0.0.1:)\d+|(?<=fd=)\d+|(?<=age=)\d+|(?<=idle=)\d+|"
     rb"(?<=\$2\r\nid\r\n:)\d+|(?<=_ms\r\n:)\d+|\$\d+(?=\r\n(?:# Server|id=))"
 )
-RANDOM = {"time", "acl|genpass", "client|id", "kvpagewhy", "kvlost"}
+RANDOM = {"time", "acl|genpass", "client|id"}
 BY_THE_CLOCK = {b"GT", b"LT"}  # whether an expiry is later than the one that was set a moment ago
 YES_OR_NO = re.compile(rb"\A:[01](?=\r\n)")
 

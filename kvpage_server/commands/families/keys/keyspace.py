@@ -334,7 +334,8 @@ def kvlost(client: Client, args: list[Argument]) -> Reply:
     more than 512 bytes; such a key is found by its whole name.
 
     `since` says from when on the server remembers all removals (unix milliseconds): a restart forgets them, and the
-    oldest are dropped when all take more than 16 MB.
+    oldest are dropped when all take more than 16 MB. It depends on removals of others, and is 0 for users
+    without the right to read every key.
     """
     pattern, count = plain(args[0]), _count(plain_all(args[1:]))
     keyspace, key = client.keyspace, literal(pattern)
@@ -358,7 +359,7 @@ def kvlost(client: Client, args: list[Argument]) -> Reply:
                 yield ()
             if len(found) >= count:
                 break
-        yield {"since": keyspace.lost.since, "strings": found[:count]}
+        yield {"since": keyspace.lost.since if client.sees_all else 0, "strings": found[:count]}
 
     return Stream(None, steps())
 

@@ -584,7 +584,8 @@ def kvpagewhy(client: Client, args: list[Argument]) -> Reply:
     quota that removed it. `limit` is the parameter whose limit the policy kept, maxmemory or maxdisk, or filesystem if
     that was full. If a request has a hole, `block` is the page id of its first block that lacks pages, and `cause` is
     the reason: one of these, or incomplete if the block has others of its pages and nothing was removed. `since` says
-    from when on the server remembers removals (unix milliseconds).
+    from when on the server remembers removals (unix milliseconds), and is 0 for users without the right to read every
+    key. A block that missed with the reason shape (KVBLOCKGET) is stored.
     """
     keyspace = client.keyspace
     if len(args) == 1:
@@ -597,7 +598,7 @@ def kvpagewhy(client: Client, args: list[Argument]) -> Reply:
     entry = keyspace.contents.find(name.key)
     if entry is None:
         ghost = keyspace.ghosts.of_page(name.req_id, name.layer, name.head, name.page, name.kv_type)
-        return _explain(keyspace, ghost)
+        return _explain(client, ghost)
     if not is_page(entry):
         raise ReplyError(WRONG_TYPE)
     return {"reason": STORED}
@@ -610,7 +611,7 @@ def _why_request(client: Client, req_id: bytes) -> Steps[dict[str, Reply]]:
     keyspace = client.keyspace
     blocks = {block.page: block for block in (yield from blocks_of(client, req_id))}
     if not blocks:
-        return _explain(keyspace, (yield from keyspace.ghosts.of_request(req_id)))
+        return _explain(client, (yield from keyspace.ghosts.of_request(req_id)))
     for page in itertools.count():
         block = blocks.get(page)
         if block is not None and block.is_full:
@@ -620,17 +621,17 @@ def _why_request(client: Client, req_id: bytes) -> Steps[dict[str, Reply]]:
         ghost = keyspace.ghosts.of_block(req_id, page, block)
         if block is None and ghost is None and page > max(blocks):
             return {"reason": STORED, "blocks": len(blocks)}
-        found = _explain(keyspace, ghost, NEVER_STORED if block is None else INCOMPLETE)
+        found = _explain(client, ghost, NEVER_STORED if block is None else INCOMPLETE)
         return {"reason": HOLE, "block": page, "cause": found.pop("reason"), **found}
     raise AssertionError
 
 
-def _explain(keyspace: Keyspace, ghost: Ghost | None, otherwise: str = NEVER_STORED) -> dict[str, Reply]:
+def _explain(client: Client, ghost: Ghost | None, otherwise: str = NEVER_STORED) -> dict[str, Reply]:
     """Return the part of the reply that explains why pages are missing. `ghost` is the record of their removal; without
     one, the reason is `otherwise`.
     """
     if ghost is None:
-        return {"reason": otherwise, "since": keyspace.ghosts.since}
+        return {"reason": otherwise, "since": client.keyspace.ghosts.since if client.sees_all else 0}
     by: dict[str, Reply] = {"quota" if ghost.reason == OVER_QUOTA else "policy": ghost.by} if ghost.by else {}
     if ghost.limit:
         by["limit"] = ghost.limit
