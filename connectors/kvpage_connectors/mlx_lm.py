@@ -33,9 +33,11 @@ from kvpage.engine.pool import BlockPool
 from kvpage.engine.spec import ModelCacheSpec
 from kvpage.engine.tiers.pages import PageTier
 from mlx_lm import server
+from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import cache as caches
 from mlx_lm.models.cache import LRUPromptCache
 
+from kvpage_connectors.mlx_lm_one_pass import OnePassGenerator
 from kvpage_connectors.reasons import Reasons, guarded
 from kvpage_server.address import with_credentials
 
@@ -178,6 +180,11 @@ class StoredPromptCache(LRUPromptCache):  # type: ignore[misc]
         self._contexts[key] = StoredContexts(self._url, spec)
         log.info("contexts are stored on %s", re.sub("//[^/]*@", "//", self._url))  # without user and password
 
+    def takes_one_pass(self, key: Any) -> bool:
+        """Return whether the model of `key` can be run by `OnePassGenerator`."""
+        contexts = self._contexts.get(key)
+        return contexts is not None and contexts.spec.resumes and not contexts.spec.has_state
+
     def prefetch(self, key: Any, tokens: Sequence[int]) -> None:
         """Fetch the beginning of a prompt that memory lacks, and wait for it. Call it in a thread of HTTP."""
         if contexts := self._contexts.get(key):
@@ -243,6 +250,8 @@ def serve(url: str) -> None:
         def _load(self, *key: Any) -> None:
             super()._load(*key)
             stored[0].attach(self.model_key, self.model, self.tokenizer)
+            one_pass = stored[0].takes_one_pass(self.model_key)
+            server.BatchGenerator = OnePassGenerator if one_pass else BatchGenerator  # the next one has this model
             loaded.set()
 
     class Generator(server.ResponseGenerator):  # type: ignore[misc]
@@ -256,11 +265,19 @@ def serve(url: str) -> None:
 
         def _prefetch(self, key: Any, request: Any, args: Any) -> None:
             try:
-                prompt, _, _, _, vision = self._tokenize(self.model_provider.tokenizer, copy.deepcopy(request), args)
+                tokenized = super()._tokenize(self.model_provider.tokenizer, copy.deepcopy(request), args)
             except Exception:  # noqa: BLE001 - the generation thread raises it again, and answers with it
                 return
+            prompt, *_, vision = tokenized
             if vision is None:
                 stored[0].prefetch(key, prompt)
+                request.tokenized = key, tokenized
+
+        def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
+            """Return the tokens from `_prefetch`, unless another model was loaded since."""
+            key, tokenized = getattr(request, "tokenized", (None, None))
+            same = key is not None and key == self.model_provider.model_key
+            return tokenized if same else super()._tokenize(tokenizer, request, args)
 
     def prompt_cache(max_size: int) -> StoredPromptCache:
         stored.append(StoredPromptCache(url, max_size))
