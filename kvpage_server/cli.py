@@ -352,9 +352,9 @@ def _seconds(word: str, least: float = 0.1) -> float:
 
 
 def _name(word: str) -> bytes:
-    """Parse a name, which is written as `kvpage ls` prints it. Raises ArgumentTypeError."""
+    """Parse a name, which is written as `kvpage ls` prints it. Raises ArgumentTypeError, also for an empty one."""
     try:
-        return name_of_text(word)
+        return name_of_text(not_empty(word))
     except ValueError as error:  # also UnicodeEncodeError
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -383,7 +383,7 @@ def _number(kind: Kind) -> Callable[[str], int]:
 
 def _rows(word: str) -> int:
     """Parse a number of rows. Raises ArgumentTypeError."""
-    if not re.fullmatch(r"\d{1,9}", word):
+    if not re.fullmatch(r"[0-9]{1,9}", word):
         raise argparse.ArgumentTypeError(f"must be a number of rows, 0 for all, got {word}")
     return int(word)
 
@@ -454,7 +454,8 @@ def _add_snapshots(shows: Callable[..., argparse.ArgumentParser]) -> None:
     dump_.add_argument("directory", metavar="DIRECTORY", type=_path)
     which = dump_.add_mutually_exclusive_group()
     of_requests(which)
-    which.add_argument("--match", metavar="GLOB", default="*", help="only pages and strings whose keys match")
+    help = "only pages and strings whose keys match"
+    which.add_argument("--match", metavar="GLOB", type=not_empty, default="*", help=help)
     dump_.add_argument("--update", action="store_true", help="bring a finished dump up to date")
     dump_.add_argument(
         "--code", action="store_true", help="write pages in the lossless code, 0.7 of the bytes in bfloat16"

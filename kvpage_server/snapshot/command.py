@@ -40,7 +40,7 @@ from kvpage_server.snapshot.format import (
 from kvpage_server.snapshot.restore import restore
 from kvpage_server.snapshot.store import Amount, RunningStore
 from kvpage_server.system.terminal import for_people, out, print_json, readable, table_of, when
-from kvpage_server.system.text import as_size, plural
+from kvpage_server.system.text import as_size, name_shown, plural
 
 # -- Contents of a dump, without a server ------------------------------------------------------------------------------
 
@@ -86,9 +86,9 @@ def inspect(
 ) -> Inspected:
     """Summarise all files in a dump's directory, or one file. With `verify`, hash the data and compare checksums.
 
-    With `requests`, only pages of these request ids are summarised. Damage is listed in `corrupt`, and does not stop
-    the inspection. `done` is called with the bytes of each processed file. Raises DumpError for a directory without a
-    dump, OSError.
+    With `requests`, only pages of these request ids are summarised, and no strings. Damage is listed in `corrupt`, and
+    does not stop the inspection. `done` is called with the bytes of each processed file. Raises DumpError for a
+    directory without a dump, OSError.
     """
     found, files = Inspected(None), [path]
     if path.is_dir():
@@ -121,7 +121,8 @@ def _add(found: Inspected, contents: FileContents, requests: frozenset[bytes]) -
     found.sizes.append(contents.size)
     for entry, _, _ in contents.spans:
         if not isinstance(entry, PageTensor):
-            found.strings.add(entry)
+            if not requests:
+                found.strings.add(entry)
         elif not requests or entry.first.req_id in requests:
             found.requests[entry.first.req_id].add(entry)
             if requests:
@@ -142,13 +143,18 @@ _MOST_LISTED = 100  # failures in the output
 
 
 def run_dump(server: redis.Redis, args: argparse.Namespace) -> bool:
-    """Run `kvpage dump`. Return whether all selected keys were dumped. Raises DumpError."""
+    """Run `kvpage dump`. Return whether all selected keys were dumped, and each named request has a page. Raises
+    DumpError.
+    """
     if "kvpage_version" not in server.info("server"):
         raise DumpError("only a kvpage-server can be dumped, this is another Redis")
     selection = Selection(_requests(args), os.fsencode(args.match))
-    keys = _keys(server, selection)
-    if selection.requests and not keys:
+    pages = {req_id: int(server.scard(b"kv:%b:index" % req_id)) for req_id in selection.requests}
+    absent = {req_id for req_id, count in pages.items() if not count}
+    if absent and len(absent) == len(pages):
         raise DumpError("no request that --request names has a page")
+    # the number of keys, for the progress bar; None if counting them needs a scan of all keys
+    keys = sum(pages.values()) if pages else server.dbsize() if selection.match == b"*" else None
     started = time.monotonic()
     with RunningStore(args.url) as store, _bar("dumping", keys) as done:
         server_url, update, code = shown(args.url), args.update, args.code
@@ -156,25 +162,19 @@ def run_dump(server: redis.Redis, args: argparse.Namespace) -> bool:
     if args.json:
         in_files = {"stored_bytes": dumped.stored, "files": dumped.files, "kept_files": dumped.kept}
         corrupt = {"corrupt": dumped.corrupt.texts}
-        print_json({"url": shown(args.url)} | _counts(dumped.amount) | in_files | corrupt)
-        return not dumped.corrupt.count
+        print_json({"url": shown(args.url)} | _counts(dumped.amount) | in_files | corrupt | _absent(absent))
+        return not absent and not dumped.corrupt.count
     kept = f", {dumped.kept:,} of them as they were" if dumped.kept else ""
     files, took = plural(dumped.files, "file"), time.monotonic() - started
     coded = f", coded as {as_size(dumped.stored)}" if dumped.stored < dumped.amount.nbytes else ""
     out.print(f"{_amount_text(dumped.amount)}{coded} in {files}{kept}, {took:.1f} s")
-    return _print_failures("are not what was stored, and were not dumped", dumped.corrupt)
-
-
-def _keys(server: redis.Redis, selection: Selection) -> int | None:
-    """Return the number of keys to dump, for the progress bar; None if counting them needs a scan of all keys."""
-    if selection.requests:
-        return sum(server.scard(b"kv:%b:index" % req_id) for req_id in selection.requests)
-    return server.dbsize() if selection.match == b"*" else None
+    _print_absent(absent)
+    return _print_failures("are not what was stored, and were not dumped", dumped.corrupt) and not absent
 
 
 def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
-    """Run `kvpage restore`. Return whether the dump is finished, and no key was damaged, refused, without room, or
-    evicted again. Raises DumpError.
+    """Run `kvpage restore`. Return whether the dump is finished and has each named request, and no key was damaged,
+    refused, without room, or evicted again. Raises DumpError.
     """
     before = _evictions(server)
     nbytes = size_of(args.directory)
@@ -188,17 +188,15 @@ def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
             done=done,
             evicted=lambda: _evicted_since(before, _evictions(server))[0],
         )
-    if args.request and not restored.amount.pages + restored.there + restored.expired + restored.corrupt.count:
-        raise DumpError(f"{args.directory} has no page of the requests that --request names")
+    _check_any(args, restored.absent, restored.corrupt)
     evicted, limits = _evicted_since(before, _evictions(server))
     if args.json:
         names = {name: getattr(restored, name).texts for name in ("corrupt", "no_room", "refused")}
         counts = {"there": restored.there, "expired": restored.expired, "evicted": evicted, "lost": restored.lost}
-        print_json(
-            {"url": shown(args.url)} | _counts(restored.amount) | counts | names | {"finished": restored.finished}
-        )
+        rest = names | _absent(restored.absent) | {"finished": restored.finished}
+        print_json({"url": shown(args.url)} | _counts(restored.amount) | counts | rest)
         failures = restored.corrupt.count, restored.no_room.count, restored.refused.count, restored.lost
-        return restored.finished and not any(failures)
+        return restored.finished and not restored.absent and not any(failures)
     out.print(f"{_amount_text(restored.amount)} restored, {time.monotonic() - started:.1f} s")
     if restored.there:
         out.print(f"{plural(restored.there, 'key')} there already, left unchanged")
@@ -210,6 +208,7 @@ def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
         out.print(f"[red]{plural(evicted, 'key')} evicted meanwhile{of_dump}: {may_be}[/]")
     if not restored.finished:
         out.print("[red]the dump was never finished: this is what there was of it[/]")
+    _print_absent(restored.absent)
     fitted = _print_failures("did not fit into the store, and were not restored", restored.no_room)
     taken = _print_failures("were refused by the server, and were not restored", restored.refused)
     return (
@@ -217,6 +216,7 @@ def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
         and fitted
         and taken
         and restored.finished
+        and not restored.absent
         and not restored.lost
     )
 
@@ -243,16 +243,17 @@ def _evicted_since(before: dict[str, int], now: dict[str, int]) -> tuple[int, li
 
 
 def run_inspect(args: argparse.Namespace) -> bool:
-    """Run `kvpage inspect`. Return whether the dump is finished, and all files are readable and, with --verify,
-    undamaged. Raises DumpError.
+    """Run `kvpage inspect`. Return whether the dump is finished and has each named request, and all files are readable
+    and, with --verify, undamaged. Raises DumpError.
     """
     with _bar("hashing", None, in_bytes=True) as done:
         found = inspect(args.path, requests := _requests(args), verify=args.verify, done=done)
-    if requests and not found.planes and not found.corrupt.count:
-        raise DumpError(f"{args.path} has no page of the requests that --request names")
+    absent = set(requests).difference(found.requests)
+    _check_any(args, absent, found.corrupt)
+    complete = found.finished and not absent and not found.corrupt.count
     if args.json:
-        print_json(_inspected(found, args.path))
-        return found.finished and not found.corrupt.count
+        print_json(_inspected(found, args.path) | _absent(absent))
+        return complete
     _show_head(args.path, found)
     if requests:
         _show_planes(found.planes)
@@ -260,7 +261,26 @@ def run_inspect(args: argparse.Namespace) -> bool:
         _show_requests(found)
     if args.verify and not found.corrupt.count:
         out.print("all of it is intact" if found.finished else "none of its files is corrupt, but some may be missing")
-    return _print_failures("are corrupt", found.corrupt) and found.finished
+    _print_absent(absent)
+    _print_failures("are corrupt", found.corrupt)
+    return complete
+
+
+def _check_any(args: argparse.Namespace, absent: Collection[bytes], corrupt: Failures) -> None:
+    """Raise DumpError if an undamaged dump has no page of any request that --request names."""
+    if args.request and set(args.request) <= set(absent) and not corrupt.count:
+        raise DumpError(
+            f"{getattr(args, 'directory', None) or args.path} has no page of the requests that --request names"
+        )
+
+
+def _absent(requests: Collection[bytes]) -> dict[str, list[str]]:
+    return {"absent": [name_shown(req_id) for req_id in sorted(requests)]}
+
+
+def _print_absent(requests: Collection[bytes]) -> None:
+    for req_id in sorted(requests):
+        out.print(Text.assemble("request ", readable(req_id), " has no page", style="red"))
 
 
 def _counts(what: Amount) -> dict[str, Any]:

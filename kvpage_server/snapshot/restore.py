@@ -292,6 +292,7 @@ class Restored:
     refused: Failures = field(default_factory=Failures)  # pages and strings that the server refuses
     finished: bool = True  # whether the dump is finished
     lost: int = 0  # keys of the dump that existed during the restore, and were evicted before its end
+    absent: set[bytes] = field(default_factory=set)  # selected requests of which no page was found in the dump
 
 
 def restore(
@@ -318,7 +319,7 @@ class _Write(NamedTuple):
 
     keys: list[bytes]
     are_pages: bool
-    nbytes: int
+    nbytes: int  # of bodies and strings, without the headers of pages
 
 
 def _age_ms(summary: Summary | None, contents: FileContents) -> int:
@@ -332,7 +333,7 @@ class _Restore:
         self._path = path
         self._requests = requests
         self._replace = replace
-        self._restored = Restored()
+        self._restored = Restored(absent={*requests})
         self._largest = store.largest_command()
         self._writes = Writes()
         self._waiting: list[_Write] = []
@@ -386,7 +387,9 @@ class _Restore:
             for bad in contents.bad:
                 corrupt.add(f"{bad}, in {file.name}")
             age_ms = _age_ms(summary, contents)
-            selected = (span for span in contents.spans if self._is_selected(span) and self._fits(span))
+            chosen = [*filter(self._is_selected, contents.spans)]
+            self._restored.absent -= {span.entry.first.req_id for span in chosen if isinstance(span.entry, PageTensor)}
+            selected = filter(self._fits, chosen)
             try:
                 with opened(contents) as data:
                     for part in parts(selected, self._largest // _SHARE):
@@ -470,7 +473,7 @@ class _Restore:
     def _set(self, items: list[Item]) -> None:
         for key, value, left, is_page in items:
             self._writes.set(key, value, left, only_new=not self._replace)
-            self._note_write(_Write([key], is_page, sum(map(len, value))))
+            self._note_write(_Write([key], is_page, len(value[-1])))
 
     def _report_refused(self, keys: Iterable[bytes], error: Refused) -> None:
         failures = self._restored.no_room if error.code == "OOM" else self._restored.refused

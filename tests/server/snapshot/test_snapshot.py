@@ -166,6 +166,37 @@ def test_a_request_without_a_page_is_reported(server: RunningServer, client: red
         assert "--request names" in errors
 
 
+def test_each_request_without_a_page_is_reported(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
+    fill(client)
+    assert kvpage("dump", str(tmp_path), "--url", server.url)[0] == 0
+    some = tmp_path / "some"
+    for command in (
+        ("dump", str(some), "--url", server.url),
+        ("dump", str(some), "--update", "--url", server.url),
+        ("restore", str(tmp_path), "--replace", "--url", server.url),
+        ("inspect", str(tmp_path)),
+    ):
+        named = ("--request", "torn", "--request", r"no\xff", "--request", "chat-7")
+        code, shown, _ = kvpage(*command, *named)
+        assert (code, shown.count("no page")) == (1, 1)
+        assert "request no\\xff has no page\n" in shown
+    client.flushall()
+    found = [
+        json.loads(kvpage(*command, *named, "--json")[1])
+        for command in (
+            ("restore", str(some), "--url", server.url),
+            ("inspect", str(tmp_path)),
+        )
+    ]
+    pages = 5 * HALVES.pages - 1  # a page of the request torn is deleted
+    for counts in found:
+        assert counts["absent"] == [r"no\xff"]
+        assert (counts["pages"], counts["strings"]) == (pages, 0)
+    assert found[0]["bytes"] == found[1]["bytes"]
+    code, shown, _ = kvpage("restore", str(some), *named, "--json", "--url", server.url)
+    assert (code, json.loads(shown)["absent"], json.loads(shown)["there"]) == (1, [r"no\xff"], pages)
+
+
 def test_a_pattern_selects_pages_and_strings(client: redis.Redis, store: RunningStore, tmp_path: Path) -> None:
     fill(client)
     dumped = dump(store, tmp_path, Selection(match=b"*:alice"))
