@@ -189,7 +189,7 @@ async def _shrink(server: Server) -> None:
     memory = server.keyspace.memory
     while True:
         done = True
-        if memory.is_full and not server.is_paused:
+        if memory.is_full() and not server.is_paused:
             with suppress(OverLimit):
                 done = memory.shrink()
         await asyncio.sleep(SWEEP_EVERY if done else 0)

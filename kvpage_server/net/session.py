@@ -118,7 +118,7 @@ class Session:
         self._loop = loop
         self._run_queue = run_queue
         self._descriptor = ends.descriptor
-        self._events = server.events
+        self._events, self._tracking = server.events, server.events.tracking
         self._parser = Parser(
             server.keyspace.arena,
             scratch,
@@ -180,7 +180,10 @@ class Session:
                 return
             self._server.stats.bytes_in += count
             self.client.active = monotonic()
-            self._run()
+            if not self._memory.is_empty and self._parser.is_partial:  # the rest of a command is missing still
+                self._memory.account()
+            else:
+                self._run()
             taken += count
             if count < RECEIVE_AGAIN_FROM or taken >= RECEIVE_TURN or self._state is not READING:
                 return
@@ -316,7 +319,7 @@ class Session:
     def _run(self) -> None:
         """Run received commands for one turn at most, and send their replies. Join the run queue if commands remain."""
         client, transport, replies, memory = self.client, self._transport, self._replies, self._memory
-        if self._events.tracking.is_under_way:
+        if self._tracking.is_under_way:
             self._hold()
             return
         left, deadline = MOST_COMMANDS, monotonic_ns() + TURN
@@ -482,7 +485,7 @@ class Session:
         if self._write_behind is not None and self._events.acting is self.client:
             self._note_durability(self._write_behind.position)
         is_held_back = self.client.durable_before_reply > 0 and self._is_held_back()
-        if (self._events.tracking.is_due and self._waits_for_messages()) or is_held_back:
+        if (self._tracking.is_due and self._waits_for_messages()) or is_held_back:
             return
         replies = self._replies
         if pieces := replies.pieces:
@@ -493,7 +496,7 @@ class Session:
         """Send the pending messages to tracking clients. Return whether replies have to wait for the rest of them. If
         so, begin to wait.
         """
-        tracking = self._events.tracking
+        tracking = self._tracking
         if tracking.is_sending:  # a message to this client, after the replies that wait
             return self._is_held
         if tracking.send_pending():
@@ -509,7 +512,7 @@ class Session:
                 self._is_held = False
                 then()
 
-            self._events.tracking.when_sent(sent)
+            self._tracking.when_sent(sent)
 
         if not self._is_held:
             self._is_held = True

@@ -413,10 +413,10 @@ class Contents:
                 self._remove_expired(*name)
                 if is_opened:
                     self.index.open(*name)
-        at = 0
-        while at < len(pages):
+        at, count = 0, len(pages)
+        while at < count:
             at = self._put_run(pages, at) if self.on_event is None else self._put_one(pages, at)
-        self.counters.writes += len(pages)
+        self.counters.writes += count
         self.tier.stored_pages(pages)
 
     def _remove_expired(self, req_id: bytes, page: int) -> None:
@@ -446,7 +446,8 @@ class Contents:
         if expires := pages.expires(at):
             expiry_order.keys += stop - at
             expiry_order.note_all(pages.keys[at:stop], expires)
-        expiry_order.keys -= replaced
+        if replaced:
+            expiry_order.keys -= replaced
         self.eviction_order.units.used_all(blocks)
         for block in blocks:
             if block.pages > _LARGE:  # as `note_size`, without the cost of a call

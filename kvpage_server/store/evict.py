@@ -235,7 +235,7 @@ class IndexAccount(Account):
     @property
     def used(self) -> int:
         """Approximate bytes of memory of the index. O(1)."""
-        return self.contents.catalogue.index_size
+        return self.contents.catalogue.index_size()
 
     def sources(self, _: int) -> Iterator[Source]:
         return self.contents.tier.keys_to_evict()
@@ -257,7 +257,7 @@ class MemoryAccount(Account):
         # `maxmemory-clients`. Without this, unread replies of as many bytes as `maxmemory` would evict all values.
         self.unread = 0
         self.index = IndexAccount(contents, self)
-        self._arena = contents.arena
+        self._arena, self._catalogue = contents.arena, contents.catalogue
 
     @property
     def used(self) -> int:
@@ -267,15 +267,15 @@ class MemoryAccount(Account):
     def evicts_above(self, size: int) -> int:
         return super().evicts_above(size) + self.contents.tier.held + self.unread
 
-    @property
     def is_full(self) -> bool:
-        """Whether memory exceeds `maxmemory`, or the index its limit."""
+        """Return whether memory exceeds `maxmemory`, or the index its limit."""
         most = self.limit
         if not most:
             return False
-        values_may_be_full = self._arena.used + self.contents.texts > most
-        index_size = self.contents.catalogue.index_size
-        return (values_may_be_full and self.used > self.evicts_above(0)) or index_size > max(most, LEAST_INDEX)
+        if self._arena.used + self.contents.texts > most and self.used > self.evicts_above(0):
+            return True
+        size = self._catalogue.index_size()
+        return size > most and size > LEAST_INDEX
 
     def sources(self, _: int) -> Iterator[Source]:
         return self.contents.tier.values_to_evict()
@@ -299,7 +299,7 @@ class MemoryAccount(Account):
             for unit in make_room(account):
                 left -= unit.pages if isinstance(unit, Block) else 1
                 if left <= 0:
-                    return not self.is_full
+                    return not self.is_full()
         return True
 
 

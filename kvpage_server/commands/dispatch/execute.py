@@ -250,7 +250,7 @@ def execute(client: Client, words: Command) -> Reply:
             check_rights(client, spec, words)
             check_state(client, spec)
             stores = takes_memory(client, spec)
-        if stores and server.keyspace.memory.is_full:
+        if stores and server.keyspace.memory.is_full():
             free_memory(client)
         wait_for_messages(client, spec)
         if client.transaction is not None and queues(client, spec):

@@ -339,7 +339,7 @@ def _prepare_call(client: Client, spec: Spec, words: Command) -> bool:
     are on disk. The core calls it for rows with `Callee.asks`, and on a tiered server for all rows.
     """
     tiered = client.server.tiered
-    if (spec.stores and client.keyspace.memory.is_full) or client.server.channels.is_full:
+    if (spec.stores and client.keyspace.memory.is_full()) or client.server.channels.is_full:
         return False
     if tiered is not None:
         behind = tiered.stored.behind

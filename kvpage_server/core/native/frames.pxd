@@ -19,6 +19,7 @@ cdef class Parser:
     cdef readonly Py_ssize_t received  # bytes of slots of the command that `next` returned last
     cdef readonly Py_ssize_t taken_bytes  # bytes of memory of the command that `next` returned last
     cdef object hashed  # names of commands whose long words are hashed while they are received
+    cdef bint hashes  # whether those of the current command are
     cdef Arena arena
     cdef Scratch scratch
     # The unparsed bytes are `data[pos:end]`. `data` is the scratch memory while this parser is its owner, and otherwise

@@ -92,6 +92,11 @@ cdef class Parser:
         """Whether `next` has returned all received bytes as commands."""
         return self.pos == self.end and self.missing == 0 and self.fault is None
 
+    @property
+    def is_partial(self):
+        """Whether `next` needs more bytes, as far as `receive` has parsed them."""
+        return self.fault is None and (self.missing > 0 or (self.args is None and self.packed is None))
+
     def give_up(self):
         """Drop all received bytes. Return the complete words of the current command."""
         self.word.slot = self.fault = None
@@ -143,7 +148,7 @@ cdef class Parser:
         # Count the bytes in the slot and in the scratch memory.
         straight = min(straight, count)
         if straight:
-            self.word.arrived(straight)
+            self.word.arrived(NULL, straight)
         if count > straight:
             self.end += count - straight
             if self.word.slot is None:
@@ -420,14 +425,12 @@ cdef class Parser:
 
     cdef int begin_long_word(self) except -1:
         """Allocate the slot of a long word. Raise MemoryError."""
-        name = None
-        if self.packed is not None and self.packed.count:
-            name = all_of(self.packed)[0]
-        elif self.args:
-            name = self.args[0]
+        if not self.receiving:  # it is the first one of the command
+            words = self.args if self.packed is None else all_of(self.packed)
+            self.hashes = len(words) > 0 and isinstance(words[0], bytes) and words[0] in self.hashed
         slot = self.arena.take(self.length)
         self.receiving += slot.chunk.size_class.pitch
-        self.word.begin(slot, isinstance(name, bytes) and name in self.hashed)
+        self.word.begin(slot, self.hashes)
         if self.length >= IN_PLACE:
             self.were_long = True
         return 0

@@ -7,8 +7,9 @@ cdef unsigned long long digest_of(const void *text, size_t size) noexcept nogil
 
 
 cdef class Digest:
-    cdef XXH3_state_t *state  # NULL before the first `begin`
+    cdef XXH3_state_t *state  # NULL before the first `allocate`
 
-    cdef int begin(self) except -1
+    cdef int allocate(self) except -1
+    cdef void begin(self) noexcept nogil
     cdef void add(self, const void *text, size_t size) noexcept nogil
     cdef unsigned long long value(self) noexcept nogil

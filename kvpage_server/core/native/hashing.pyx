@@ -32,14 +32,17 @@ cdef class Digest:
     def __dealloc__(self):
         XXH3_freeState(self.state)
 
-    cdef int begin(self) except -1:
-        """Start a new hash. Raise MemoryError."""
+    cdef int allocate(self) except -1:
+        """Allocate the memory, unless there is some. Raise MemoryError."""
         if self.state == NULL:
             self.state = XXH3_createState()
             if self.state == NULL:
                 raise MemoryError("the system has no memory to hash what is received")
-        XXH3_64bits_reset(self.state)
         return 0
+
+    cdef void begin(self) noexcept nogil:
+        """Start a new hash, after `allocate`."""
+        XXH3_64bits_reset(self.state)
 
     cdef void add(self, const void *text, size_t size) noexcept nogil:
         if IS_WIDE:

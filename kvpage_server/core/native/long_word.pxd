@@ -10,7 +10,8 @@ cdef class LongWord:
 
     cdef int begin(self, Slot slot, bint hashes) except -1
     cdef Py_ssize_t missing(self) noexcept
-    cdef char *place(self) noexcept
-    cdef Py_ssize_t fill(self, const char *data, Py_ssize_t count) except -1
-    cdef int arrived(self, Py_ssize_t count) except -1
+    cdef char *place(self) noexcept nogil
+    cdef Py_ssize_t fill(self, const char *data, Py_ssize_t count) noexcept
+    cdef void arrived(self, const char *data, Py_ssize_t count) noexcept
+    cdef void put(self, const char *data, Py_ssize_t count) noexcept nogil
     cdef Slot end(self)

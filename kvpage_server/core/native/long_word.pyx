@@ -21,7 +21,9 @@ cdef class LongWord:
         self.digest = Digest.__new__(Digest)
 
     cdef int begin(self, Slot slot, bint hashes) except -1:
-        """Begin with an empty slot. With `hashes`, hash its bytes."""
+        """Begin with an empty slot. With `hashes`, hash its bytes. Raise MemoryError."""
+        if hashes:
+            self.digest.allocate()
         self.slot = slot
         self.hashes = hashes
         self.filled = self.digested = 0
@@ -31,51 +33,44 @@ cdef class LongWord:
         """Return the number of missing bytes, including the CRLF."""
         return self.slot.size + 2 - self.filled
 
-    cdef char *place(self) noexcept:
+    cdef char *place(self) noexcept nogil:
         """Return the address of the next byte to receive."""
         return self.slot.at + self.filled
 
-    cdef Py_ssize_t fill(self, const char *data, Py_ssize_t count) except -1:
+    cdef Py_ssize_t fill(self, const char *data, Py_ssize_t count) noexcept:
         """Copy up to `count` bytes of `data` that belong to the word. Return their number."""
         count = min(count, self.missing())
-        cdef char *place = self.place()
-        if count >= UNLOCKED_FROM:
-            with nogil:
-                memcpy(place, data, count)
-        elif count:
-            memcpy(place, data, count)
-        self.arrived(count)
+        self.arrived(data, count)
         return count
 
-    cdef int arrived(self, Py_ssize_t count) except -1:
-        """Count `count` bytes that were written to the slot. Hash them now, while they are in the processor's cache."""
+    cdef void arrived(self, const char *data, Py_ssize_t count) noexcept:
+        """Add `count` bytes. If `data` is NULL, they are in the slot already, otherwise they are copied."""
+        if count >= UNLOCKED_FROM:
+            with nogil:
+                self.put(data, count)
+        elif count:
+            self.put(data, count)
+
+    cdef void put(self, const char *data, Py_ssize_t count) noexcept nogil:
+        """Do the work of `arrived`, and hash the bytes now, while they are in the processor's cache."""
+        if data != NULL:
+            memcpy(self.place(), data, count)
         self.filled += count
         if not self.hashes:
-            return 0
-        cdef Slot slot = self.slot
-        cdef Py_ssize_t end = min(self.filled, slot.size)
+            return
+        cdef Py_ssize_t end = min(self.filled, self.slot.size)
+        cdef const char *text = self.slot.at + self.digested
         count = end - self.digested
-        cdef const char *text = slot.at + self.digested
-        cdef Digest digest = self.digest
         # Hash a word that was received in one part with one call, and another one incrementally.
-        if count == slot.size:
-            if count >= UNLOCKED_FROM:
-                with nogil:
-                    slot.digest = digest_of(text, count)
-            else:
-                slot.digest = digest_of(text, count)
+        if count == self.slot.size:
+            self.slot.digest = digest_of(text, count)
         elif count:
             if not self.digested:
-                digest.begin()
-            if count >= UNLOCKED_FROM:
-                with nogil:
-                    digest.add(text, count)
-            else:
-                digest.add(text, count)
-            if end == slot.size:
-                slot.digest = digest.value()
+                self.digest.begin()
+            self.digest.add(text, count)
+            if end == self.slot.size:
+                self.slot.digest = self.digest.value()
         self.digested = end
-        return 0
 
     cdef Slot end(self):
         """Return the slot of a complete word, which ends. Raise ProtocolError if no CRLF follows the word."""

@@ -179,6 +179,11 @@ class Parser:
         """Whether `next` has returned all received bytes as commands."""
         return self._pos == len(self._data) and not self._missing and self._fault is None
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether `next` needs more bytes, as far as `receive` has parsed them."""
+        return self._fault is None and (self._missing > 0 or not self._words)
+
     def give_up(self) -> Command:
         """Drop all received bytes, because the connection closes. Return the complete words of the current command.
 

@@ -177,7 +177,7 @@ class Fetching:
         if not memory.limit or memory.used + needs <= memory.limit:
             return True
         since = max(self._bytes_borrowed - memory.limit, 0)
-        return needs <= memory.limit and not memory.is_full and any(value.borrowed_at >= since for value in values)
+        return needs <= memory.limit and not memory.is_full() and any(value.borrowed_at >= since for value in values)
 
     def _begin(self, values: Sequence[OnDisk], *, touches: bool) -> _Job:
         """Create a job for a thread. No other job may be reading one of these values."""

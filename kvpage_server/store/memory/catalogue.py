@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvpage_server.page import page_named
 from kvpage_server.store import records
@@ -20,7 +21,8 @@ from kvpage_server.store.memory.index import Block, Extent, ExtentPage, PageInde
 from kvpage_server.system.text import monotonic_ms
 
 
-class IndexCosts(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class IndexCosts:
     """Approximate bytes of memory of the index, measured with 100,000 and 400,000 small pages and strings.
 
     An entry costs `entry` bytes and `copies` times the length of its key; a block `block` bytes and `copies` times the
@@ -81,13 +83,12 @@ class Catalogue:
     def __len__(self) -> int:
         return len(self.entries) + self.in_extents + self.index.unloaded_pages
 
-    @property
     def index_size(self) -> int:
-        """Approximate bytes of memory of the index. O(1)."""
+        """Return the approximate bytes of memory of the index. O(1)."""
         costs, index = self.costs, self.index
         size = costs.entry * len(self.entries) + costs.copies * (self.key_bytes + index.name_bytes)
-        requests = _REQUEST * len(index.requests)
-        return size + costs.block * index.blocks + requests + _UNLOADED_PAGE * index.unloaded_pages
+        size += costs.block * index.blocks + _REQUEST * len(index.requests)
+        return size + _UNLOADED_PAGE * index.unloaded_pages if index.unloaded_pages else size
 
     # -- finding ---------------------------------------------------------------------------------------------------
 

@@ -261,8 +261,10 @@ class TestReceiving:
             rest = DIRECT // 2
             one.sendall(data[:-rest])
             assert parser.receive(other.fileno()) == len(data) - rest
+            assert parser.is_partial
             one.sendall(data[-rest:] + data)
             assert parser.receive(other.fileno()) == rest + AHEAD
+            assert not parser.is_partial
             assert plain(parser.next())[2] == bytes(2 * DIRECT)
             assert parser.next() is None
             assert parser.receive(other.fileno()) == len(data) - AHEAD
@@ -294,8 +296,10 @@ class TestReceiving:
             assert parser.receive(other.fileno()) == 13
             assert parser.next() == [b"PING"]
             assert parser.next() is None
+            assert parser.is_partial
             one.sendall(sent[13:])
             assert parser.receive(other.fileno()) == len(sent) - 13
+            assert not parser.is_partial
             with pytest.raises(ProtocolError, match="expected '\\$', got '#'"):
                 parser.next()
 

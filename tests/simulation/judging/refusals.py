@@ -49,7 +49,7 @@ class Refusals:
         if error.startswith(("OOM", "EXECABORT Transaction discarded because of: OOM")):
             keyspace = self._process.server.keyspace
             queued = words[0].lower() == b"exec" and keyspace.memory.limit > 0  # its waiters are finished by now
-            if not (keyspace.memory.is_full or self._process.may_refuse or queued):
+            if not (keyspace.memory.is_full() or self._process.may_refuse or queued):
                 self._fail(f"{shown(words)} was refused for want of memory: {keyspace.memory.used} are used")
             return error
         if error.endswith("because of previous errors.") or "Can't execute" in error:

@@ -478,7 +478,7 @@ def test_finding_blocks_that_wait_to_be_written_is_cheap(tmp_path: Path, monkeyp
             keyspace.contents.set_pages(NewPages(words, 0, 500, keyspace.arena, 1, False, True))
         monkeypatch.setattr(Block, "page_names", counted)
         assert keyspace.memory.shrink()
-        assert keyspace.memory.is_full
+        assert keyspace.memory.is_full()
         await tier.close()
 
     asyncio.run(make_room())
