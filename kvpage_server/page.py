@@ -282,7 +282,7 @@ class PageHeader:
     flags: int = 0
 
     def __post_init__(self) -> None:
-        check_dtype(self.dtype)
+        object.__setattr__(self, "dtype", check_dtype(self.dtype))  # its number is accepted, too
         check_range("kv_type", self.kv_type, 0, MAX_KV_TYPE)
         check_range("page_size", self.page_size, 1, MAX_U32)
         check_range("head_dim", self.head_dim, 1, MAX_U32)
@@ -406,7 +406,7 @@ class Plane:
 
     def __post_init__(self) -> None:
         check_range("kv_type", self.kv_type, 0, MAX_KV_TYPE)
-        check_dtype(self.dtype)
+        object.__setattr__(self, "dtype", check_dtype(self.dtype))  # its number is accepted, too
         check_range("head_dim", self.head_dim, 1, MAX_U32)
 
 

@@ -26,6 +26,7 @@ from urllib.parse import parse_qs, urlsplit
 import redis
 from redis.backoff import NoBackoff
 from redis.connection import AbstractConnection, Connection, ConnectionPool, SSLConnection, UnixDomainSocketConnection
+from redis.exceptions import MaxConnectionsError
 from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
@@ -322,6 +323,8 @@ class PagePool(ConnectionPool):
         """
         try:
             connection = cast(PageConnection, self.get_connection())
+        except MaxConnectionsError as error:
+            raise Disconnected(f"Too many connections: max_connections is {self.max_connections}") from error
         except redis.ConnectionError as error:
             raise Disconnected(str(error)) from error
         if self.closed:
@@ -404,6 +407,9 @@ def check_url(url: str) -> None:
         raise ValueError(f"unknown option {name!r:.60} in a server's URL; allowed: {', '.join(sorted(allowed))}")
 
 
+_NO_LIMIT = 2**31
+
+
 def page_pool(url: str, options: dict[str, Any]) -> PagePool:
     """Return a pool for a redis://, rediss:// or unix:// URL. `options` are those of redis-py's ConnectionPool.
 
@@ -411,6 +417,7 @@ def page_pool(url: str, options: dict[str, Any]) -> PagePool:
     """
     check_url(url)
     options = {
+        "max_connections": _NO_LIMIT,  # redis-py 8 has 100
         "retry": Retry(NoBackoff(), 1),  # one retry, because a restarted server has closed the pool's connections
         **_QUIETLY,
         **options,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ from keyspaces import cache
 from page_batches import SHAPE, Array, batch, block_body, key, room, same
 from servers import RunningServer, free_port
 
-from kvpage_server.client import BadBuffer, Page, PageClient, RawCommand, Unsupported
+from kvpage_server.client import BadBuffer, Disconnected, Page, PageClient, RawCommand, Unsupported
 from kvpage_server.client.page import pages_of_block
+from kvpage_server.client.wire.connection import page_pool
 from kvpage_server.page import BlockShape, DType, KVType, PageError, PageKey, Plane, checksum, decode_page, encode_page
 
 
@@ -204,6 +206,28 @@ def test_threads_may_share_a_client(either_server: RunningServer) -> None:
 
     with PageClient(either_server.url, connections=2, deadline=30) as pages, ThreadPoolExecutor(8) as threads:
         assert all(threads.map(lambda thread: work(thread, pages), range(8)))
+
+
+def test_as_many_connections_as_calls(server: RunningServer) -> None:
+    with ExitStack() as lent:
+        pool = page_pool(server.url, {})
+        lent.callback(pool.close)
+        for _ in range(130):  # redis-py has a limit of 100
+            lent.enter_context(pool.lent())
+
+
+def test_a_limit_of_connections_is_named(server: RunningServer) -> None:
+    pool = page_pool(f"{server.url}?max_connections=1", {})
+    with closing(pool), pool.lent(), pytest.raises(Disconnected, match="max_connections is 1"):
+        pool.lend()
+
+
+def test_the_number_of_a_dtype_makes_a_shape(server: RunningServer) -> None:
+    shape = BlockShape(1, 1, 1, (Plane(0, 4, 1),))  # type: ignore[arg-type]
+    assert shape == BlockShape(1, 1, 1, (Plane(KVType.K, DType(4), 1),))
+    with PageClient(server.url) as pages:
+        pages.set_block((b"number", 1), shape, bytes(shape.nbytes))
+        assert pages.get_block_into((b"number", 1), shape, bytearray(shape.nbytes))
 
 
 # -- wrong bytes -------------------------------------------------------------------------------------------------------
