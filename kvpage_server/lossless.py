@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 from typing_extensions import Buffer
 
-from kvpage_server.core import decode_matrix, encode_matrix
+from kvpage_server.core import decode_matrix, encode_array, encode_matrix
 from kvpage_server.page import BlockShape, DType, PageError, check_dtype
 
 _CODES = {DType.BFLOAT16: 1, DType.FLOAT16: 2, DType.FLOAT32: 3}
@@ -32,7 +32,7 @@ _MOST = 2**32 - 1  # bytes of an array or block
 # have the tokens of all its pages side by side.
 _BLOCK = 4  # code
 _PART = struct.Struct("<BBBBIIII")  # code, or 0 if it is not coded, 3 zeros, pages, rows, channels of a page, bytes
-_LONGEST_PART = 1 << 18  # bytes, unless one page has more
+_LONGEST_PART = 1 << 17  # bytes, unless one page has more
 
 
 def encode_lossless(array: Buffer, dtype: DType) -> bytes | None:
@@ -54,14 +54,9 @@ def encode_lossless(array: Buffer, dtype: DType) -> bytes | None:
     room = nbytes - nbytes // 10
     if code is None or channels % 8 or not _HEAD.size < room or nbytes > _MOST:
         return None
-    coded = memoryview(bytearray(room))
-    size = encode_matrix(code, channels, view.cast("B"), coded[_HEAD.size :])
-    if not size:
-        return None
-    coded = coded[: _HEAD.size + size]
-    _HEAD.pack_into(coded, 0, code, _VERSION, _WIDTH, 0, nbytes, 0, channels)
-    _seal(coded)
-    return bytes(coded)
+    return encode_array(
+        _HEAD.pack(code, _VERSION, _WIDTH, 0, nbytes, 0, channels), code, channels, view.cast("B"), room
+    )
 
 
 def decode_lossless(coded: Buffer) -> bytearray:
@@ -109,7 +104,7 @@ def encode_block_body(body: Buffer, shape: BlockShape) -> memoryview | None:
         at += _PART.size + size
     coded = coded[:at]
     _SEAL.pack_into(coded, 0, _BLOCK, _VERSION, _WIDTH, 0, nbytes, 0)
-    _seal(coded)
+    coded[8:HASHED_FROM] = _digest_of(coded).to_bytes(8, "little")
     return coded
 
 
@@ -177,10 +172,8 @@ def _has_shape(view: memoryview, shape: BlockShape) -> bool:
 
 def _encode_part(code: int, pages: int, rows: int, part: memoryview, room: memoryview) -> int:
     """Code pages that follow each other. Return the bytes in `room`, or 0 if the code would save less than a tenth."""
-    by_page = np.frombuffer(part, np.uint8).reshape(pages, rows, -1)
-    matrix = np.ascontiguousarray(by_page.swapaxes(0, 1))
     most = len(part) - len(part) // 10
-    return encode_matrix(code, matrix.nbytes // rows // _ITEMSIZES[code], matrix.data, room[:most])
+    return encode_matrix(code, len(part) // rows // _ITEMSIZES[code], part, room[:most], pages)
 
 
 def _decode_parts(view: memoryview, into: memoryview) -> None:
@@ -197,10 +190,7 @@ def _decode_parts(view: memoryview, into: memoryview) -> None:
         if not code:
             target[:] = part
         elif size:
-            matrix = np.empty((rows, pages, size // rows // pages), np.uint8)
-            _decode_matrix(code, pages * channels, part, matrix.data)
-            by_page = np.frombuffer(target, np.uint8).reshape(pages, rows, -1)
-            np.copyto(by_page, matrix.swapaxes(0, 1))
+            _decode_matrix(code, pages * channels, part, target, pages)
         at, start = at + length, start + size
     if start != len(into):
         raise PageError(f"the coded block has parts of {start} bytes, not of {len(into)}")
@@ -213,9 +203,9 @@ def _decode_array(code: int, view: memoryview, into: memoryview) -> None:
     _decode_matrix(code, channels, view[_HEAD.size :], into)
 
 
-def _decode_matrix(code: int, channels: int, coded: memoryview, into: memoryview) -> None:
+def _decode_matrix(code: int, channels: int, coded: memoryview, into: memoryview, pages: int = 1) -> None:
     try:
-        fits = decode_matrix(code, channels, coded, into)
+        fits = decode_matrix(code, channels, coded, into, pages)
     except ValueError as error:
         raise PageError(f"the coded array is invalid: {error}") from None
     if not fits:
@@ -223,11 +213,6 @@ def _decode_matrix(code: int, channels: int, coded: memoryview, into: memoryview
 
 
 # -- The first bytes of coded arrays and blocks ------------------------------------------------------------------------
-
-
-def _seal(coded: memoryview) -> None:
-    """Write the hash of coded bytes into them."""
-    coded[8:HASHED_FROM] = _digest_of(coded).to_bytes(8, "little")
 
 
 def _checked(view: memoryview, most: int) -> tuple[int, int]:

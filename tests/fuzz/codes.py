@@ -48,16 +48,21 @@ class Codes:
         """Encode a matrix, decode it, and decode it with some bytes changed, removed or added."""
         rng = self.rng
         code, channels, rows = rng.choice((1, 2, 3)), 8 * rng.choice((1, 2, 3, 8, 9, 16, 33)), rng.randrange(1, 70)
+        pages = rng.choice((1, 1, 2, 8, channels))
         body = exact(self._values(code, rows, channels), rng.choice((0, 0, 1, 2, 3)))
         room = rng.choice((2 * body.nbytes + channels, body.nbytes, rng.randrange(1, body.nbytes)))
         coded = [exact(bytes(room)) for _ in CORES]
-        sizes = [core.encode_matrix(code, channels, body, out) for core, out in zip(CORES, coded, strict=True)]
+        sizes = [core.encode_matrix(code, channels, body, out, pages) for core, out in zip(CORES, coded, strict=True)]
         whole = exact(coded[0][: sizes[0]])
         assert len(set(sizes)) == 1
         assert all(np.array_equal(whole, out[: len(whole)]) for out in coded)
+        head = rng.randbytes(rng.choice((16, 20)))
+        most = rng.choice((sizes[0] + len(head), len(head) + room, rng.randrange(len(head) + room)))
+        sealed = {core.encode_array(head, code, channels, body, most) for core in CORES}
+        assert len(sealed) == 1
         if not len(whole):
             return
-        assert np.array_equal(self._decoded(code, channels, whole, body.nbytes), body)
+        assert np.array_equal(self._decoded(code, channels, whole, body.nbytes, pages), body)
         for _ in range(4):
             changed = bytearray(whole)
             for _ in range(rng.choice((0, 1, 40))):
@@ -65,7 +70,7 @@ class Codes:
             cut = rng.choice((0, 0, 1, rng.randrange(len(changed))))
             data = exact(changed[: len(changed) - cut] + rng.randbytes(rng.choice((0, 0, 1, 30))))
             size = rng.choice((body.nbytes, body.nbytes, (rows + rng.choice((-1, 1, 8))) * body.nbytes // rows))
-            self._decoded(code, channels, data, size)
+            self._decoded(code, channels, data, size, pages)
 
     def _values(self, code: int, rows: int, channels: int) -> bytes:
         rng, (mantissa, most, word) = np.random.default_rng(self.rng.getrandbits(32)), KINDS[code]
@@ -75,10 +80,10 @@ class Codes:
         values: bytes = (rest | np.clip(near, 0, most) << mantissa).astype(word).tobytes()
         return values
 
-    def _decoded(self, code: int, channels: int, coded: Any, size: int) -> Any:
+    def _decoded(self, code: int, channels: int, coded: Any, size: int, pages: int) -> Any:
         """Return the values that both cores decode; None if they refuse the code."""
         outs = [exact(bytes(size), self.rng.choice((0, 0, 1, 2))) for _ in CORES]
-        fits = {core.decode_matrix(code, channels, coded, out) for core, out in zip(CORES, outs, strict=True)}
+        fits = {core.decode_matrix(code, channels, coded, out, pages) for core, out in zip(CORES, outs, strict=True)}
         assert len(fits) == 1
         if not fits.pop():
             self.counts["refused"] += 1
@@ -90,13 +95,14 @@ class Codes:
         """Decode random bytes, with numbers that may be invalid."""
         rng = self.rng
         code, channels = rng.choice((0, 1, 1, 2, 3, 4)), rng.choice((-8, 0, 7, 8, 8, 16, 24, 1 << 40))
+        pages = rng.choice((1, 1, 2, 3, 0, -8, 1 << 40))
         size = rng.choice((0, 1, 16, 48, 480, rng.randrange(2000)))
         coded = exact(rng.randbytes(rng.choice((0, 7, 8, 40, rng.randrange(2000)))))
         results = []
         for core in CORES:
             try:
                 out = exact(bytes(size))
-                results.append((core.decode_matrix(code, channels, coded, out), out.tobytes()))
+                results.append((core.decode_matrix(code, channels, coded, out, pages), out.tobytes()))
             except ValueError as error:
                 results.append((str(error), b""))
         assert len({fits for fits, _ in results}) == 1

@@ -71,9 +71,12 @@ def test_each_value_of_16_bits_is_exact_in_each_channel(dtype: DType) -> None:
     rows=strategies.integers(1, 40),
     channels=strategies.sampled_from([8, 24, 64, 72]),
     spread=strategies.sampled_from([0, 1, 8, 40]),
+    pages=strategies.sampled_from([1, 1, 2, 8]),
     seed=strategies.integers(0, 2**32),
 )
-def test_both_cores_write_the_same_code(code: int, rows: int, channels: int, spread: int, seed: int) -> None:
+def test_both_cores_write_the_same_code(
+    code: int, rows: int, channels: int, spread: int, pages: int, seed: int
+) -> None:
     """With any number of escapes: `spread` is the largest difference of exponents."""
     rng = np.random.default_rng(seed)
     mantissa, most, word = {1: (7, 255, np.uint16), 2: (10, 31, np.uint16), 3: (23, 255, np.uint32)}[code]
@@ -85,15 +88,24 @@ def test_both_cores_write_the_same_code(code: int, rows: int, channels: int, spr
     coded = []
     for core in CORES:
         out = bytearray(2 * array.nbytes + channels)
-        coded.append(bytes(out[: core.encode_matrix(code, channels, array, out)]))
+        coded.append(bytes(out[: core.encode_matrix(code, channels, array, out, pages)]))
     assert len(set(coded)) == 1
+    one = np.ascontiguousarray(array.reshape(pages, rows, -1).swapaxes(0, 1))
+    assert CORES[0].encode_matrix(code, channels, one, out) == len(coded[0])
+    assert out[: len(coded[0])] == coded[0]
     for core in CORES:
         out = bytearray(array.nbytes)
-        assert core.decode_matrix(code, channels, coded[0], out)
+        assert core.decode_matrix(code, channels, coded[0], out, pages)
         assert out == array.tobytes()
         for other in (coded[0][:-1], coded[0] + b"\0", coded[0][: channels - 1]):
-            assert not core.decode_matrix(code, channels, other, out)
-        assert core.encode_matrix(code, channels, array, bytearray(len(coded[0]) - 1)) == 0
+            assert not core.decode_matrix(code, channels, other, out, pages)
+        assert core.encode_matrix(code, channels, array, bytearray(len(coded[0]) - 1), pages) == 0
+        whole = core.encode_array(bytes(20), code, channels, one, 20 + len(coded[0]))
+        assert whole == hashed(bytes(20) + coded[0])
+        assert core.encode_array(bytes(20), code, channels, one, 19 + len(coded[0])) is None
+        assert core.encode_array(bytes(20), code, channels, one, 0) is None
+        with pytest.raises(ValueError, match=r"channels cannot be those of \d+ pages"):
+            core.decode_matrix(code, channels, coded[0], out, channels + 8)
 
 
 @pytest.mark.parametrize("core", CORES, ids=[core.__name__ for core in CORES])

@@ -4,7 +4,7 @@
 
 from kvpage_server.core.native.bodies import Bodies
 from kvpage_server.core.native.calls import Callee, Caller
-from kvpage_server.core.native.coding import decode_matrix, encode_matrix
+from kvpage_server.core.native.coding import decode_matrix, encode_array, encode_matrix
 from kvpage_server.core.native.digests import copy_hashed, digest, fill_digests
 from kvpage_server.core.native.frames import Parser, Scratch
 from kvpage_server.core.native.gather import Outbox

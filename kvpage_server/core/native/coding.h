@@ -1,8 +1,9 @@
 /* The lossless code of docs/page-code.md. The reference implementation is core/python/coding.py.
 
-   Rows are coded in groups of eight. All loops work on bytes or words of a group, without branches, so that compilers
-   vectorise them for every processor. Only escapes are handled one by one; they are 1 to 2 % of the values of a KV cache.
-   `code` is a constant in each instance of these functions. `n` is the number of channels, a multiple of 8. */
+   Rows are coded in groups of eight. All loops work on bytes or words of a row or group, without branches, so that
+   compilers vectorise them for every processor. Only escapes are handled one by one; they are 1 to 2 % of the values of a
+   KV cache. `code` is a constant in each instance of these functions. `n` is the number of channels, a multiple of 8.
+   Memory has `pages` matrices of n / pages channels, one after the other. A row of all of them is coded as one row. */
 
 #include <stdint.h>
 #include <string.h>
@@ -15,6 +16,8 @@ enum {
     BITS = 3,     /* of the code of an exponent */
     ESCAPE = 7,   /* the code of an exponent that is not within seven below the base */
     ROWS = 8,     /* of a group; their codes are whole bytes */
+    STRIPE = 64,  /* values of a loop that the compiler unrolls */
+    USUAL = 4,    /* escapes of 64 codes that are written without a branch */
     TRIED = 4,    /* bases that are tried for each channel */
     SAMPLES = 32, /* the most rows that are examined for a base */
     PER_CHANNEL = SAMPLES + TRIED + 1, /* bytes of scratch memory */
@@ -56,10 +59,65 @@ INLINE void exponents_of(const void *values, size_t m, int code, uint8_t *restri
         EACH(m) exponent[i] = (uint8_t)(full[i] >> 23);
 }
 
-/* Write the plain bytes of m values, one array for each byte of a value, and their other bits. */
-INLINE void rest_of(const void *values, size_t m, int code, uint8_t *restrict plain, uint8_t *restrict other) {
+#ifdef __AVX2__
+/* The two functions below for 32 values of bfloat16: compilers do not vectorise them well. */
+INLINE void split_32(const void *values, const uint8_t *base, uint8_t *exponent, uint8_t *codes, uint8_t *plain) {
+    const __m256i byte = _mm256_set1_epi16(0xff), mantissa = _mm256_set1_epi16(0x7f), sign = _mm256_set1_epi16(0x80);
+    __m256i a = _mm256_loadu_si256((const __m256i *)values), b = _mm256_loadu_si256((const __m256i *)values + 1);
+    __m256i e = _mm256_packus_epi16(
+        _mm256_and_si256(_mm256_srli_epi16(a, 7), byte), _mm256_and_si256(_mm256_srli_epi16(b, 7), byte)
+    );
+    __m256i rest = _mm256_packus_epi16(
+        _mm256_or_si256(_mm256_and_si256(a, mantissa), _mm256_and_si256(_mm256_srli_epi16(a, 8), sign)),
+        _mm256_or_si256(_mm256_and_si256(b, mantissa), _mm256_and_si256(_mm256_srli_epi16(b, 8), sign))
+    );
+    e = _mm256_permute4x64_epi64(e, 0xd8); /* packus takes turns between the halves of a and b */
+    __m256i below = _mm256_sub_epi8(_mm256_loadu_si256((const __m256i *)base), e);
+    _mm256_storeu_si256((__m256i *)exponent, e);
+    _mm256_storeu_si256((__m256i *)codes, _mm256_min_epu8(below, _mm256_set1_epi8(ESCAPE)));
+    _mm256_storeu_si256((__m256i *)plain, _mm256_permute4x64_epi64(rest, 0xd8));
+}
+
+INLINE void join_32(void *values, const uint8_t *exponent, const uint8_t *plain) {
+    __m256i e = _mm256_permute4x64_epi64(_mm256_loadu_si256((const __m256i *)exponent), 0xd8);
+    __m256i rest = _mm256_permute4x64_epi64(_mm256_loadu_si256((const __m256i *)plain), 0xd8);
+    __m256i sign = _mm256_and_si256(rest, _mm256_set1_epi8((char)0x80)), zero = _mm256_setzero_si256();
+    __m256i mantissa = _mm256_add_epi8(rest, rest); /* without the sign, one bit too high, as is the exponent below */
+    __m256i low = _mm256_srli_epi16(_mm256_unpacklo_epi8(mantissa, e), 1);
+    __m256i high = _mm256_srli_epi16(_mm256_unpackhi_epi8(mantissa, e), 1);
+    _mm256_storeu_si256((__m256i *)values, _mm256_or_si256(low, _mm256_unpacklo_epi8(zero, sign)));
+    _mm256_storeu_si256((__m256i *)values + 1, _mm256_or_si256(high, _mm256_unpackhi_epi8(zero, sign)));
+}
+#endif
+
+INLINE void codes_of(const uint8_t *exponent, size_t m, const uint8_t *base, uint8_t *restrict codes) {
+    EACH(m) {
+        uint8_t below = (uint8_t)(base[i] - exponent[i]);
+        codes[i] = below < ESCAPE ? below : ESCAPE;
+    }
+}
+
+INLINE void exponents_below(const uint8_t *base, size_t m, uint8_t *codes) {
+    EACH(m) codes[i] = (uint8_t)(base[i] - codes[i]);
+}
+
+/* Write the exponents of m values, their codes, their plain bytes, and their other bits. The plain bytes have an array
+   for each byte of a value; these are `apart` bytes apart. */
+INLINE void split(
+    const void *values, size_t m, int code, const uint8_t *base, uint8_t *restrict exponent, uint8_t *restrict codes,
+    uint8_t *restrict plain, size_t apart, uint8_t *restrict other
+) {
     const Half *half = values;
     const Full *full = values;
+    uint8_t *restrict middle = plain + apart, *restrict high = plain + 2 * apart;
+#ifdef __AVX2__
+    if (code == BFLOAT16)
+        for (; m >= 32; m -= 32, half += 32, base += 32, exponent += 32, codes += 32, plain += 32)
+            split_32(half, base, exponent, codes, plain);
+    values = half;
+#endif
+    exponents_of(values, m, code, exponent);
+    codes_of(exponent, m, base, codes);
     if (code == BFLOAT16) {
         EACH(m) plain[i] = (uint8_t)((half[i] & 0x7f) | (half[i] >> 8 & 0x80));
     } else if (code == FLOAT16) {
@@ -67,34 +125,29 @@ INLINE void rest_of(const void *values, size_t m, int code, uint8_t *restrict pl
         EACH(m) other[i] = (uint8_t)((half[i] >> 8 & 3) | (half[i] >> 13 & 4));
     } else {
         EACH(m) plain[i] = (uint8_t)full[i];
-        EACH(m) plain[m + i] = (uint8_t)(full[i] >> 8);
-        EACH(m) plain[2 * m + i] = (uint8_t)((full[i] >> 16 & 0x7f) | (full[i] >> 24 & 0x80));
+        EACH(m) middle[i] = (uint8_t)(full[i] >> 8);
+        EACH(m) high[i] = (uint8_t)((full[i] >> 16 & 0x7f) | (full[i] >> 24 & 0x80));
     }
 }
 
-/* Write m values from bases, codes, plain bytes and other bits. The exponents of escapes are arbitrary. */
+/* Write m values from exponents, plain bytes and other bits. */
 INLINE void join(
-    void *values, size_t m, int code, const uint8_t *bases, const uint8_t *codes, const uint8_t *plain,
-    const uint8_t *other
+    void *values, size_t m, int code, const uint8_t *exponent, const uint8_t *plain, size_t apart, const uint8_t *other
 ) {
     Half *half = values;
     Full *full = values;
-    const uint8_t *middle = plain + m, *high = plain + 2 * m;
+    const uint8_t *middle = plain + apart, *high = plain + 2 * apart;
+#ifdef __AVX2__
     if (code == BFLOAT16)
-        EACH(m) half[i] = (uint16_t)((plain[i] & 0x80) << 8 | (uint8_t)(bases[i] - codes[i]) << 7 | (plain[i] & 0x7f));
+        for (; m >= 32; m -= 32, half += 32, exponent += 32, plain += 32) join_32(half, exponent, plain);
+#endif
+    if (code == BFLOAT16)
+        EACH(m) half[i] = (uint16_t)((plain[i] & 0x80) << 8 | exponent[i] << 7 | (plain[i] & 0x7f));
     else if (code == FLOAT16)
-        EACH(m) half[i] = (uint16_t)((other[i] & 4) << 13 | ((bases[i] - codes[i]) & 0x1f) << 10 | (other[i] & 3) << 8 | plain[i]);
+        EACH(m) half[i] = (uint16_t)((other[i] & 4) << 13 | (exponent[i] & 0x1f) << 10 | (other[i] & 3) << 8 | plain[i]);
     else
-        EACH(m) full[i] = (uint32_t)(high[i] & 0x80) << 24 | (uint32_t)(uint8_t)(bases[i] - codes[i]) << 23
+        EACH(m) full[i] = (uint32_t)(high[i] & 0x80) << 24 | (uint32_t)exponent[i] << 23
             | (uint32_t)(high[i] & 0x7f) << 16 | (uint32_t)middle[i] << 8 | plain[i];
-}
-
-INLINE void set_exponent(void *values, size_t i, int code, uint8_t exponent) {
-    Half *half = values;
-    Full *full = values;
-    if (code == BFLOAT16) half[i] = (uint16_t)((half[i] & 0x807f) | exponent << 7);
-    else if (code == FLOAT16) half[i] = (uint16_t)((half[i] & 0x83ff) | (exponent & 0x1f) << 10);
-    else full[i] = (full[i] & 0x807fffff) | (uint32_t)exponent << 23;
 }
 
 INLINE uint64_t word_of(const uint8_t *bytes) {
@@ -166,8 +219,8 @@ INLINE uint64_t escapes_in(const uint8_t *codes, size_t left) {
     return found;
 }
 
-/* Choose the base of each channel: the largest exponent, or one of the next three if fewer exponents of the examined rows
-   are then escapes. */
+/* Choose the base of each channel of a matrix: the largest exponent, or one of the next three if fewer exponents of the
+   examined rows are then escapes. */
 INLINE void choose_bases(const char *in, size_t rows, size_t n, int code, uint8_t *scratch, uint8_t *restrict base) {
     size_t step = (rows + SAMPLES - 1) / SAMPLES, examined = (rows + step - 1) / step;
     uint8_t *exponents = scratch, *top = scratch + examined * n;
@@ -198,36 +251,38 @@ INLINE void choose_bases(const char *in, size_t rows, size_t n, int code, uint8_
     }
 }
 
-INLINE void repeat(const uint8_t *base, size_t n, uint8_t *bases) {
-    for (int r = 0; r < ROWS; r++) memcpy(bases + (size_t)r * n, base, n);
-}
-
 /* Code rows. Return the bytes, or 0 if there are more than `room`. */
 INLINE size_t encode_rows(
-    const char *in, size_t rows, size_t n, int code, const uint8_t *base, uint8_t *scratch, uint8_t *out, size_t room
+    const char *in, size_t rows, size_t n, size_t pages, int code, uint8_t *scratch, uint8_t *out, size_t room
 ) {
-    size_t fixed = fixed_size(rows, n, code), escaped = 0;
-    uint8_t *escape = out + fixed, *bases = scratch;
-    uint8_t *restrict exponent = bases + ROWS * n, *restrict codes = exponent + ROWS * n, *others = codes + ROWS * n;
+    size_t fixed = n + fixed_size(rows, n, code), width = n / pages, escaped = 0;
+    uint8_t *base = out, *escape = out + fixed;
+    uint8_t *exponent = scratch, *codes = exponent + ROWS * n, *others = codes + ROWS * n;
     if (fixed > room) return 0;
     room -= fixed;
-    repeat(base, n, bases);
-    for (; rows; rows -= rows < ROWS ? rows : ROWS) {
-        size_t count = rows < ROWS ? rows : ROWS, m = count * n;
+    for (size_t p = 0; p < pages; p++)
+        choose_bases(in + p * rows * width * element_size(code), rows, width, code, scratch, base + p * width);
+    out += n;
+    for (size_t first = 0; first < rows; first += ROWS) {
+        size_t count = rows - first < ROWS ? rows - first : ROWS, m = count * n;
         if (count < ROWS) memset(codes, 0, 2 * ROWS * n);
-        exponents_of(in, m, code, exponent);
-        rest_of(in, m, code, out, others);
-        in += m * element_size(code);
-        out += m * plain_bytes(code);
-        EACH(m) {
-            uint8_t below = (uint8_t)(bases[i] - exponent[i]);
-            codes[i] = below < ESCAPE ? below : ESCAPE;
-        }
-        for (size_t i = 0; i < m; i += 64)
-            for (uint64_t found = escapes_in(codes + i, m - i); found; found &= found - 1) {
-                if (escaped == room) return 0;
-                escape[escaped++] = exponent[i + (size_t)__builtin_ctzll(found)];
+        for (size_t p = 0; p < pages; p++)
+            for (size_t r = 0; r < count; r++) {
+                const char *values = in + (p * rows + first + r) * width * element_size(code);
+                size_t at = r * n + p * width;
+                split(values, width, code, base + p * width, exponent + at, codes + at, out + at, m, others + at);
             }
+        for (size_t i = 0; i < m; i += 64) {
+            uint64_t found = escapes_in(codes + i, m - i);
+            uint8_t *next = escape + escaped;
+            escaped += (size_t)__builtin_popcountll(found);
+            if (escaped > room) return 0;
+            if (room - escaped >= USUAL) /* a loop with an end that no processor can predict takes longer */
+                for (int k = 0; k < USUAL; k++, found &= found - 1)
+                    *next++ = exponent[i + (size_t)__builtin_ctzll(found | UINT64_C(1) << 63)];
+            for (; found; found &= found - 1) *next++ = exponent[i + (size_t)__builtin_ctzll(found)];
+        }
+        out += m * plain_bytes(code);
         pack(codes, n, count, out);
         out += packed_bytes(count) * n;
         if (packed_numbers(code) == 2) {
@@ -240,60 +295,67 @@ INLINE size_t encode_rows(
 
 /* Decode rows. Return whether `size` is the bytes that the rows and their escapes have. */
 INLINE int decode_rows(
-    const uint8_t *in, size_t size, size_t rows, size_t n, int code, const uint8_t *base, uint8_t *scratch, char *out
+    const uint8_t *in, size_t size, size_t rows, size_t n, size_t pages, int code, uint8_t *scratch, char *out
 ) {
-    size_t fixed = fixed_size(rows, n, code);
-    const uint8_t *escape = in + fixed, *end = in + size;
-    uint8_t *bases = scratch, *codes = bases + ROWS * n, *others = codes + ROWS * n;
+    size_t fixed = n + fixed_size(rows, n, code), width = n / pages;
+    const uint8_t *base = in, *escape = in + fixed, *end = in + size;
+    uint8_t *exponent = scratch, *others = exponent + ROWS * n;
     if (size < fixed) return 0;
-    repeat(base, n, bases);
-    for (; rows; rows -= rows < ROWS ? rows : ROWS) {
-        size_t count = rows < ROWS ? rows : ROWS, m = count * n;
+    in += n;
+    for (size_t first = 0; first < rows; first += ROWS) {
+        size_t count = rows - first < ROWS ? rows - first : ROWS, m = count * n;
         const uint8_t *plain = in;
         in += m * plain_bytes(code);
-        unpack(in, n, count, codes);
+        unpack(in, n, count, exponent);
         in += packed_bytes(count) * n;
         if (packed_numbers(code) == 2) {
             unpack(in, n, count, others);
             in += packed_bytes(count) * n;
         }
-        join(out, m, code, bases, codes, plain, others);
-        for (size_t i = 0; i < m; i += 64)
-            for (uint64_t found = escapes_in(codes + i, m - i); found; found &= found - 1) {
-                if (escape == end) return 0;
-                set_exponent(out, i + (size_t)__builtin_ctzll(found), code, *escape++);
+        for (size_t r = 0; r < count; r++) {
+            uint8_t *row = exponent + r * n; /* codes, which become exponents */
+            for (size_t i = 0; i < n; i += 64) {
+                uint64_t found = escapes_in(row + i, n - i);
+                if (n - i >= STRIPE) exponents_below(base + i, STRIPE, row + i);
+                else exponents_below(base + i, n - i, row + i);
+                for (; found; found &= found - 1) {
+                    if (escape == end) return 0;
+                    row[i + (size_t)__builtin_ctzll(found)] = *escape++;
+                }
             }
-        out += m * element_size(code);
+        }
+        for (size_t p = 0; p < pages; p++)
+            for (size_t r = 0; r < count; r++) {
+                char *values = out + (p * rows + first + r) * width * element_size(code);
+                size_t at = r * n + p * width;
+                join(values, width, code, exponent + at, plain + at, m, others + at);
+            }
     }
     return escape == end;
 }
 
 /* The functions above for one kind of elements. */
 typedef struct {
-    void (*choose_bases)(const char *, size_t, size_t, uint8_t *, uint8_t *);
-    size_t (*encode_rows)(const char *, size_t, size_t, const uint8_t *, uint8_t *, uint8_t *, size_t);
-    int (*decode_rows)(const uint8_t *, size_t, size_t, size_t, const uint8_t *, uint8_t *, char *);
+    size_t (*encode)(const char *, size_t, size_t, size_t, uint8_t *, uint8_t *, size_t);
+    int (*decode)(const uint8_t *, size_t, size_t, size_t, size_t, uint8_t *, char *);
 } Coder;
 
 #define CODER(NAME, CODE)                                                                                              \
-    static void NAME##_choose(const char *in, size_t rows, size_t n, uint8_t *scratch, uint8_t *base) {                \
-        choose_bases(in, rows, n, CODE, scratch, base);                                                                \
-    }                                                                                                                  \
     static size_t NAME##_encode(                                                                                       \
-        const char *in, size_t rows, size_t n, const uint8_t *base, uint8_t *scratch, uint8_t *out, size_t room        \
+        const char *in, size_t rows, size_t n, size_t pages, uint8_t *scratch, uint8_t *out, size_t room               \
     ) {                                                                                                                \
-        return encode_rows(in, rows, n, CODE, base, scratch, out, room);                                               \
+        return encode_rows(in, rows, n, pages, CODE, scratch, out, room);                                              \
     }                                                                                                                  \
     static int NAME##_decode(                                                                                          \
-        const uint8_t *in, size_t size, size_t rows, size_t n, const uint8_t *base, uint8_t *scratch, char *out        \
+        const uint8_t *in, size_t size, size_t rows, size_t n, size_t pages, uint8_t *scratch, char *out               \
     ) {                                                                                                                \
-        return decode_rows(in, size, rows, n, CODE, base, scratch, out);                                               \
+        return decode_rows(in, size, rows, n, pages, CODE, scratch, out);                                              \
     }
 CODER(bfloat16, BFLOAT16)
 CODER(float16, FLOAT16)
 CODER(float32, FLOAT32)
 static const Coder CODERS[] = {
-    {bfloat16_choose, bfloat16_encode, bfloat16_decode},
-    {float16_choose, float16_encode, float16_decode},
-    {float32_choose, float32_encode, float32_decode},
+    {bfloat16_encode, bfloat16_decode},
+    {float16_encode, float16_decode},
+    {float32_encode, float32_decode},
 };

@@ -4,6 +4,7 @@ cdef extern from "xxhash.h" nogil:
 
 
 cdef unsigned long long digest_of(const void *text, size_t size) noexcept nogil
+cdef unsigned long long seeded_digest_of(const void *text, size_t size, unsigned long long seed) noexcept nogil
 
 
 cdef class Digest:

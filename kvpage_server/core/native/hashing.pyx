@@ -11,6 +11,7 @@ from kvpage_server.core.native cimport avx2
 cdef extern from "xxhash.h" nogil:
     ctypedef int XXH_errorcode
     unsigned long long XXH3_64bits(const void *, size_t)
+    unsigned long long XXH3_64bits_withSeed(const void *, size_t, unsigned long long)
     XXH3_state_t *XXH3_createState()
     XXH_errorcode XXH3_freeState(XXH3_state_t *)
     XXH_errorcode XXH3_64bits_reset(XXH3_state_t *)
@@ -22,6 +23,10 @@ cdef bint IS_WIDE = avx2.can_run()
 
 cdef unsigned long long digest_of(const void *text, size_t size) noexcept nogil:
     return avx2.digest_of(text, size) if IS_WIDE else XXH3_64bits(text, size)
+
+
+cdef unsigned long long seeded_digest_of(const void *text, size_t size, unsigned long long seed) noexcept nogil:
+    return avx2.seeded_digest_of(text, size, seed) if IS_WIDE else XXH3_64bits_withSeed(text, size, seed)
 
 
 @cython.final

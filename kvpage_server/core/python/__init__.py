@@ -12,7 +12,15 @@ from kvpage_server.core.python.bodies import (
     fill_digests,
 )
 from kvpage_server.core.python.calls import Callee, Caller
-from kvpage_server.core.python.coding import LONGEST_PART, LONGEST_PATTERN, Glob, decode_matrix, encode_matrix, literal
+from kvpage_server.core.python.coding import (
+    LONGEST_PART,
+    LONGEST_PATTERN,
+    Glob,
+    decode_matrix,
+    encode_array,
+    encode_matrix,
+    literal,
+)
 from kvpage_server.core.python.frames import Parser, Scratch, Words
 from kvpage_server.core.python.lru import Columns, enter, touch_many
 from kvpage_server.core.python.outgoing import Outgoing
@@ -47,6 +55,7 @@ __all__ = [
     "copy_hashed",
     "decode_matrix",
     "digest",
+    "encode_array",
     "encode_matrix",
     "enter",
     "fill_digests",

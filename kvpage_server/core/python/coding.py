@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import xxhash
 from typing_extensions import Buffer
 
 if TYPE_CHECKING:
@@ -34,30 +35,38 @@ class _Kind(NamedTuple):
 CODES = {1: _Kind("<u2", 7, 255, 1), 2: _Kind("<u2", 10, 31, 1), 3: _Kind("<u4", 23, 255, 3)}
 
 
-def check_matrix(code: int, channels: int, nbytes: int) -> int:
-    """Return the rows of a matrix. Raises ValueError for an invalid code or number of channels, or incomplete rows."""
+def check_matrix(code: int, channels: int, nbytes: int, pages: int) -> int:
+    """Return the rows of a matrix, or of each of `pages` matrices that have `channels` together.
+
+    Raises ValueError for an invalid code, number of channels or number of pages, or incomplete rows.
+    """
     if code not in CODES:
         raise ValueError(f"the code must be 1 (bfloat16), 2 (float16) or 3 (float32), got {code}")
     if channels < 8 or channels % 8:
         raise ValueError(f"the number of channels must be a multiple of 8, got {channels}")
+    if pages < 1 or channels % pages:
+        raise ValueError(f"{channels} channels cannot be those of {pages} pages")
     rows, left = divmod(nbytes, channels * np.dtype(CODES[code].word).itemsize)
     if left:
         raise ValueError(f"a matrix of {nbytes} bytes has no whole rows of {channels} channels")
     return rows
 
 
-def encode_matrix(code: int, channels: int, body: Buffer, out: Buffer) -> int:
-    """Code a matrix ``[rows, channels]`` of elements of `code`.
+def encode_matrix(code: int, channels: int, body: Buffer, out: Buffer, pages: int = 1) -> int:
+    """Code a matrix ``[rows, channels]`` of elements of `code`, or `pages` matrices ``[rows, channels / pages]`` that
+    follow each other, side by side as one.
 
     Return the bytes that were written to `out`, which are the bases and the rows, or 0 if `out` is too small.
 
-    Raises ValueError for another code, another number of channels than a multiple of 8, or a body without whole rows.
+    Raises ValueError for another code, another number of channels than a multiple of 8 and of `pages`, or a body
+    without whole rows.
     """
     view, room = memoryview(body).cast("B"), memoryview(out).cast("B")
-    rows, kind = check_matrix(code, channels, len(view)), CODES[code]
+    rows, kind = check_matrix(code, channels, len(view), pages), CODES[code]
     if rows == 0:
         return 0
-    words = np.frombuffer(view, kind.word).reshape(rows, channels).astype(np.uint32)
+    by_page = np.frombuffer(view, kind.word).reshape(pages, rows, -1)
+    words = by_page.swapaxes(0, 1).reshape(rows, channels).astype(np.uint32)
     exponents = (words >> kind.mantissa & kind.exponent).astype(np.uint8)
     base = _bases(exponents)
     below = base - exponents  # modulo 256: an exponent above the base is an escape, too
@@ -77,13 +86,32 @@ def encode_matrix(code: int, channels: int, body: Buffer, out: Buffer) -> int:
     return len(coded)
 
 
-def decode_matrix(code: int, channels: int, coded: Buffer, out: Buffer) -> bool:
-    """Decode a matrix into `out`. Return whether `coded` has exactly its bytes; if not, `out` is undefined.
+def encode_array(head: bytes, code: int, channels: int, body: Buffer, most: int) -> bytes | None:
+    """Return `head` and then the code of a matrix, see `encode_matrix`, or None if both have more than `most` bytes.
 
-    Raises ValueError for another code, another number of channels than a multiple of 8, or an `out` without whole rows.
+    `head` has at least 16 bytes. Bytes 8 to 15 are replaced by the XXH3-64 of all bytes after them, with the eight
+    bytes before them as the seed.
+
+    Raises ValueError as `encode_matrix`.
+    """
+    coded = bytearray(max(most - len(head), 0))
+    size = encode_matrix(code, channels, body, coded)
+    if not size:
+        return None
+    hashed = head[16:] + coded[:size]
+    digest = xxhash.xxh3_64_intdigest(hashed, int.from_bytes(head[:8], "little"))
+    return head[:8] + digest.to_bytes(8, "little") + hashed
+
+
+def decode_matrix(code: int, channels: int, coded: Buffer, out: Buffer, pages: int = 1) -> bool:
+    """Decode a matrix into `out`, or as `pages` matrices that follow each other, see `encode_matrix`. Return whether
+    `coded` has exactly its bytes; if not, `out` is undefined.
+
+    Raises ValueError for another code, another number of channels than a multiple of 8 and of `pages`, or an `out`
+    without whole rows.
     """
     view, values = np.frombuffer(memoryview(coded), np.uint8), memoryview(out).cast("B")
-    rows, kind = check_matrix(code, channels, len(values)), CODES[code]
+    rows, kind = check_matrix(code, channels, len(values), pages), CODES[code]
     packed = rows // _GROUP * _BITS + (rows % _GROUP * _BITS + 7) // 8
     fixed = channels * (1 + rows * kind.plain + packed * (2 if kind.exponent == 31 else 1))
     if len(view) < fixed:
@@ -112,7 +140,7 @@ def decode_matrix(code: int, channels: int, coded: Buffer, out: Buffer) -> bool:
     exponents = base - codes
     exponents[escaped] = view[at:]
     words |= (exponents & kind.exponent).astype(np.uint32) << kind.mantissa
-    values[:] = words.astype(kind.word).tobytes()
+    values[:] = words.reshape(rows, pages, channels // pages).swapaxes(0, 1).astype(kind.word).tobytes()
     return True
 
 
