@@ -42,9 +42,11 @@ def too_much_queued() -> ReplyError:
 class Transaction:
     """The commands that a client has queued since MULTI. Long arguments stay in the arena."""
 
-    __slots__ = ("commands", "refused", "size", "words")
+    __slots__ = ("commands", "refused", "rights", "size", "words")
 
-    def __init__(self) -> None:
+    def __init__(self, user: User | None) -> None:
+        # `edition` of the user at MULTI: EXEC checks the rights for the commands again only if it is another one then
+        self.rights: object = user.edition if user is not None else None
         self.commands: list[tuple[Spec, Command]] = []
         self.refused = False  # whether a command was refused, so that EXEC runs none
         self.size = 0  # bytes of memory

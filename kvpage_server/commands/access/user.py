@@ -266,6 +266,7 @@ class User:
         self.rules: dict[str, bool] = {}  # +name (True) and -name (False) in order, after +@all or -@all
         self.keys = KeyRules()
         self.channels: Patterns[bytes] = Patterns()
+        self.edition = object()  # another one after each change of the rights
 
     # -- checks ----------------------------------------------------------------------------------------------------
 
@@ -339,6 +340,7 @@ class User:
         Raises RuleError, which names the first invalid rule. The user itself is not changed.
         """
         user = copy(self)
+        user.edition = object()
         user.passwords, user.rules, user.commands = self.passwords.copy(), self.rules.copy(), self.commands.copy()
         user.keys, user.channels = self.keys.copy(), self.channels.copy()
         for rule, change in changes:

@@ -57,9 +57,9 @@ def begin(client: Client, spec: Spec, words: Command) -> Stream:
 
 def rights_need_steps(client: Client, words: Command) -> bool:
     """Return whether the check of the rights takes so long that it has to run in steps: many or long words, each
-    compared with many patterns. False inside a transaction.
+    compared with many patterns.
     """
-    if client.user is None or client.transaction is not None:
+    if client.user is None:
         return False
     cost = client.user.cost
     return cost * len(words) * 2 * LONGEST_COMPARED > _RIGHTS and cost * sum(map(_size, words)) > _RIGHTS
@@ -71,7 +71,7 @@ def _size(word: Argument) -> int:
 
 def check_rights_in_steps(client: Client, spec: Spec, words: Command) -> Stream:
     """Return the reply to a command for which `rights_need_steps` holds: a Stream that checks the rights in steps, and
-    then runs the command. Raises ReplyError or Paused as `check_state`.
+    then runs the command or, after MULTI, queues it. Raises ReplyError or Paused as `check_state`.
     """
     check_state(client, spec)
     client.last_command = spec.name
@@ -80,11 +80,25 @@ def check_rights_in_steps(client: Client, spec: Spec, words: Command) -> Stream:
         """Check the rights, then yield the reply; an error is the reply if a right is missing."""
         try:
             yield from _check_rights(client, spec, words)
-            yield from _run_whole(client, spec, words)
+            yield from (_queue if queues(client, spec) else _run_whole)(client, spec, words)
         except ReplyError as error:
             yield rejected(client, spec, words, error)
 
-    return Stream(None, steps(), whole=spec.writes)
+    return Stream(None, steps(), whole=spec.writes and not queues(client, spec))
+
+
+def _queue(client: Client, spec: Spec, words: Command) -> Iterator[Reply]:
+    """Wait until there is memory for a command, and queue it for EXEC. Raises ReplyError."""
+    while client.server.keyspace.memory.is_full:
+        try:
+            free_memory(client)
+            break
+        except Postponed as postponed:
+            postponed.__traceback__ = None  # its frames refer to it, and to the words
+            wait = postponed.wait
+        yield wait
+    assert client.transaction is not None
+    yield client.transaction.queue(spec, words)
 
 
 def _check_rights(client: Client, spec: Spec, words: Command) -> Iterator[Reply]:

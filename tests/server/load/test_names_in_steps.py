@@ -12,7 +12,7 @@ from contextlib import ExitStack
 
 import pytest
 from turns import Turns, measured
-from wire import encode_command
+from wire import Wire, encode_command
 
 from kvpage_server.core import NAME
 from kvpage_server.glob import LONGEST_COMPARED
@@ -150,6 +150,33 @@ def test_rights_for_long_names_are_checked_in_steps(turns: Turns, words: list[by
     """Usually 6 ms; 0.3 to 1.2 s if all bytes of all names are compared with all patterns, or copied, in one step."""
     made = [b"ACL", b"SETUSER", b"user", b"on", b"nopass", b"+@all", *RULES]
     assert is_short(turns, [made, [b"AUTH", b"user", b"x"]], words)
+
+
+@pytest.mark.parametrize("end", [b"DISCARD", b"EXEC"])
+def test_rights_in_a_transaction_are_checked_in_steps(turns: Turns, end: bytes) -> None:
+    """Usually 6 ms; 1.2 s if a command that is queued, or that EXEC runs, is compared with all patterns in one step."""
+    made = [b"ACL", b"SETUSER", b"user", b"on", b"nopass", b"+@all", *RULES, b"~*kkk*"]
+    before = b"".join(map(encode_command, [made, [b"AUTH", b"user", b"x"]]))
+    words = [b"EXISTS", *(b"k%d" % i + b"k" * 2000 for i in range(1000))]
+    command = b"".join(map(encode_command, [[b"MULTI"], words, [end]]))
+    assert turns.takes_short_turns(before, command, LONGEST)
+
+
+def test_a_refused_name_in_a_transaction_aborts_it(turns: Turns) -> None:
+    made = [b"ACL", b"SETUSER", b"user", b"on", b"nopass", b"+@all", *RULES, b"~*kkk*"]
+    keys = [b"k%d" % i + b"k" * 2000 for i in range(1000)]
+    with Wire(turns.server.port) as wire:
+        assert wire.ask(*made) == b"+OK\r\n"
+        assert wire.ask(b"AUTH", b"user", b"x") == b"+OK\r\n"
+        assert wire.ask(b"MULTI") == b"+OK\r\n"
+        assert wire.ask(b"EXISTS", *keys) == b"+QUEUED\r\n"
+        assert wire.ask(b"EXISTS", *keys, b"other") == b"-NOPERM No permissions to access a key\r\n"
+        assert wire.ask(b"EXEC").startswith(b"-EXECABORT")
+        assert wire.ask(b"MULTI") == b"+OK\r\n"
+        assert wire.ask(b"EXISTS", *keys) == b"+QUEUED\r\n"
+        with Wire(turns.server.port) as other:
+            assert other.ask(b"ACL", b"SETUSER", b"user", b"resetkeys", b"~other") == b"+OK\r\n"
+        assert b"ACLs rules changed" in wire.ask(b"EXEC")
 
 
 @pytest.mark.parametrize("name", [b"loglevel", b"maxmemory", b"notify-keyspace-events", b"quota"])

@@ -29,7 +29,7 @@ def multi(client: Client, args: list[Argument]) -> Reply:
     """Begin a transaction, and return OK. The following commands are queued until EXEC or DISCARD."""
     if client.transaction is not None:
         raise ReplyError("ERR MULTI calls can not be nested")
-    client.transaction = Transaction()
+    client.transaction = Transaction(client.user)
     client.update_fast_path()
     return OK
 
@@ -65,7 +65,7 @@ def exec_(client: Client, args: list[Argument]) -> Reply:
     pieces: list[Piece] = [b"*%d\r\n" % len(transaction.commands)]
     most, held = client.server.config.client_memory, 0
     for spec, words in transaction.commands:
-        reply = run_queued(client, spec, words)
+        reply = run_queued(client, spec, words, transaction.rights)
         size = borrowed_bytes(reply)
         if held + size > most > 0 and not spec.writes:
             reply = [_too_long(spec, held + size, most).line]
