@@ -315,9 +315,9 @@ value under its own key writes the page.
 `TYPE set` lists only these keys, so it lists the requests.
 
 A block that is leased or pinned, or has a lifetime (`KVPAGEKEEP`), is not evicted. All of them together can take half
-of `maxmemory` and half of what `maxdisk` has for values, and within a quota at most half of that quota. They do not
-protect from deletion and expiry. A lease lasts an hour at most, a lifetime a day. Both can be prolonged, but not ended.
-A lifetime survives a restart of the server.
+of `maxmemory` and half of what `maxdisk` has for values, and within a quota at most half of that quota, when they are
+[made](eviction.md#lifetimes). They do not protect from deletion and expiry. A lease lasts an hour at most, a lifetime a
+day. Both can be prolonged, but not ended. A lifetime survives a restart of the server.
 """
 
 _TITLES = {
