@@ -48,7 +48,7 @@ from kvpage_server.look.why import stat, verify, why
 from kvpage_server.system.completion import SHELLS, completion_of, script
 from kvpage_server.system.program import ends_quietly, interrupts_deferred, missing_extra, not_empty, reason_of, say
 from kvpage_server.system.terminal import out, print_json
-from kvpage_server.system.text import name_of_text
+from kvpage_server.system.text import name_of_text, name_shown
 
 _ONE_SERVER_ONLY = {  # commands that take one server, with the advice for several
     "restore": "a dump of several has a directory for each, restore each into its server",
@@ -156,7 +156,10 @@ def _run_on_each(args: argparse.Namespace, urls: list[str]) -> int:
     while True:
         if every is not None and out.is_terminal and not args.json:
             out.clear()
+        args.nowhere = {*getattr(args, "request", ())}  # the names for `dump` of which no server has had a page so far
         code = max(_exit_codes(args, urls))
+        for name in sorted(args.nowhere):
+            code = max(code, say("kvpage", f"no server that answered has a page of request {name_shown(name)}", 1))
         if every is None:
             return code
         time.sleep(every)

@@ -144,15 +144,18 @@ _MOST_LISTED = 100  # failures in the output
 
 def run_dump(server: redis.Redis, args: argparse.Namespace) -> bool:
     """Run `kvpage dump`. Return whether all selected keys were dumped, and each named request has a page. Raises
-    DumpError.
+    DumpError. With several servers, the caller reports requests without a page: they stay in `args.nowhere`.
     """
     if "kvpage_version" not in server.info("server"):
         raise DumpError("only a kvpage-server can be dumped, this is another Redis")
     selection = Selection(_requests(args), os.fsencode(args.match))
     pages = {req_id: int(server.scard(b"kv:%b:index" % req_id)) for req_id in selection.requests}
     absent = {req_id for req_id, count in pages.items() if not count}
-    if absent and len(absent) == len(pages):
+    if (nowhere := getattr(args, "nowhere", None)) is not None:
+        nowhere &= absent
+    elif absent and len(absent) == len(pages):
         raise DumpError("no request that --request names has a page")
+    complete = not absent or nowhere is not None
     # the number of keys, for the progress bar; None if counting them needs a scan of all keys
     keys = sum(pages.values()) if pages else server.dbsize() if selection.match == b"*" else None
     started = time.monotonic()
@@ -163,13 +166,13 @@ def run_dump(server: redis.Redis, args: argparse.Namespace) -> bool:
         in_files = {"stored_bytes": dumped.stored, "files": dumped.files, "kept_files": dumped.kept}
         corrupt = {"corrupt": dumped.corrupt.texts}
         print_json({"url": shown(args.url)} | _counts(dumped.amount) | in_files | corrupt | _absent(absent))
-        return not absent and not dumped.corrupt.count
+        return complete and not dumped.corrupt.count
     kept = f", {dumped.kept:,} of them as they were" if dumped.kept else ""
     files, took = plural(dumped.files, "file"), time.monotonic() - started
     coded = f", coded as {as_size(dumped.stored)}" if dumped.stored < dumped.amount.nbytes else ""
     out.print(f"{_amount_text(dumped.amount)}{coded} in {files}{kept}, {took:.1f} s")
-    _print_absent(absent)
-    return _print_failures("are not what was stored, and were not dumped", dumped.corrupt) and not absent
+    _print_absent(() if complete else absent)
+    return _print_failures("are not what was stored, and were not dumped", dumped.corrupt) and complete
 
 
 def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:

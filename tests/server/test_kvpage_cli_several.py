@@ -179,6 +179,23 @@ def test_an_agent_of_an_unavailable_server_is_not_absent(
     assert f"request {name} has no such page" in capsys.readouterr().err
 
 
+def test_a_request_of_a_dump_is_on_one_of_the_servers(
+    server: RunningServer, second_server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, one in enumerate((server, second_server)):
+        with one.client() as client, PageClient(one.url) as pages:
+            client.flushall()
+            pages.set_block((b"chat-%d" % number, 0), SHAPE, block_body(0))
+    both = ("--url", f"{server.url},{second_server.url}")
+    for name in ("chat-0", "chat-1"):
+        assert run("dump", str(tmp_path / name), "--request", name, *both) == 0
+    capsys.readouterr()
+    assert run("dump", str(tmp_path / "all"), "--request", "chat-0", "--request", r"no\xff", *both) == 1
+    shown = capsys.readouterr()
+    assert shown.err == "kvpage: no server that answered has a page of request no\\xff\n"
+    assert "no page" not in shown.out
+
+
 def test_a_failed_dump_of_one_server_leaves_the_others(
     server: RunningServer, second_server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
