@@ -74,6 +74,7 @@ class Answer:
     stopped_by: str | None  # the stop string before which the text ends
     prompt_tokens: int
     reuse: Reuse
+    shares_prompt: bool = False  # whether its prompt was computed once, for another answer that counts the tokens
     not_kept: str | None = None  # the reason if the context could not be kept
     context: ContextNames | None = None  # the names of the context, if it is kept without a name
     kept: KeptContext | None = None  # the part with a lifetime, if the prompt has lifetimes
@@ -202,6 +203,7 @@ class Job:
             stopped_by=done.stopped_by,
             prompt_tokens=done.prompt_tokens,
             reuse=reuse,
+            shares_prompt=bool(self.leader and done.tokens_reused),  # 0 if it was computed by itself after all
             not_kept=done.not_kept,
         )
 
@@ -568,7 +570,8 @@ class AgentEngine:
         if self._batch.spec.has_state:
             answer = replace(answer, states=tuple(done.blocks.states))
         if self._store and not done.error:
-            self._store.answered(answer.reuse.tier, answer.reuse.tokens, computed)
+            counted = (0, 0) if answer.shares_prompt else (answer.reuse.tokens, computed)
+            self._store.answered(answer.reuse.tier, *counted)
         lifetimes = None if done.error else job.lifetimes
         waits = bool(lifetimes)  # for the report
         if lifetimes:

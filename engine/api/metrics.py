@@ -62,8 +62,9 @@ class _Answers:
         self._prewarmed.labels(model).inc(prewarmed)
         self._breakpoints.labels(model).inc(breakpoints)
         self._answers.labels(model, reuse.tier, answer.finish_reason).inc()
-        self._prompt.labels(model).inc(answer.prompt_tokens)
-        self._reused.labels(model, reuse.tier).inc(reuse.tokens)
+        if not answer.shares_prompt:
+            self._prompt.labels(model).inc(answer.prompt_tokens)
+            self._reused.labels(model, reuse.tier).inc(reuse.tokens)
         self._generated.labels(model).inc(len(answer.tokens))
         self._first.labels(model, reuse.tier).observe(reuse.time_to_first_token)
         self._restore.labels(model, reuse.tier).observe(reuse.restore_seconds)

@@ -101,9 +101,10 @@ class Watching:
         seen = self._tenants.setdefault(tenant.name, _History())
         reuse, totals = answer.reuse, seen.totals
         totals.answers += 1
-        totals.prompt += answer.prompt_tokens
         totals.generated += len(answer.tokens)
-        totals.reused[reuse.tier] += reuse.tokens
+        if not answer.shares_prompt:
+            totals.prompt += answer.prompt_tokens
+            totals.reused[reuse.tier] += reuse.tokens
         seen.answers.append(
             Answered(
                 totals.answers,

@@ -54,6 +54,19 @@ def test_the_store_counts_prompt_tokens_not_computed(seen: SeenServer) -> None:
     assert seen.server.log == "" or "Traceback" not in seen.server.log
 
 
+def test_several_answers_count_their_prompt_once(seen: SeenServer) -> None:
+    bench = Bench(seen.server.url)
+    prompt = SYSTEM[::-1]  # one that no other test has stored
+    first = bench.submit("alice", prompt)
+    others = [bench.submit(f"{i}", prompt, keep=False, leader=first) for i in range(3)]
+    bench.run()
+    assert [bench.answers[uid].shares_prompt for uid in (first, *others)] == [False, True, True, True]
+    figures = bench.store._tally.figures()
+    assert (figures["answers"], figures["computed"]) == (4, len(prompt))
+    assert not any(tier["tokens"] for tier in figures["tiers"].values())
+    bench.store.close()
+
+
 def test_a_tenant_sees_engines_of_the_same_account(seen: SeenServer) -> None:
     def engines(**options: object) -> float:
         return seen.metrics(**options)["kvpage_engines",]

@@ -90,7 +90,7 @@ function summary(totals, share) {
   const most = [...TIERS].sort((a, b) => (totals.reused[b] ?? 0) - (totals.reused[a] ?? 0))[0];
   const from = { hot: "memory", prefix: "shared prefixes", page: "the page server", cold: "files" }[most];
   if (!share) return `${plural(totals.answers, "answer")}, and no prompt tokens were reused.`;
-  return `${percent(share)} of the tokens of ${plural(totals.answers, "prompt")} were reused, most of them from ${from}.`;
+  return `${percent(share)} of the prompt tokens of ${plural(totals.answers, "answer")} were reused, most of them from ${from}.`;
 }
 
 function showTiers() {

@@ -33,6 +33,15 @@ def test_n_answers_are_the_answers_of_following_seeds(api: openai.OpenAI) -> Non
     assert (together.usage.prompt_tokens, together.usage.completion_tokens) == (one.prompt_tokens, 48)
 
 
+def test_metrics_count_a_prompt_of_n_answers_once(engine: RunningEngine, api: openai.OpenAI) -> None:
+    names = ("prompt_tokens_total", "reused_tokens_total", "answers_total", "generated_tokens_total")
+    for prompt in ([20, 21, 22, 23], [20, 21, 22, 23, 24, 25]):
+        before = [engine.metric(name) for name in names]
+        usage = complete(api, prompt, n=4, max_tokens=2).usage
+        counts = usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens, 4, usage.completion_tokens
+        assert [engine.metric(name) - count for name, count in zip(names, before, strict=True)] == [*counts]
+
+
 def test_a_stream_of_n_answers_has_the_index_in_each_chunk(api: openai.OpenAI) -> None:
     texts: dict[int, str] = defaultdict(str)
     roles, reasons, usages = [], {}, []
