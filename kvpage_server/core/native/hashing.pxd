@@ -11,6 +11,7 @@ cdef class Digest:
     cdef XXH3_state_t *state  # NULL before the first `allocate`
 
     cdef int allocate(self) except -1
-    cdef void begin(self) noexcept nogil
+    cdef int begin(self) except -1
+    cdef void reset(self) noexcept nogil
     cdef void add(self, const void *text, size_t size) noexcept nogil
     cdef unsigned long long value(self) noexcept nogil

@@ -45,7 +45,13 @@ cdef class Digest:
                 raise MemoryError("the system has no memory to hash what is received")
         return 0
 
-    cdef void begin(self) noexcept nogil:
+    cdef int begin(self) except -1:
+        """Start a new hash. Raise MemoryError."""
+        self.allocate()
+        self.reset()
+        return 0
+
+    cdef void reset(self) noexcept nogil:
         """Start a new hash, after `allocate`."""
         XXH3_64bits_reset(self.state)
 

@@ -66,7 +66,7 @@ cdef class LongWord:
             self.slot.digest = digest_of(text, count)
         elif count:
             if not self.digested:
-                self.digest.begin()
+                self.digest.reset()
             self.digest.add(text, count)
             if end == self.slot.size:
                 self.slot.digest = self.digest.value()
