@@ -70,7 +70,7 @@ FIELD_AT = dict(_places())  # offset of each field in bytes
 LAYOUT = header_fields()
 assert LAYOUT.size == HEADER_SIZE
 
-_NOT_IN_REQ_ID = bytes([*range(33), 127]) + b":"
+NOT_IN_REQ_ID = bytes([*range(33), 127]) + b":"  # bytes that no request id has
 _KEY = re.compile(rb"kv:([^\x00-\x20\x7f:]{1,256})" + 4 * rb":(0|[1-9]\d{0,9})" + rb"\Z")
 
 
@@ -169,7 +169,7 @@ def check_req_id(req_id: bytes) -> bytes:
     """
     if not isinstance(req_id, bytes):
         raise TypeError(f"req_id must be bytes, got {type(req_id).__name__}")
-    if not 0 < len(req_id) <= MAX_REQ_ID or len(req_id.translate(None, _NOT_IN_REQ_ID)) < len(req_id):
+    if not 0 < len(req_id) <= MAX_REQ_ID or len(req_id.translate(None, NOT_IN_REQ_ID)) < len(req_id):
         raise PageError(f"req_id must be 1 to {MAX_REQ_ID} bytes without ':', spaces or control characters")
     return req_id
 

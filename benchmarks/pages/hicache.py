@@ -16,7 +16,8 @@ from benchmarks.pages.client_costs import Way, compared
 from benchmarks.pages.rounds import Plan
 from benchmarks.servers import Server, start_kvpage
 from kvpage_server.bench import PageWork, spell
-from kvpage_server.client import PageClient
+from kvpage_server.client import Page, PageClient
+from kvpage_server.page import DType, PageKey
 
 _PAGES = 128  # of a call of SGLang, at most
 _TOKENS = 64  # of a page
@@ -70,6 +71,18 @@ def _of_size(server: Server, nbytes: int, plan: Plan) -> Iterator[Finding]:
     targets = _backend(server, _Pool([batch.read for batch in work.batches]))
     hashes = [[f"{generation}{i:063x}" for i in range(_PAGES)] for generation in range(_GENERATIONS)]
     places = [list(batch.read) for batch in work.batches]
+    # PageClient moves the same pages. It gets their keys and memory ready-made.
+    keys = [
+        [PageKey(name, 0, 0, page, plane) for name, page in sources._pool().named(b"", some) for plane in (0, 1)]
+        for some in hashes
+    ]
+    pages = [
+        [
+            Page(key, body, DType.UINT8, _TOKENS, nbytes // _TOKENS)
+            for key, body in zip(some, batch.written, strict=True)
+        ]
+        for some, batch in zip(keys, work.batches, strict=True)
+    ]
 
     def indices(generation: int) -> _Indices:
         return _Indices(range(generation * _PAGES * _TOKENS, (generation + 1) * _PAGES * _TOKENS))
@@ -85,11 +98,11 @@ def _of_size(server: Server, nbytes: int, plan: Plan) -> Iterator[Finding]:
         ways: dict[str, tuple[Way, Way]] = {
             "write": (
                 (lambda g: sources.batch_set_v1(hashes[g], indices(g)), lambda _, moved: all(moved)),
-                (lambda g: client.mset(work.pages[g]), lambda _, answer: answer is None),
+                (lambda g: client.mset(pages[g]), lambda _, answer: answer is None),
             ),
             "read": (
                 checked(lambda g: targets.batch_get_v1(hashes[g], indices(g))),
-                checked(lambda g: client.mget_into(work.keys[g], places[g])),
+                checked(lambda g: client.mget_into(keys[g], places[g])),
             ),
         }
         for op, (ours, theirs) in ways.items():

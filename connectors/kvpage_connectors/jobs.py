@@ -14,20 +14,32 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvpage_connectors.reasons import Away, Late, Reasons, reason_of
 from kvpage_server.address import DEFAULT_URL, URL, urls_of, with_credentials
-from kvpage_server.client import BlockName, Closed, DeadlineExceeded, Disconnected, Page, PageClient
-from kvpage_server.client.page import StateName
+from kvpage_server.client import BlockName, Closed, DeadlineExceeded, Disconnected, PageClient
+from kvpage_server.client.page import BlockPages, StateName
 from kvpage_server.client.raw_commands import RawCommand, integer, up_to
 
-Block = Callable[[], Sequence[Page]]  # returns the pages of a block; their bodies are memory of the engine
-_PIECE = 8 * 1024 * 1024  # bytes of one call; if another call fails, the blocks of this one count
+_PIECE = 16 * 1024 * 1024  # bytes of one call; if another call fails, the blocks of this one count
 _PAUSE = 1.0  # seconds without requests after the server did not answer
 
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Blocks of an engine, to load or to save."""
+
+    count: int
+    nbytes: int  # of each
+    pages: Callable[[slice], BlockPages]  # of some of the blocks, called by threads; the bodies are the engine's memory
+
+
+_Move = Callable[[BlockPages, float], list[bool]]  # receives or sends pages until a time
 
 
 class Lookup:
@@ -192,28 +204,25 @@ class Jobs:
 
         return self._submit(self._lookups, "lookup", ask, lambda: [False] * count, lambda: count)
 
-    def load(self, blocks: Sequence[Block], nbytes: int, end: float | None = None) -> Future[list[bool]]:
-        """Begin to receive blocks of `nbytes` bytes each. They have the same number of pages, and threads call them.
+    def load(self, blocks: Blocks, end: float | None = None, *, here: bool = False) -> Future[list[bool]]:
+        """Begin to receive blocks. The result has for each block whether all of its pages arrived. The memory of a
+        missed block is undefined.
 
-        The threads share the load: while one makes pages, or waits for the server, another receives. The result has for
-        each block whether all of its pages arrived. The memory of a missed block is undefined.
+        The threads share a large load: while one waits for the server, another receives. With `here`, the caller's
+        thread receives a part itself: it would wait anyway, and to wake another thread takes a tenth of the time of
+        8 MiB.
         """
-        pieces = [blocks[piece] for piece in _pieces(len(blocks), nbytes)]
-        return self._joined([self._transfer("load", piece, nbytes, self._receive, end) for piece in pieces])
+        return self._shared("load", blocks, _PIECE // blocks.nbytes, self._receive, end, here)
 
     def save(
-        self, blocks: Sequence[Block], nbytes: int, end: float | None = None, *, threads: int = 1
+        self, blocks: Blocks, end: float | None = None, *, threads: int = 1, here: bool = False
     ) -> Future[list[bool]]:
-        """Begin to store blocks of `nbytes` bytes each, whose memory must not change until the result has arrived: for
-        each block whether it was stored. They have the same number of pages. At most `threads` threads share the save:
-        while one waits for the server, another sends. The others are free for loads. Only a save of one thread can be
-        abandoned.
+        """Begin to store blocks, whose memory must not change until the result has arrived: for each block whether it
+        was stored. At most `threads` threads share a large save: while one waits for the server, another sends. The
+        others are free for loads. Only a save of one thread can be abandoned. `here` is that of `load`.
         """
-        if threads == 1:
-            return self._transfer("save", blocks, nbytes, self._send, end)
-        step = max(1, -(-len(blocks) // threads))
-        parts = [blocks[start : start + step] for start in range(0, len(blocks), step)]
-        return self._joined([self._transfer("save", part, nbytes, self._send, end) for part in parts])
+        step = max(-(-blocks.count // threads), _PIECE // blocks.nbytes)
+        return self._shared("save", blocks, step, self._send, end, here)
 
     def abandon(self, saves: Iterable[Future[list[bool]]]) -> None:
         """Cancel saves that wait in the queue, and wait for the others, because their memory will change."""
@@ -247,37 +256,48 @@ class Jobs:
         """Open a connection, so that the first job of this thread finds one. No block has the asked name."""
         self._client.prefix([(b"vllm.none", 0)], pages_per_block=1, deadline=self.lookup_seconds)
 
-    def _receive(self, pages: Sequence[Page], end: float) -> list[bool]:
-        return self._client.mget_into([p.key for p in pages], [p.body for p in pages], deadline=_left(end))
+    def _receive(self, pages: BlockPages, end: float) -> list[bool]:
+        return self._client.mget_into(pages.keys, pages.bodies, deadline=_left(end))
 
-    def _send(self, pages: Sequence[Page], end: float) -> list[bool]:
+    def _send(self, pages: BlockPages, end: float) -> list[bool]:
         self._client.mset(pages, deadline=_left(end))
         return [True] * len(pages)
 
-    def _transfer(
-        self,
-        job: str,
-        blocks: Sequence[Block],
-        nbytes: int,
-        move: Callable[[Sequence[Page], float], list[bool]],
-        end: float | None,
+    def _shared(
+        self, job: str, blocks: Blocks, step: int, move: _Move, end: float | None, here: bool
     ) -> Future[list[bool]]:
+        """Transfer blocks in parts of `step`, with `here` the last one here. Return a future with all results."""
         until = time.monotonic() + self.transfer_seconds if end is None else end
-        done = [False] * len(blocks)
+        parts = [*_pieces(slice(0, blocks.count), step)]
+        pools = [self._transfers] * (len(parts) - here) + [None]
+        futures = [
+            self._transfer(pool, job, blocks, part, move, until) for pool, part in zip(pools, parts, strict=False)
+        ]
+        return futures[0] if len(futures) == 1 else self._joined(futures)
+
+    def _transfer(
+        self, pool: ThreadPoolExecutor | None, job: str, blocks: Blocks, part: slice, move: _Move, until: float
+    ) -> Future[list[bool]]:
+        done: list[bool] = []
 
         def run() -> list[bool]:
-            for piece in _pieces(len(blocks), nbytes):
+            for piece in _pieces(part, _PIECE // blocks.nbytes):
                 _left(until)
-                every = [block() for block in blocks[piece]]
-                moved = move([page for block in every for page in block], until)
-                pages = len(every[0])
-                done[piece] = [all(moved[at : at + pages]) for at in range(0, len(moved), pages)]
-                self._add({f"{job}/ok": sum(done[piece]), f"{job}/bytes": nbytes * sum(done[piece])})
+                pages = blocks.pages(piece)
+                moved, each = move(pages, until), len(pages.keys.layout)
+                found = [True] * (piece.stop - piece.start)
+                if not all(moved):
+                    found = [all(moved[at : at + each]) for at in range(0, len(moved), each)]
+                done.extend(found)
+                self._add({f"{job}/ok": sum(found), f"{job}/bytes": blocks.nbytes * sum(found)})
             if not all(done):
                 self.reasons.count(job, self._why_missed(), done.count(False))
             return done
 
-        return self._submit(self._transfers, job, run, lambda: done, lambda: done.count(False))
+        def otherwise() -> list[bool]:
+            return done + [False] * (part.stop - part.start - len(done))
+
+        return self._submit(pool, job, run, otherwise, lambda: otherwise().count(False))
 
     def _joined(self, parts: Sequence[Future[list[bool]]]) -> Future[list[bool]]:
         """Return a future with the results of all parts in one list."""
@@ -300,13 +320,15 @@ class Jobs:
 
     def _submit(
         self,
-        pool: ThreadPoolExecutor,
+        pool: ThreadPoolExecutor | None,
         job: str,
         run: Callable[[], T],
         otherwise: Callable[[], T],
         missed: Callable[[], int],
     ) -> Future[T]:
-        """Execute `run` in a thread. After an exception, count `missed()` blocks; the result is `otherwise()`."""
+        """Execute `run` in a thread of `pool`, or in this one. After an exception, count `missed()` blocks; the result
+        is `otherwise()`.
+        """
 
         def execute() -> T:
             try:
@@ -321,17 +343,21 @@ class Jobs:
                 self.reasons.count(job, reason_of(error), missed(), error)
                 return otherwise()
 
-        try:
-            future = pool.submit(execute)
-        except RuntimeError:  # the pool was shut down
-            self.reasons.count(job, "closed", missed())
-            future = Future()
-            future.set_result(otherwise())
-            return future
-        if pool is self._transfers:
+        future: Future[T] = Future()
+
+        def settle() -> None:
+            if future.set_running_or_notify_cancel():
+                future.set_result(execute())
+
+        if pool is not self._lookups:
             with self._lock:
                 self._open.add(future)
             future.add_done_callback(self._forget)
+        try:
+            pool.submit(settle) if pool else settle()
+        except RuntimeError:  # the pool was shut down
+            self.reasons.count(job, "closed", missed())
+            future.set_result(otherwise())
         return future
 
     def _forget(self, future: Future[Any]) -> None:
@@ -357,7 +383,7 @@ def _left(end: float) -> float:
     return left
 
 
-def _pieces(count: int, size: int) -> Iterator[slice]:
-    """Divide `count` blocks of `size` bytes into slices of about `_PIECE` bytes."""
-    step = max(1, _PIECE // size)
-    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+def _pieces(part: slice, step: int) -> Iterator[slice]:
+    """Divide a slice of the blocks into slices of `step` blocks, at least 1."""
+    step = max(1, step)
+    return (slice(start, min(start + step, part.stop)) for start in range(part.start, part.stop, step))

@@ -28,11 +28,12 @@ from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.platform import create_event_notifier
 
 from kvpage_connectors import lmcache_serde
-from kvpage_connectors.jobs import Block, Jobs
+from kvpage_connectors.jobs import Blocks, Jobs
 from kvpage_connectors.reasons import guarded, reason_of
-from kvpage_server.client import BlockName, Page
+from kvpage_server.client import BlockName
+from kvpage_server.client.page import BlockPages, PageLayout
 from kvpage_server.client.raw_commands import RawCommand, integer, scanned
-from kvpage_server.page import MAX_REQ_ID, DType, PageKey
+from kvpage_server.page import MAX_REQ_ID, DType
 
 logger = init_logger("lmcache.kvpage")
 
@@ -285,19 +286,20 @@ def _named(keys: Sequence[ObjectKey]) -> list[BlockName]:
 
 
 def _started(
-    move: Callable[[Sequence[Block], int], Future[list[bool]]], keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]
+    move: Callable[[Blocks], Future[list[bool]]], keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]
 ) -> Iterator[_Part]:
     """Start to store or load objects. Those of one size are a job. Raises ValueError for keys without objects."""
     sizes: dict[int, list[int]] = defaultdict(list)
     for at, (_, one) in enumerate(zip(keys, objects, strict=True)):
         sizes[one.get_size()].append(at)
     for size, some in sizes.items():
-        yield some, move([partial(_page, keys[at], objects[at]) for at in some], max(size, 1))
+        pages = partial(_pages, [keys[at] for at in some], [objects[at] for at in some])
+        yield some, move(Blocks(len(some), max(size, 1), pages))
 
 
-def _page(key: ObjectKey, one: MemoryObj) -> list[Page]:
-    memory = one.byte_array
-    return [Page(PageKey(name_of(key), 0, 0, 0, 0), memory, DType.UINT8, 1, len(memory))]
+def _pages(keys: Sequence[ObjectKey], objects: Sequence[MemoryObj], part: slice) -> BlockPages:
+    memory = [one.byte_array for one in objects[part]]
+    return BlockPages(_named(keys[part]), PageLayout([(0, 0, 0, DType.UINT8, 1, len(memory[0]))]), memory)
 
 
 def _size(value: Any) -> int:

@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,13 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.version import __version__
 
-from kvpage_connectors.jobs import Block, Jobs
+from kvpage_connectors.jobs import Blocks, Jobs
 from kvpage_connectors.names import DTYPES, Identity, weights_digest
 from kvpage_connectors.reasons import Away, guarded
-from kvpage_server.client import BlockName, Page
-from kvpage_server.client.page import StateName
+from kvpage_server.client import BlockName
+from kvpage_server.client.page import BlockPages, PageLayout, StateName
 from kvpage_server.client.raw_commands import RawCommand, ok, text
-from kvpage_server.page import MAX_KV_TYPE, DType, PageKey
+from kvpage_server.page import MAX_KV_TYPE, DType
 
 logger = logging.getLogger("sglang.kvpage")
 
@@ -50,8 +51,8 @@ _OPTIONS = (  # of `extra_config`; the others are those of SGLang
     "url", "username", "password", "threads", "lookup_seconds", "transfer_seconds", "lease_ms",
 )  # fmt: skip
 
-
-_Move = Callable[[Sequence[Block], int, float], Future[list[bool]]]  # Jobs.load or Jobs.save
+_Job = Future[list[bool]]
+_Move = Callable[..., _Job]  # Jobs.load or Jobs.save
 
 
 def _no_hits() -> int:
@@ -79,37 +80,37 @@ class _Pool:
     names: bytes  # beginning of the names
     dtype: DType
 
-    def blocks(self, mark: bytes, keys: Sequence[str], indices: Any) -> list[Block]:
-        """Return the blocks of the pages that begin at every `tokens`-th index. Raises ValueError for another number
-        of indices.
-        """
+    def blocks(self, mark: bytes, keys: Sequence[str], indices: Any) -> Blocks:
+        """Return the pages at every `tokens`-th index. Raises ValueError for another number, or other sizes."""
         if len(indices) != len(keys) * self.tokens:
             raise ValueError(f"{len(keys)} pages of {self.tokens} tokens have {len(indices)} indices")
         pointers, sizes = self.host.get_page_buffer_meta(indices)
-        pieces = [*zip(pointers, sizes, strict=True)]
-        count = len(self.sizes)
-        return [
-            partial(_pages, self.name(mark, key), pieces[i * count : (i + 1) * count], self.dtype, self.tokens)
-            for i, key in enumerate(keys)
-        ]
-
-    def name(self, mark: bytes, key: str) -> bytes:
-        return self.names + mark + key.encode()
+        if [*sizes] != [*self.sizes] * len(keys) or len(pointers) != len(sizes):
+            raise ValueError(f"the pieces of a page must have {self.sizes} bytes, as when the pool was registered")
+        pages = partial(_pages, self.named(mark, keys), pointers, self.sizes, self.dtype, self.tokens)
+        return Blocks(len(keys), sum(self.sizes), pages)
 
     def named(self, mark: bytes, keys: Sequence[str]) -> list[BlockName]:
-        return [(self.name(mark, key), 0) for key in keys]
+        begin = self.names + mark
+        return [(begin + key.encode(), 0) for key in keys]
 
 
-def _pages(name: bytes, pieces: Sequence[tuple[int, int]], dtype: DType = DType.UINT8, tokens: int = 1) -> list[Page]:
-    """Return the pages of a block, whose pieces are (address, bytes)."""
-    planes, row = _planes([size for _, size in pieces]), tokens * dtype.itemsize
-    found = []
-    for i, (address, size) in enumerate(pieces):
-        memory = memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
-        layer, plane = divmod(i, planes)
-        shape = (DType.UINT8, 1, size) if size % row else (dtype, tokens, size // row)
-        found.append(Page(PageKey(name, layer, 0, 0, plane), memory, *shape))
-    return found
+def _pages(
+    names: Sequence[BlockName], starts: Sequence[int], sizes: tuple[int, ...], dtype: DType, tokens: int, part: slice
+) -> BlockPages:
+    """Return the pages of some of the blocks, whose pieces have these sizes and `starts`, their addresses."""
+    layout, kinds = _layout(sizes, dtype, tokens)
+    here = starts[part.start * len(sizes) : part.stop * len(sizes)]
+    return BlockPages(names[part], layout, [kind.from_address(at) for kind, at in zip(cycle(kinds), here)])
+
+
+@lru_cache(64)
+def _layout(sizes: tuple[int, ...], dtype: DType, tokens: int) -> tuple[PageLayout, list[Any]]:
+    """Return the pages of a block whose pieces have these sizes, and the type of the memory of each piece."""
+    planes, row = _planes(sizes), tokens * dtype.itemsize
+    shapes = [(DType.UINT8, 1, size) if size % row else (dtype, tokens, size // row) for size in sizes]
+    layout = PageLayout([(i // planes, 0, i % planes, *shape) for i, shape in enumerate(shapes)])
+    return layout, [ctypes.c_ubyte * size for size in sizes]
 
 
 def _planes(sizes: Sequence[int]) -> int:
@@ -340,13 +341,12 @@ class KvpageHiCache(HiCacheStorage):
         moved.
         """
         end = time.monotonic() + self._jobs.transfer_seconds
-        begun = [self._begun(name, keys, indices, move, end) for name, keys, indices in pages]
+        begun = [self._begun(*one, move, end, one is pages[-1]) for one in pages]
         return [job.result() if job else [False] * len(keys) for job, (_, keys, _) in zip(begun, pages, strict=True)]
 
     @guarded(_nothing)
-    def _begun(self, name: object, keys: list[str], indices: Any, move: _Move, end: float) -> Future[list[bool]] | None:
-        pool = self._pool(name)
-        return move(pool.blocks(self._mark(end), keys, indices), sum(pool.sizes), end)
+    def _begun(self, name: object, keys: list[str], indices: Any, move: _Move, end: float, here: bool) -> _Job | None:
+        return move(self._pool(name).blocks(self._mark(end), keys, indices), end, here=here)
 
     # -- flat pages, without "interface_v1": SGLang copies them to and from its pool -----------------------------------
 
@@ -369,13 +369,13 @@ class KvpageHiCache(HiCacheStorage):
     @guarded(lambda: list[bool]())
     def _moved_flat(self, keys: list[str], tensors: Any, move: _Move) -> list[bool]:
         pool = self._pool()
-        pieces = [(tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in tensors]
-        if self._has_pieces or not all(tensor.is_contiguous() for tensor in tensors):
-            raise ValueError("a flat page is one contiguous tensor on the CPU, without interface_v1")
+        starts, sizes = [one.data_ptr() for one in tensors], {one.numel() * one.element_size() for one in tensors}
+        are_contiguous = len(sizes) == 1 and all(tensor.is_contiguous() for tensor in tensors)
+        if self._has_pieces or not are_contiguous or len(starts) != len(keys):
+            raise ValueError("flat pages are contiguous tensors of one size on the CPU, without interface_v1")
         end = time.monotonic() + self._jobs.transfer_seconds
-        mark = self._mark(end)
-        blocks = [partial(_pages, pool.name(mark, key), [piece]) for key, piece in zip(keys, pieces, strict=True)]
-        return move(blocks, pieces[0][1], end).result()
+        pages = partial(_pages, pool.named(self._mark(end), keys), starts, (*sizes,), DType.UINT8, 1)
+        return move(Blocks(len(keys), max(sizes), pages), end, here=True).result()
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

@@ -24,14 +24,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.logger import init_logger
 
-from kvpage_connectors.jobs import Block, Jobs, Lookup
+from kvpage_connectors.jobs import Blocks, Jobs, Lookup
 from kvpage_connectors.reasons import guarded
 from kvpage_connectors.vllm_hints import PIN, RETAIN, Hint, Sessions, hints_of
 from kvpage_connectors.vllm_identity import identity_of, weights_of
 from kvpage_connectors.vllm_metrics import Counts, Metrics
-from kvpage_connectors.vllm_paged import Paged, layout_of
-from kvpage_server.client import BlockName, Page
-from kvpage_server.page import PageKey
+from kvpage_connectors.vllm_paged import Paged, layout_of, pages_of
+from kvpage_server.client import BlockName
+from kvpage_server.client.page import BlockPages
 
 logger = init_logger("vllm.kvpage")
 
@@ -290,25 +290,21 @@ class KvpageConnector(KVConnectorBase_V1):
         nbytes = cache.shape[0] * strides[0] * layout.dtype.itemsize
         return memoryview((ctypes.c_ubyte * nbytes).from_address(cache.data_ptr())).cast("B")
 
-    def _blocks(self, names: bytes, job: Job) -> tuple[list[Block], int]:
-        """Return the blocks of a job, and the bytes of a block."""
-        numbered = zip(job.hashes, job.blocks, strict=True)
+    def _blocks(self, names: bytes, job: Job) -> Blocks:
+        named = [(names + one.hex().encode(), 0) for one in job.hashes]
         nbytes = self._layout.block_nbytes if self._layout else 1
-        return [partial(self._pages, names + one.hex().encode(), block) for one, block in numbered], nbytes
+        return Blocks(len(named), nbytes, partial(self._pages, named, job.blocks))
 
-    def _pages(self, name: bytes, block: int) -> list[Page]:
-        sleep(0)  # lets the engine's thread run
+    def _pages(self, names: Sequence[BlockName], blocks: Sequence[int], part: slice) -> BlockPages:
         layout = self._layout
         if not layout or not self._memory:
             raise ValueError("the paged cache has another layout than the scheduler assumes")
-        heads, size, first = layout.heads, layout.page_nbytes, layout.rank * layout.heads
-        places = [(i, plane, (2 * (block * heads + i) + plane) * size) for i in range(heads) for plane in (0, 1)]
-        shape = layout.dtype, layout.tokens, layout.dim
-        return [
-            Page(PageKey(name, layer, first + head, 0, plane), memory[at : at + size], *shape)
-            for layer, memory in enumerate(self._memory)
-            for head, plane, at in places
-        ]
+        size, bodies = layout.page_nbytes, list[memoryview]()
+        for block in blocks[part]:
+            sleep(0)  # lets the engine's thread run
+            starts = range(block * layout.heads * 2 * size, (block + 1) * layout.heads * 2 * size, size)
+            bodies += [memory[at : at + size] for memory in self._memory for at in starts]
+        return BlockPages(names[part], pages_of(layout), bodies)
 
     @guarded(lambda: None)
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
@@ -319,7 +315,7 @@ class KvpageConnector(KVConnectorBase_V1):
     def start_load_kv(self, /, forward_context: Any, **kwargs: Any) -> None:
         work = self._work_of_step()
         for job in work.loads:
-            self._loading[job.req_id] = job, self._jobs.load(*self._blocks(work.names, job))
+            self._loading[job.req_id] = job, self._jobs.load(self._blocks(work.names, job))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: a request is scheduled after its load has ended."""
@@ -332,7 +328,7 @@ class KvpageConnector(KVConnectorBase_V1):
         work = self._work_of_step()
         for job in work.saves:
             running = [future for future in self._saving.get(job.req_id, []) if not future.done()]
-            self._saving[job.req_id] = [*running, self._jobs.save(*self._blocks(work.names, job))]
+            self._saving[job.req_id] = [*running, self._jobs.save(self._blocks(work.names, job))]
 
     @guarded(_nothing_finished)
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from kvpage_connectors.names import DTYPES
+from kvpage_server.client.page import PageLayout
 from kvpage_server.page import DType
 
 
@@ -35,6 +37,14 @@ class Paged:
     def pages(self) -> int:
         """Pages of a block in all ranks."""
         return len(self.layers) * self.heads * 2 * self.ranks
+
+
+@lru_cache(4)
+def pages_of(paged: Paged) -> PageLayout:
+    """Return the pages of a block in this rank, in the order of the cache."""
+    first, shape = paged.rank * paged.heads, (paged.dtype, paged.tokens, paged.dim)
+    layers, heads = range(len(paged.layers)), range(first, first + paged.heads)
+    return PageLayout([(layer, head, plane, *shape) for layer in layers for head in heads for plane in (0, 1)])
 
 
 def layout_of(vllm_config: Any, kv_cache_config: Any) -> Paged:

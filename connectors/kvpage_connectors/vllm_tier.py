@@ -43,12 +43,13 @@ from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvpage_connectors.jobs import Jobs
+from kvpage_connectors.jobs import Blocks, Jobs
 from kvpage_connectors.names import Identity, weights_digest
 from kvpage_connectors.reasons import guarded
 from kvpage_connectors.vllm_hints import PIN, RETAIN, Hint, Sessions, hints_of
-from kvpage_server.client import BlockName, Page
-from kvpage_server.page import DType, PageKey
+from kvpage_server.client import BlockName
+from kvpage_server.client.page import BlockPages, PageLayout
+from kvpage_server.page import DType
 
 logger = init_logger("vllm.kvpage")
 
@@ -236,8 +237,8 @@ class KvpageTier(SecondaryTierManager):
 
     def _submit(self, job: TransferJob, move: Any) -> None:
         keys = list(job.keys)
-        blocks = [partial(self._row, key, int(row)) for key, row in zip(keys, job.chunk_ids, strict=True)]
-        self._running[job.job_id] = _Running(job, keys, move(blocks, self.block_size_bytes))
+        blocks = Blocks(len(keys), self.block_size_bytes, partial(self._rows, keys, [*map(int, job.chunk_ids)]))
+        self._running[job.job_id] = _Running(job, keys, move(blocks))
         request = self._request(job.req_context)
         request.keys += keys
         request.running += 1
@@ -245,10 +246,10 @@ class KvpageTier(SecondaryTierManager):
     def _request(self, context: ReqContext) -> _Request:
         return self._requests.setdefault(context.req_id, _Request(context))
 
-    def _row(self, key: OffloadKey, row: int) -> list[Page]:
-        ((name, group),) = self._named([key])
+    def _rows(self, keys: Sequence[OffloadKey], rows: Sequence[int], part: slice) -> BlockPages:
         size = self.block_size_bytes
-        return [Page(PageKey(name, 0, 0, group, 0), self._memory[row * size : (row + 1) * size], DType.UINT8, 1, size)]
+        memory = [self._memory[row * size : (row + 1) * size] for row in rows[part]]
+        return BlockPages(self._named(keys[part]), PageLayout([(0, 0, 0, DType.UINT8, 1, size)]), memory)
 
     @guarded(_no_jobs)
     def get_finished_jobs(self) -> list[JobResult]:

@@ -26,13 +26,13 @@ from kvpage_server.client.page import (
     check_block_sizes,
     check_names,
     check_states,
+    page_keys,
     places,
     sized,
     sized_blocks,
 )
 from kvpage_server.client.raw_commands import Kept
 from kvpage_server.client.wire.exchange import Request
-from kvpage_server.core import PageKeys
 from kvpage_server.page import BlockShape, PageKey
 
 # -- Batches, cut into a part for each connection ----------------------------------------------------------------------
@@ -118,7 +118,7 @@ class Calls:
         return Call("mget", _WHOLE if keys else [], lambda to, _: to.fetch_pages(keys, self._verify), read)
 
     def mget_into(self, keys: Sequence[PageKey], buffers: Sequence[Buffer]) -> Call[list[bool]]:
-        into, names = places(buffers, len(keys)), PageKeys(keys)
+        into, names = places(buffers, len(keys)), page_keys(keys)
         parts = self._parts(len(keys), into.sizes)
         return Call(
             "mget_into",

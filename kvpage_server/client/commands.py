@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from kvpage_server.client.errors import Refused, Unsupported, WrongReply
-from kvpage_server.client.page import BlockName, Page, StateName, header_of, mismatch, pages_of_block
+from kvpage_server.client.page import BlockName, Page, StateName, header_of, layout_of, mismatch
 from kvpage_server.client.raw_commands import Kept, array, ascending, integer, kept, ok, up_to
 from kvpage_server.client.wire.exchange import Piece, Request, around_set, command, word
 from kvpage_server.client.wire.reply import Values
@@ -349,23 +349,16 @@ class BlobCommands:
         bytes. `ttl` is in seconds, 0 for none.
         """
         whole = [pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces)) for pieces in bodies]
-        pages = [
-            Page(key, body[span], plane.dtype, shape.page_size, plane.head_dim)
-            for name, body in zip(names, whole, strict=True)
-            for key, plane, span in pages_of_block(name, shape)
-        ]
-        return self.set_pages(SentPages(pages), ttl)
+        spans = [*shape.page_spans()]
+        pages = SentPages.of_blocks(names, layout_of(shape).packed, [body[span] for body in whole for span in spans])
+        return self.set_pages(pages, ttl)
 
     def read_blocks(
         self, names: Sequence[BlockName], shape: BlockShape, places: Memory, verify: bool
     ) -> Request[Missed]:
-        found = [
-            (key, place[span])
-            for name, place in zip(names, places.views(), strict=True)
-            for key, _, span in pages_of_block(name, shape)
-        ]
-        keys, spans = PageKeys([key for key, _ in found]), Memory([place for _, place in found])
-        request = self.read_pages(keys, spans, verify)
+        spans = [*shape.page_spans()]
+        pages = Memory([place[span] for place in places.views() for span in spans])
+        request = self.read_pages(PageKeys.of_blocks(names, layout_of(shape).packed), pages, verify)
 
         def blocks(pages: Missed) -> Missed:
             return {page // shape.pages: reason for page, reason in pages.items()}

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from typing_extensions import Buffer
 
 from kvpage_server.client.errors import BadBuffer
-from kvpage_server.core import Memory, SentPages
+from kvpage_server.core import Memory, PageKeys, SentPages
 from kvpage_server.core.pieces import Unusable, as_bytes
+from kvpage_server.core.python.bodies import PART
 from kvpage_server.page import (
     HEADER_SIZE,
+    MAX_HEAD,
+    MAX_KV_TYPE,
+    MAX_LAYER,
     MAX_PAGE,
     MAX_TTL,
     MAX_U32,
@@ -67,6 +72,93 @@ class Page(NamedTuple):
     head_dim: int
 
 
+class PageLayout:
+    """The pages of a block, for several blocks alike: layer, head, kv_type, dtype, page_size and head_dim of each."""
+
+    def __init__(self, pages: Iterable[tuple[int, int, int, DType, int, int]]) -> None:
+        """Raise PageError for a number out of range, and TypeError for another type."""
+        self.pages = [*pages]
+        for layer, head, kv_type, dtype, page_size, head_dim in self.pages:
+            check_range("layer_idx", layer, 0, MAX_LAYER)
+            check_range("head_idx", head, 0, MAX_HEAD)
+            check_range("kv_type", kv_type, 0, MAX_KV_TYPE)
+            check_dtype(dtype)
+            check_range("page_size", page_size, 1, MAX_U32)
+            check_range("head_dim", head_dim, 1, MAX_U32)
+        self.packed = b"".join(PART.pack(*page) for page in self.pages)
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+
+@lru_cache(64)
+def layout_of(shape: BlockShape) -> PageLayout:
+    """Return the layout of blocks with this shape, in the body's order."""
+    every = product(range(shape.layers), shape.planes, range(shape.heads))
+    return PageLayout(
+        [(layer, head, plane.kv_type, plane.dtype, shape.page_size, plane.head_dim) for layer, plane, head in every]
+    )
+
+
+class BlockKeys(Sequence[PageKey]):
+    """The keys of all pages of some blocks, block by block. It makes a PageKey only if one is read from it."""
+
+    def __init__(self, names: Sequence[BlockName], layout: PageLayout) -> None:
+        self.names, self.layout = names, layout
+
+    def __len__(self) -> int:
+        return len(self.names) * len(self.layout)
+
+    @overload
+    def __getitem__(self, at: int) -> PageKey: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[PageKey]: ...
+    def __getitem__(self, at: int | slice) -> PageKey | list[PageKey]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        block, i = divmod(range(len(self))[at], len(self.layout))
+        (req_id, page), (layer, head, kv_type, *_) = self.names[block], self.layout.pages[i]
+        return PageKey(req_id, layer, head, page, kv_type)
+
+
+class BlockPages(Sequence[Page]):
+    """All pages of some blocks, block by block. It makes a Page only if one is read from it, so a batch of thousands
+    costs little more than their names.
+
+    `names` are (req_id, page_id) of the blocks, `bodies` the memory of each page. `keys` are the keys for a read.
+    """
+
+    def __init__(self, names: Sequence[BlockName], layout: PageLayout, bodies: Sequence[Buffer]) -> None:
+        """Raise BadBuffer for another number of bodies."""
+        self.keys, self.bodies = BlockKeys(names, layout), bodies
+        if len(bodies) != len(self.keys):
+            raise BadBuffer(f"{len(names)} blocks of {len(layout)} pages need {len(self)} bodies, got {len(bodies)}")
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @overload
+    def __getitem__(self, at: int) -> Page: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Page]: ...
+    def __getitem__(self, at: int | slice) -> Page | list[Page]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        i = range(len(self))[at]
+        return Page(self.keys[i], self.bodies[i], *self.keys.layout.pages[i % len(self.keys.layout)][3:])
+
+
+def page_keys(keys: Sequence[PageKey]) -> PageKeys:
+    """Return keys in the form in which they are sent. Raises as `check_names` for the names of BlockKeys."""
+    if not isinstance(keys, BlockKeys):
+        return PageKeys(keys)
+    try:
+        return PageKeys.of_blocks(keys.names, keys.layout.packed)
+    except (TypeError, ValueError):
+        check_names(keys.names)
+        raise
+
+
 def sized(pages: Sequence[Page], ttl: int) -> SentPages:
     """Check pages and the `ttl` in seconds, and return the pages in the form in which they are sent.
 
@@ -75,10 +167,15 @@ def sized(pages: Sequence[Page], ttl: int) -> SentPages:
     """
     check_range("ttl", ttl, 0, MAX_TTL)
     try:
-        found = SentPages(pages)
+        if isinstance(pages, BlockPages):
+            found = SentPages.of_blocks(pages.keys.names, pages.keys.layout.packed, pages.bodies)
+        else:
+            found = SentPages(pages)
     except Unusable as error:
         raise BadBuffer(f"page {error.index}: {error.why}") from None
     except (AttributeError, TypeError, ValueError):
+        if isinstance(pages, BlockPages):
+            check_names(pages.keys.names)
         for i, page in enumerate(pages):
             _check_types(i, page)
         raise
@@ -133,6 +230,8 @@ def mismatch(header: PageHeader | None, body: memoryview, *, verify: bool) -> st
 
 def check_keys(keys: Sequence[PageKey]) -> Sequence[PageKey]:
     """Return the keys unchanged. Raises TypeError for another type than PageKey."""
+    if isinstance(keys, BlockKeys):
+        return keys
     for kind in {*map(type, keys)}:
         if not issubclass(kind, PageKey):
             raise TypeError(f"a page's key must be a PageKey, got {kind.__name__}")

@@ -15,19 +15,21 @@ from typing import Any
 import numpy as np
 import pytest
 import redis
-from kvpage_connectors.jobs import Block, Jobs
+from kvpage_connectors.jobs import Blocks, Jobs
 from kvpage_connectors.reasons import Reasons, guarded
 from proxy import start_proxy
 from servers import RunningServer, start_server
 from waiting import eventually
 
-from kvpage_server.client import Page
-from kvpage_server.page import DType, PageKey
+from kvpage_server.client.page import BlockPages, PageLayout
+from kvpage_server.page import DType
 
 LOG = logging.getLogger("kvpage.test")
 LAYERS, TOKENS, DIM = 2, 16, 32
 PAGES = LAYERS * 2  # of a block
 NBYTES = PAGES * TOKENS * DIM * 4
+PLACES = [(layer, plane) for layer in range(LAYERS) for plane in (0, 1)]
+LAYOUT = PageLayout([(layer, 0, plane, DType.FLOAT32, TOKENS, DIM) for layer, plane in PLACES])
 
 
 @dataclass
@@ -45,24 +47,21 @@ class Engine:
     def name(self, block: int) -> bytes:
         return f"stub.{self.layout}.{block}".encode()
 
-    def page(self, name: int, row: int, layer: int, plane: int) -> Page:
-        key = PageKey(self.name(name), layer, 0, 0, plane)
-        return Page(key, self.cache[layer, row, plane], DType.FLOAT32, TOKENS, DIM)
+    def pages(self, names: list[int], rows: list[int], part: slice) -> BlockPages:
+        bodies = [self.cache[layer, row, plane] for row in rows[part] for layer, plane in PLACES]
+        return BlockPages([(self.name(name), 0) for name in names[part]], LAYOUT, bodies)
 
-    def pages(self, name: int, row: int) -> list[Page]:
-        return [self.page(name, row, layer, plane) for layer in range(LAYERS) for plane in range(2)]
-
-    def some(self, names: list[int], rows: list[int]) -> list[Block]:
-        return [partial(self.pages, name, row) for name, row in zip(names, rows, strict=True)]
+    def some(self, names: list[int], rows: list[int]) -> Blocks:
+        return Blocks(len(names), NBYTES, partial(self.pages, names, rows))
 
     def compute(self) -> None:
         self.cache[:] = np.arange(self.cache.size).reshape(self.cache.shape)
 
     def save(self, names: list[int], rows: list[int]) -> list[bool]:
-        return self.jobs.save(self.some(names, rows), NBYTES).result(60)
+        return self.jobs.save(self.some(names, rows)).result(60)
 
     def load(self, names: list[int], rows: list[int]) -> list[bool]:
-        return self.jobs.load(self.some(names, rows), NBYTES).result(60)
+        return self.jobs.load(self.some(names, rows)).result(60)
 
     def count(self, names: list[int], within: float = 60) -> int:
         lookup = self.jobs.lookup(lambda: [(self.name(name), 0) for name in names], len(names), PAGES)
@@ -247,11 +246,11 @@ def test_a_plain_redis_is_a_miss(redis_server: RunningServer) -> None:
 
 
 def test_a_faulty_engine_is_a_miss(engine: Engine) -> None:
-    def broken() -> list[Page]:
+    def broken(part: slice) -> BlockPages:
         raise KeyError("no such request")
 
-    assert engine.jobs.load([broken] * 3, NBYTES).result(60) == [False] * 3
-    assert engine.jobs.save([broken, partial(engine.pages, 0, 0)], NBYTES).result(60) == [False] * 2
+    assert engine.jobs.load(Blocks(3, NBYTES, broken)).result(60) == [False] * 3
+    assert engine.jobs.save(Blocks(2, NBYTES, broken)).result(60) == [False] * 2
     assert engine.jobs.reasons.counts == {("load", "KeyError"): 3, ("save", "KeyError"): 2}
 
 
@@ -263,32 +262,45 @@ def test_counts_are_taken_once(engine: Engine) -> None:
     assert engine.jobs.take_counts() == {}
 
 
-def test_threads_share_a_save(server: RunningServer) -> None:
-    """Two blocks of four wait for each other, which one thread alone could not do."""
-    together = Barrier(2, timeout=60)
+def test_threads_share_a_large_save(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both parts of four blocks wait for each other, which one thread alone could not do."""
+    monkeypatch.setattr("kvpage_connectors.jobs._PIECE", 2 * NBYTES)
+    together, parts = Barrier(2, timeout=60), list[slice]()
 
-    def meet(block: int) -> list[Page]:
+    def meet(part: slice) -> BlockPages:
         together.wait()
-        return engine.pages(block, block)
+        parts.append(part)
+        return engine.some([0, 1, 2, 3], [0, 1, 2, 3]).pages(part)
 
     with engine_on(server.url) as engine:
         engine.compute()
-        blocks = [partial(meet, 0), partial(engine.pages, 1, 1), partial(meet, 2), partial(engine.pages, 3, 3)]
-        assert engine.jobs.save(blocks, NBYTES, threads=2).result(60) == [True] * 4
+        assert engine.jobs.save(Blocks(4, NBYTES, meet), threads=2).result(60) == [True] * 4
+        assert sorted(part.start for part in parts) == [0, 2]
         assert engine.count([0, 1, 2, 3]) == 4
-        assert engine.jobs.save([], NBYTES, threads=2).result(60) == []
+        assert engine.jobs.save(Blocks(0, NBYTES, meet), threads=2).result(60) == []
+
+
+def test_a_small_save_is_one_request(engine: Engine) -> None:
+    asked = list[slice]()
+
+    def some(part: slice) -> BlockPages:
+        asked.append(part)
+        return engine.some([0, 1, 2], [0, 1, 2]).pages(part)
+
+    assert engine.jobs.save(Blocks(3, NBYTES, some), threads=2).result(60) == [True] * 3
+    assert asked == [slice(0, 3)]
 
 
 def test_abandoned_saves_end_or_never_begin(server: RunningServer) -> None:
     begun, go_on = Event(), Event()
 
-    def slow() -> list[Page]:
+    def slow(part: slice) -> BlockPages:
         begun.set()
         go_on.wait(60)
-        return engine.pages(0, 0)
+        return engine.some([0], [0]).pages(part)
 
     with engine_on(server.url, threads=1) as engine:
-        running, queued = (engine.jobs.save([block], NBYTES) for block in (slow, partial(engine.pages, 1, 1)))
+        running, queued = map(engine.jobs.save, (Blocks(1, NBYTES, slow), engine.some([1], [1])))
         assert begun.wait(60)
         Timer(0.05, go_on.set).start()
         engine.jobs.abandon([running, queued])
@@ -329,12 +341,12 @@ def test_a_lookup_has_an_answer_after_its_deadline(server: RunningServer) -> Non
 def test_closing_waits_for_saves_and_refuses_later_ones(engine: Engine, server: RunningServer) -> None:
     begun, go_on = Event(), Event()
 
-    def slow() -> list[Page]:
+    def slow(part: slice) -> BlockPages:
         begun.set()
         go_on.wait(60)
-        return engine.pages(0, 0)
+        return engine.some([0], [0]).pages(part)
 
-    saved = engine.jobs.save([slow], NBYTES)
+    saved = engine.jobs.save(Blocks(1, NBYTES, slow))
     assert begun.wait(60)
     assert not engine.jobs.drain(0.01)
     go_on.set()

@@ -10,6 +10,15 @@ cdef struct Name:
     uint32_t kv_type
 
 
+cdef struct Part:  # of a layout, as the caller packs it: a page of each block
+    uint32_t layer
+    uint32_t head
+    uint32_t kv_type
+    uint32_t dtype
+    uint32_t page_size
+    uint32_t head_dim
+
+
 cdef class PageKeys:
     cdef PageKeys whole  # of a part: the object that owns the names
     cdef list req_ids  # owners of the memory that the names point to

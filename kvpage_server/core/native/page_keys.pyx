@@ -5,6 +5,16 @@ from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.stdint cimport uint32_t
 from libc.string cimport memcpy
 
+from kvpage_server.page import MAX_PAGE as _MAX_PAGE
+from kvpage_server.page import MAX_REQ_ID as _MAX_REQ_ID
+from kvpage_server.page import NOT_IN_REQ_ID, PageKey
+
+cdef Py_ssize_t MAX_REQ_ID = _MAX_REQ_ID
+cdef long long MAX_PAGE = _MAX_PAGE
+cdef bint[256] FORBIDDEN  # bytes that no request id has
+for _byte in range(256):
+    FORBIDDEN[_byte] = _byte in NOT_IN_REQ_ID
+
 
 cdef class PageKeys:
     """The keys of some pages, in the caller's order."""
@@ -29,6 +39,33 @@ cdef class PageKeys:
             name.layer, name.head = <uint32_t>key.layer, <uint32_t>key.head
             name.page, name.kv_type = <uint32_t>key.page, <uint32_t>key.kv_type
         self.count = len(some)
+
+    @staticmethod
+    def of_blocks(names, bytes layout):
+        cdef PageKeys some = PageKeys.__new__(PageKeys)
+        cdef const Part *parts = <const Part *>PyBytes_AS_STRING(layout)
+        cdef Py_ssize_t width = PyBytes_GET_SIZE(layout) // sizeof(Part), i, room
+        cdef list blocks = list(names)
+        cdef bytes req_id
+        cdef Name *name
+        room = len(blocks) * width
+        some.names = some.held = <Name *>PyMem_Malloc(max(room, 1) * sizeof(Name))
+        if some.names == NULL:
+            raise MemoryError
+        some.req_ids = []
+        name = some.names
+        for given, page in blocks:
+            if not is_name(given, page):
+                PageKey(given, 0, 0, page, 0)  # raises, unless the types are subclasses
+            req_id = bytes_of(given)
+            some.req_ids.append(req_id)
+            for i in range(width):
+                name.req_id, name.req_size = PyBytes_AS_STRING(req_id), PyBytes_GET_SIZE(req_id)
+                name.layer, name.head = parts[i].layer, parts[i].head
+                name.page, name.kv_type = <uint32_t>page, parts[i].kv_type
+                name += 1
+        some.count = room
+        return some
 
     def __dealloc__(self):
         PyMem_Free(self.held)
@@ -63,6 +100,19 @@ cdef class PageKeys:
         for i in range(self.count):
             to = put(to, self.names + i)
         return found[: to - PyBytes_AS_STRING(found)]
+
+
+cdef inline bint is_name(req_id, page) except -1:
+    """Return whether these are a valid request id and page id of the usual types."""
+    cdef const unsigned char *text
+    cdef Py_ssize_t size, i
+    if type(req_id) is not bytes or type(page) is not int or not 0 <= page <= MAX_PAGE:
+        return False
+    text, size = <const unsigned char *>PyBytes_AS_STRING(req_id), PyBytes_GET_SIZE(req_id)
+    for i in range(size):
+        if FORBIDDEN[text[i]]:
+            return False
+    return 0 < size <= MAX_REQ_ID
 
 
 cdef inline bytes bytes_of(req_id):

@@ -12,6 +12,7 @@ from kvpage_server.core.native.memory cimport Memory
 from kvpage_server.core.native.page_keys cimport (
     Name,
     PageKeys,
+    Part,
     put_frame,
     put_key,
     put_name,
@@ -52,11 +53,13 @@ cdef struct Shape:
 
 cdef bint fill_shape(Shape *shape, object dtype, object page_size, object head_dim) except -1:
     """Set a shape. Return whether it is valid for a page."""
-    cdef int64_t kind, rows, columns
     try:
-        kind, rows, columns = dtype, page_size, head_dim
+        return put_shape(shape, dtype, page_size, head_dim)
     except OverflowError:
         return False
+
+
+cdef bint put_shape(Shape *shape, int64_t kind, int64_t rows, int64_t columns) noexcept:
     if not (0 < kind < 256 and ITEMSIZES[kind] and 0 < rows <= 0xFFFFFFFF and 0 < columns <= 0xFFFFFFFF):
         return False
     shape.dtype, shape.page_size, shape.head_dim = <uint32_t>kind, <uint32_t>rows, <uint32_t>columns
@@ -94,6 +97,25 @@ cdef class SentPages:
         self.names = PageKeys(keys)
         self.bodies = Memory(bodies)
         self.count = len(some)
+
+    @staticmethod
+    def of_blocks(names, bytes layout, bodies):
+        cdef SentPages some = SentPages.__new__(SentPages)
+        cdef const Part *parts = <const Part *>PyBytes_AS_STRING(layout)
+        cdef Py_ssize_t width = PyBytes_GET_SIZE(layout) // sizeof(Part), i
+        cdef const Part *part
+        some.names, some.bodies = PageKeys.of_blocks(names, layout), Memory(bodies)
+        some.shapes = some.held = <Shape *>PyMem_Malloc(max(some.names.count, 1) * sizeof(Shape))
+        if some.shapes == NULL:
+            raise MemoryError
+        if some.bodies.count != some.names.count:
+            raise ValueError(f"{some.names.count} pages need as many bodies, got {some.bodies.count}")
+        for i in range(some.names.count):
+            part = parts + i % width
+            if not put_shape(some.shapes + i, part.dtype, part.page_size, part.head_dim):
+                some.shapes[i].dtype = 0
+        some.count = some.names.count
+        return some
 
     def __dealloc__(self):
         PyMem_Free(self.held)

@@ -10,6 +10,7 @@ to another page is reported as missing, and the receiver continues with the next
 from __future__ import annotations
 
 import os
+import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -261,11 +262,23 @@ def encode_words(*words: bytes | int) -> bytes:
     return b"".join([b"$%d\r\n%b\r\n" % (len(text), text) for text in texts])
 
 
+PART = struct.Struct("=6I")  # a page of each block in a layout: layer, head, kv_type, dtype, page_size, head_dim
+
+
 class PageKeys:
     """The keys of some pages, in the caller's order."""
 
     def __init__(self, keys: Sequence[PageKey]) -> None:
         self.names = [*keys]
+
+    @classmethod
+    def of_blocks(cls, names: Sequence[tuple[bytes, int]], layout: bytes) -> PageKeys:
+        """Return the keys of all pages of blocks, named (req_id, page_id). `layout` is a PART for each page of a block.
+
+        Raise as PageKey for an invalid name.
+        """
+        parts = [*PART.iter_unpack(layout)]
+        return cls([PageKey(req_id, part[0], part[1], page, part[2]) for req_id, page in names for part in parts])
 
     def __len__(self) -> int:
         return len(self.names)
@@ -308,6 +321,18 @@ class SentPages:
         self.names = PageKeys([page[0] for page in pages])
         self.bodies = Memory([page[1] for page in pages])
         self.shapes = [page[2:] for page in pages]
+
+    @classmethod
+    def of_blocks(cls, names: Sequence[tuple[bytes, int]], layout: bytes, bodies: Sequence[Buffer]) -> SentPages:
+        """Return all pages of blocks, as `PageKeys.of_blocks`, without an object for each page. Raise ValueError for
+        another number of bodies, Unusable for a body that cannot be sent from.
+        """
+        some = cls(())
+        some.names, some.bodies = PageKeys.of_blocks(names, layout), Memory(bodies)
+        some.shapes = [part[3:] for part in PART.iter_unpack(layout)] * len(names)
+        if len(some.bodies) != len(some.names):
+            raise ValueError(f"{len(some.names)} pages need as many bodies, got {len(some.bodies)}")
+        return some
 
     def __len__(self) -> int:
         return len(self.shapes)

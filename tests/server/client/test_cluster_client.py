@@ -32,6 +32,7 @@ from test_page_client import (  # noqa: F401 - these tests of one server apply t
     test_nothing_asked_is_nothing_answered,
     test_pages_are_read_into_the_callers_memory,
     test_pages_of_any_size_alone_and_together,
+    test_pages_of_blocks_are_moved_without_objects,
     test_truncated_and_short_replies_are_not_waited_for,
 )
 from waiting import until

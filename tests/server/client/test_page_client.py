@@ -15,7 +15,7 @@ from page_batches import SHAPE, Array, batch, block_body, key, room, same
 from servers import RunningServer, free_port
 
 from kvpage_server.client import BadBuffer, Disconnected, Page, PageClient, RawCommand, Unsupported
-from kvpage_server.client.page import pages_of_block
+from kvpage_server.client.page import BlockKeys, BlockPages, PageLayout, pages_of_block
 from kvpage_server.client.wire.connection import page_pool
 from kvpage_server.page import BlockShape, DType, KVType, PageError, PageKey, Plane, checksum, decode_page, encode_page
 
@@ -117,6 +117,61 @@ def test_nothing_asked_is_nothing_answered(pages: PageClient) -> None:
     pages.mset([])
     assert pages.mget([]) == pages.mget_into([], []) == pages.mexists([]) == []
     assert pages.delete([]) == 0
+
+
+def test_pages_of_blocks_are_moved_without_objects(pages: PageClient) -> None:
+    layout = PageLayout([(layer, 3, plane, DType.FLOAT16, 4, 8) for layer in (0, 7) for plane in (0, 1)])
+    rng = np.random.default_rng(1)
+    bodies = [rng.integers(0, 9, (4, 8)).astype(np.float16) for _ in range(20)]
+    names = [(b"block-%d" % i, i) for i in range(5)]
+    written = BlockPages(names, layout, bodies)
+    pages.mset(written)
+    single = pages.mget([*written.keys])
+    assert [page and page[2:] for page in single] == [(DType.FLOAT16, 4, 8)] * 20
+    assert [page and bytes(page.body) for page in single] == [body.tobytes() for body in bodies]
+    assert single[5] == pages.get_page(PageKey(b"block-1", 0, 3, 1, 1))
+    pages.delete([written.keys[6]])
+    into = [np.zeros((4, 8), np.float16) for _ in bodies]
+    assert pages.mget_into(BlockKeys(names, layout), into) == [i != 6 for i in range(20)]
+    assert [np.array_equal(one, other) for one, other in zip(bodies, into, strict=True)] == [i != 6 for i in range(20)]
+    assert pages.mexists(written.keys) == [i != 6 for i in range(20)]
+    assert pages.delete(written.keys) == 19
+    assert pages.misses == {"absent": 1}
+
+
+def test_a_batch_of_blocks_reads_as_a_list_of_pages() -> None:
+    layout = PageLayout([(0, 0, plane, DType.UINT8, 2, 3 + plane) for plane in (0, 1)])
+    bodies = [bytes([i]) * (6 + i % 2 * 2) for i in range(4)]
+    found = BlockPages([(b"a", 1), (b"b", 2)], layout, bodies)
+    assert [*found] == [
+        Page(PageKey(b"a", 0, 0, 1, 0), bodies[0], DType.UINT8, 2, 3),
+        Page(PageKey(b"a", 0, 0, 1, 1), bodies[1], DType.UINT8, 2, 4),
+        Page(PageKey(b"b", 0, 0, 2, 0), bodies[2], DType.UINT8, 2, 3),
+        Page(PageKey(b"b", 0, 0, 2, 1), bodies[3], DType.UINT8, 2, 4),
+    ]
+    assert [page.key for page in found] == [*found.keys]
+    assert (found[-1], found[1:3]) == ([*found][-1], [*found][1:3])
+    assert found.keys[2:] == [*found.keys][2:]
+    with pytest.raises(IndexError):
+        found[4]
+    with pytest.raises(BadBuffer, match="2 blocks of 2 pages need 4 bodies, got 3"):
+        BlockPages([(b"a", 1), (b"b", 2)], layout, bodies[:3])
+
+
+def test_a_wrong_batch_of_blocks_is_refused(pages: PageClient) -> None:
+    layout = PageLayout([(0, 0, 0, DType.UINT8, 1, 3)])
+    with pytest.raises(BadBuffer, match="page 1: page_size x head_dim x itemsize is 3 bytes, its body has 4"):
+        pages.mset(BlockPages([(b"a", 0), (b"b", 0)], layout, [bytes(3), bytes(4)]))
+    with pytest.raises(BadBuffer, match="page 1: int gives no access"):
+        pages.mset(BlockPages([(b"a", 0), (b"b", 0)], layout, [bytes(3), 7]))  # type: ignore[list-item]
+    for names, error in (([(b"a:", 0)], PageError), (["a"], TypeError), ([("a", 0)], TypeError)):
+        with pytest.raises(error, match=r"req_id|a block's name is a tuple"):
+            pages.mset(BlockPages(names, layout, [bytes(3)]))
+        with pytest.raises(error, match=r"req_id|a block's name is a tuple"):
+            pages.mget_into(BlockKeys(names, layout), [bytearray(3)])
+    for wrong in ((-1, 0, 0, 1, 1, 1), (0, 0, 6, 1, 1, 1), (0, 0, 0, 99, 1, 1), (0, 0, 0, 1, 0, 1)):
+        with pytest.raises(PageError):
+            PageLayout([wrong])  # type: ignore[list-item]
 
 
 def test_a_page_of_another_length_is_a_miss(pages: PageClient) -> None:

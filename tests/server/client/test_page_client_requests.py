@@ -14,8 +14,9 @@ from cores import CORES, on_each_core
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpage_server.client.page import PageLayout
 from kvpage_server.core.pieces import Unusable
-from kvpage_server.page import DType, PageKey, encode_page
+from kvpage_server.page import DType, PageError, PageKey, encode_page
 
 CREATED = 1_700_000_000_000
 KEYS = st.builds(
@@ -114,6 +115,69 @@ def test_pages_are_encoded_as_the_contract_requires(
         some = found[part]
         assert len(some) == len(pages[part])
         assert words.endswith(sent(core, runs(some.as_words, len(some), ttl)))
+
+
+LAYOUTS = st.lists(
+    st.tuples(st.sampled_from([0, 9, 65_535]), st.sampled_from([0, 100]), st.integers(0, 5), SHAPES), max_size=4
+)
+
+
+@given(st.lists(st.tuples(KEYS, KEYS), max_size=5), LAYOUTS)
+def test_pages_of_blocks_are_encoded_as_single_pages(
+    blocks: list[tuple[PageKey, PageKey]], layout: list[tuple[int, int, int, tuple[DType, int, int]]]
+) -> None:
+    names = [(one.req_id, other.page) for one, other in blocks]
+    pages = [
+        (PageKey(name, layer, head, page, plane), bytes(rows * columns * dtype.itemsize), dtype, rows, columns)
+        for name, page in names
+        for layer, head, plane, (dtype, rows, columns) in layout
+    ]
+    packed = PageLayout([(*place, *shape) for *place, shape in layout]).packed
+    for core in CORES:
+        single, found = core.SentPages(pages), core.SentPages.of_blocks(names, packed, [body for _, body, *_ in pages])
+        assert found.misfit() == -1
+        for many in (slice(0, len(pages)), slice(len(pages) // 3, len(pages))):
+            one, other = single[many], found[many]
+            assert one.names.keys() == other.names.keys()
+            assert one.names.words() == other.names.words()
+            assert sent(core, runs(one.as_blobs, len(one), b"", b"", 0, CREATED)) == sent(
+                core, runs(other.as_blobs, len(other), b"", b"", 0, CREATED)
+            )
+        assert core.PageKeys.of_blocks(names, packed).keys() == found.names.keys()
+
+
+@on_each_core
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ((b"a:b", 0), PageError),
+        ((b"", 0), PageError),
+        ((b"x" * 257, 0), PageError),
+        ((b"a b", 0), PageError),
+        ((b"a\x7f", 0), PageError),
+        ((b"a", -1), PageError),
+        ((b"a", 2**32), PageError),
+        (("a", 0), TypeError),
+        ((b"a", "0"), TypeError),
+        ((b"a", True), TypeError),
+        ((b"a", 0.0), TypeError),
+        ((b"a",), ValueError),
+        (5, TypeError),
+    ],
+    ids=repr,
+)
+def test_a_wrong_name_of_a_block_is_refused(core: Any, name: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        core.PageKeys.of_blocks([(b"good", 0), name], PageLayout([(0, 0, 0, DType.UINT8, 1, 1)]).packed)
+
+
+@on_each_core
+def test_another_number_of_bodies_is_refused(core: Any) -> None:
+    layout = PageLayout([(0, 0, plane, DType.UINT8, 1, 3) for plane in (0, 1)]).packed
+    for count in (0, 3, 5):
+        with pytest.raises(ValueError, match="4 pages need as many bodies"):
+            core.SentPages.of_blocks([(b"a", 0), (b"b", 0)], layout, [bytes(3)] * count)
+    assert core.SentPages.of_blocks([(b"a", 0)], layout, [bytes(3), bytes(4)]).misfit() == 1
 
 
 @on_each_core
