@@ -338,9 +338,9 @@ A client on the same machine can read values in the server's memory, without mov
 It connects to the server's unix socket (`unixsocket`) and maps the memory (`KVMAP ATTACH`). Then it asks where values
 are, which gives it *tickets*, copies them, and releases the tickets. Until then, the bytes stay as they are, even if
 the value is overwritten, deleted or evicted. A ticket ends with its connection. Values with tickets count for
-`maxmemory-clients`: at most half of it. `PageClient` reads blocks so, if its URL is one of a unix socket, or of TCP at
-127.0.0.1 and the server has a unix socket there (`KVMAP SOCKET`). Every client can also use the other commands for the
-same values.
+`maxmemory-clients`: at most half of it. `PageClient` reads blocks and large pages so, if its URL is one of a unix
+socket, or of TCP at 127.0.0.1 and the server has a unix socket there (`KVMAP SOCKET`). Every client can also use the
+other commands for the same values.
 
 The user needs the right to read every key, because the memory has the values of all users.
 [Security](security.md) says what a process can do with it. For other users, the server copies blocks into memory of

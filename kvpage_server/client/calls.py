@@ -17,7 +17,7 @@ from typing_extensions import Buffer
 
 from kvpage_server import tracing
 from kvpage_server.client.commands import BlobCommands, Missed, PageCommands
-from kvpage_server.client.mapped import LEAST_BYTES, Dialogue, Maps, read_mapped
+from kvpage_server.client.mapped import LEAST_BYTES, LEAST_PAGE, Dialogue, Maps, read_mapped, read_mapped_pages
 from kvpage_server.client.page import (
     BlockBody,
     BlockName,
@@ -70,6 +70,11 @@ class Call(Generic[T]):
     read: Callable[[list[Any]], T]
 
 
+def _are_large(sizes: Sequence[int]) -> bool:
+    """Return whether pages of these sizes are read sooner in the server's memory, if the client can map it."""
+    return sum(sizes) >= max(LEAST_BYTES, LEAST_PAGE * len(sizes))
+
+
 Sizes = Callable[[], Sequence[int]]  # bytes of each body, computed only if needed
 
 
@@ -120,10 +125,18 @@ class Calls:
     def mget_into(self, keys: Sequence[PageKey], buffers: Sequence[Buffer]) -> Call[list[bool]]:
         into, names = places(buffers, len(keys)), page_keys(keys)
         parts = self._parts(len(keys), into.sizes)
+        maps = self._maps if self._maps and not self._maps.refused and _are_large(into.sizes()) else None
+
+        def ask(to: BlobCommands, part: slice) -> Request[Missed] | Dialogue[Missed]:
+            """Return the request for a part, or the dialogue if the server's memory may be mapped."""
+            if maps and isinstance(to, PageCommands):
+                return read_mapped_pages(maps, to, keys[part], into[part], self._verify)
+            return to.read_pages(names[part], into[part], self._verify)
+
         return Call(
             "mget_into",
             parts,
-            lambda to, part: to.read_pages(names[part], into[part], self._verify),
+            ask,
             lambda missed: [why is None for why in self._reasons(into.sizes, len(keys), parts, missed)],
         )
 

@@ -1,9 +1,9 @@
-"""Reads of blocks from memory that the client maps, instead of over the connection.
+"""Reads of blocks and of large pages from memory that the client maps, instead of over the connection.
 
 Both must be on one machine, and the connection a unix socket. A client that is connected over TCP asks the server for
-the path of its socket (`KVMAP SOCKET`). `KVMAP BLOCKMGET` says where the blocks are and keeps them there; the client
-copies them, and compares the digest of each copy; `KVMAP RELEASE` confirms that the server has kept all of them until
-then. Every block that cannot be read so is read over the connection.
+the path of its socket (`KVMAP SOCKET`). `KVMAP BLOCKMGET`, or `KVMAP MGET` for pages, says where they are and keeps
+them there; the client copies them, and compares the digest of each copy; `KVMAP RELEASE` confirms that the server has
+kept all of them until then. Everything that cannot be read so is read over the connection.
 
 Without the right to read every key, a client cannot map that memory. Each connection has an *area* then, which the
 client maps (`KVMAP AREA`) and the server copies blocks into (`KVMAP COPY`).
@@ -33,12 +33,13 @@ from kvpage_server.client.raw_commands import array
 from kvpage_server.client.wire.connection import Deadline, PageConnection, PagePool
 from kvpage_server.client.wire.exchange import Request, command
 from kvpage_server.client.wire.reply import Values, only
-from kvpage_server.core import Memory, copy_hashed, digest
-from kvpage_server.page import BlockShape
+from kvpage_server.core import Memory, PageKeys, copy_hashed, digest
+from kvpage_server.page import BlockShape, PageKey
 
 T = TypeVar("T")
 
 LEAST_BYTES = 256 * 1024  # of a batch: a smaller one is not faster, because it takes two round trips
+LEAST_PAGE = 128 * 1024  # bytes of a page, on average: the server answers KVPAGEMGET for smaller ones sooner
 NOT_IN_PLACE = "blocks are read in place only over a unix socket of one server, by a user who may read every key"
 _BYTES_AT_ONCE = 64 << 20  # bytes of blocks that the client keeps in the server's memory at the same time
 _HALF = (4 << 20) + 4096  # bytes of one half of an area, or of one block if that is larger: they stay in the cache
@@ -93,6 +94,7 @@ class Maps:
         self._read_before = 0  # bytes of them before the current unix socket of a client over TCP
         self._refused_until = 0.0  # by the monotonic clock
         self.copies_only = False  # whether the user may not map the server's memory
+        self.has_pages = True  # whether the user may ask where pages are
         self._regions: dict[int, memoryview] = {}
         self._lock = threading.Lock()
 
@@ -270,6 +272,10 @@ def _locate(names: Sequence[BlockName], expected: ShapeWords) -> Request[Any]:
     return _request(b"KVMAP", b"BLOCKMGET", len(names), *(word for name in names for word in name), *expected)
 
 
+def _locate_pages(keys: Sequence[PageKey]) -> Request[Any]:
+    return _request(b"KVMAP", b"MGET", *map(bytes, keys))
+
+
 def _release(tickets: Sequence[int]) -> Request[Any]:
     return _request(b"KVMAP", b"RELEASE", *tickets)
 
@@ -337,7 +343,9 @@ def read_mapped(
             left = [*some]
             if not maps.refused and not maps.copies_only:
                 left = []
-                yield from _read(maps, names, some, expected, views, missed, left, verify)
+                yield from _read(
+                    maps, _locate(names[some.start : some.stop], expected), some, views, missed, left, verify
+                )
             if maps.copies_only and not maps.refused and shape.nbytes <= _MOST_AREA - _AROUND:
                 left = yield from _read_copies(maps, connection, names, left, expected, views, missed, verify)
             wire += left
@@ -351,20 +359,55 @@ def read_mapped(
     return Dialogue(steps)
 
 
+def read_mapped_pages(
+    maps: Maps, to: PageCommands, keys: Sequence[PageKey], places: Memory, verify: bool
+) -> Dialogue[Missed]:
+    """Return the dialogue that reads pages into the buffers `places`. Its result has the reason for each miss, by
+    index, as that of `PageCommands.read_pages`. Checksums are always compared. A value without one may be no page, so
+    it is read over the connection.
+    """
+    views = places.views()
+
+    def steps(connection: PageConnection) -> Steps[Missed]:
+        missed: Missed = {}
+        wire: list[int] = []  # indexes of pages to read over the connection
+        start = 0
+        while start < len(keys):
+            stop, nbytes = start + 1, len(views[start])
+            while stop < min(len(keys), start + _MOST_BLOCKS) and nbytes + len(views[stop]) <= _BYTES_AT_ONCE:
+                nbytes += len(views[stop])
+                stop += 1
+            some = range(start, stop)
+            if maps.refused or maps.copies_only or not maps.has_pages:
+                wire += some
+            else:
+                located = _locate_pages(keys[start:stop])
+                yield from _read(maps, located, some, views, missed, wire, verify=True, of_pages=True)
+            start = stop
+        if wire:
+            names = PageKeys([keys[i] for i in wire])
+            found = yield to.read_pages(names, Memory([views[i] for i in wire], writable=True), verify)
+            missed.update({wire[i]: why for i, why in found.items()})
+        return missed
+
+    return Dialogue(steps)
+
+
 def _read(
     maps: Maps,
-    names: Sequence[BlockName],
+    located: Request[Any],
     some: range,
-    expected: ShapeWords,
     views: Sequence[memoryview],
     missed: Missed,
     wire: list[int],
     verify: bool,
+    *,
+    of_pages: bool = False,
 ) -> Steps[None]:
-    """Copy the blocks with the indexes `some` into their `views`. Add misses to `missed`, and the indexes of blocks to
-    read over the connection to `wire`.
+    """Copy the blocks or pages with the indexes `some`, for which `located` asks, into their `views`. Add misses to
+    `missed`, and the indexes of values to read over the connection to `wire`.
     """
-    lent = yield from _borrow(maps, names, some, expected, missed, wire)
+    lent = yield from _borrow(maps, located, some, missed, wire, of_pages=of_pages)
     if not lent:
         return
 
@@ -385,15 +428,17 @@ def _read(
 
 
 def _borrow(
-    maps: Maps, names: Sequence[BlockName], some: range, expected: ShapeWords, missed: Missed, wire: list[int]
+    maps: Maps, located: Request[Any], some: range, missed: Missed, wire: list[int], *, of_pages: bool = False
 ) -> Steps[dict[int, _Lent]]:
-    """Borrow the blocks with the indexes `some`, and map their regions if possible. Return where each one is, by index.
-    Add absent blocks to `missed`, and the indexes of blocks that cannot be mapped to `wire`, such as those in another
-    shape than the expected one.
+    """Borrow the blocks or pages with the indexes `some`, for which `located` asks, and map their regions if possible.
+    Return where each one is, by index. Add absent values to `missed`, and the indexes of values to read over the
+    connection to `wire`, such as blocks in another shape than the expected one, and values that may be no page.
     """
-    answer = yield _locate(names[some.start : some.stop], expected)
+    answer = yield located
     if isinstance(answer, Refused):
-        if _is_impossible(answer):
+        if of_pages and answer.code == "NOPERM":
+            maps.has_pages = False  # such a user may read blocks all the same
+        elif _is_impossible(answer):
             _refuse(maps, answer)
         wire += some
         return {}
@@ -401,10 +446,13 @@ def _borrow(
     for i, item in zip(some, array(len(some))(answer), strict=True):
         if item is None:
             missed[i] = "absent"
-        elif isinstance(item, Refused):
+        elif isinstance(item, Refused) or (of_pages and isinstance(item, bytes)):  # a short string is no page
             wire.append(i)
         else:
             lent[i] = _lent(item)
+    if of_pages and (unknown := [i for i, page in lent.items() if page.digest is None]):
+        yield _release([lent.pop(i).ticket for i in unknown])
+        wire += unknown
     yield from _map_missing(maps, [block.region for block in lent.values()])
     return lent
 
@@ -554,7 +602,7 @@ def borrow(maps: Maps, names: Sequence[BlockName], verify: bool) -> Dialogue[Blo
         found = BlocksInPlace([None] * len(names), {}, [])
         for start in range(0, 0 if maps.copies_only else len(names), _MOST_BLOCKS):
             some = range(start, min(start + _MOST_BLOCKS, len(names)))
-            lent = yield from _borrow(maps, names, some, (), found.missed, [])
+            lent = yield from _borrow(maps, _locate(names[some.start : some.stop], ()), some, found.missed, [])
             found.tickets.extend(block.ticket for block in lent.values())
             if maps.missing(block.region for block in lent.values()):
                 continue

@@ -183,7 +183,12 @@ class Values:
     def _several(self, count: int, depth: int) -> Generator[None, None, list[Any]]:
         values: list[Any] = []
         while len(values) < count:
-            values.append((yield from self._value(depth)))
+            start = self._pos
+            if self._data[start : start + 1] == b":" and (end := self._data.find(b"\r\n", start)) > 0:
+                values.append(number(self._data[start + 1 : end]))  # without a generator, because there are many
+                self._pos = end + 2
+            else:
+                values.append((yield from self._value(depth)))
         return values
 
     def _value(self, depth: int, place: Place | None = None) -> Generator[None, None, Any]:

@@ -8,7 +8,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import cycle
@@ -22,13 +22,13 @@ from page_batches import Array
 from servers import RunningServer, start_server
 from waiting import until
 
-from kvpage_server.client import AsyncPageClient, PageClient, Unsupported, WrongReply
+from kvpage_server.client import AsyncPageClient, Page, PageClient, Unsupported, WrongReply
 from kvpage_server.client.commands import Missed, PageCommands, ask_dialect
 from kvpage_server.client.mapped import Maps, Meanwhile, Steps, read_mapped
 from kvpage_server.client.wire.connection import Deadline, page_pool
 from kvpage_server.client.wire.exchange import Request
 from kvpage_server.core import Memory
-from kvpage_server.page import BlockShape, DType, KVType, Plane
+from kvpage_server.page import BlockShape, DType, KVType, PageKey, Plane
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs sealed shared memory of Linux")
 
@@ -520,6 +520,144 @@ def test_without_free_descriptors_the_connection_is_used(tmp_path: Path, rounds:
             until(lambda: int(other.info("memory")["mem_clients_normal"]) < SHAPE.nbytes, "the end of the tickets")
             until(lambda: len(os.listdir("/proc/self/fd")) <= mine, "the end of the descriptors")
             until(lambda: len(os.listdir(f"/proc/{server.pid}/fd")) <= files + 1, "the end of the connections")
+
+
+# -- large pages -------------------------------------------------------------------------------------------------------
+
+PAGE_BYTES = 192 * 1024
+KEYS = [PageKey(b"r%d" % i, 0, 0, 0, 0) for i in range(COUNT)]
+
+
+def page_bodies(nbytes: int = PAGE_BYTES) -> list[Array]:
+    return list(np.random.default_rng(5).integers(0, 255, (COUNT, nbytes), np.uint8))
+
+
+def pages(written: list[Array]) -> list[Page]:
+    return [Page(key, body, DType.UINT8, 1, len(body)) for key, body in zip(KEYS, written, strict=True)]
+
+
+def mapped_pages(server: RunningServer) -> int:
+    """Number of calls of KVMAP MGET so far."""
+    with server.client() as client:
+        return int(client.info("commandstats").get("cmdstat_kvmap|mget", {"calls": 0})["calls"])
+
+
+def check_pages(client: PageClient, written: list[Array], absent: Collection[int] = ()) -> None:
+    """Check that all pages but the absent ones are read."""
+    into = [np.zeros_like(body) for body in written]
+    assert client.mget_into(KEYS, into) == [i not in absent for i in range(COUNT)]
+    assert all((into[i] == written[i]).all() for i in range(COUNT) if i not in absent)
+
+
+@pytest.mark.parametrize("way", ["unix", "tcp"])
+@pytest.mark.parametrize("verify", [True, False], ids=["verify", "no verify"])
+def test_large_pages_are_read_from_the_server_s_memory(tmp_path: Path, way: str, verify: bool) -> None:
+    with started(tmp_path) as (server, socket):
+        with PageClient(socket if way == "unix" else server.url, verify=verify, deadline=30) as client:
+            client.mset(pages(page_bodies()))
+            check_pages(client, page_bodies())
+            client.delete_request(KEYS[3].req_id)
+            check_pages(client, page_bodies(), absent=[3])
+            assert client.misses == {"absent": 1}
+            assert (client.mapped_bytes, mapped_pages(server)) == ((2 * COUNT - 1) * PAGE_BYTES, 2)
+            client.mset(pages(page_bodies(4096)))
+            check_pages(client, page_bodies(4096))
+            assert mapped_pages(server) == 2
+        with server.client() as other:
+            until(lambda: int(other.info("memory")["mem_clients_normal"]) < PAGE_BYTES, "the end of the tickets")
+
+
+async def read_pages(url: str) -> None:
+    async with AsyncPageClient(url, deadline=30) as client:
+        into = [np.zeros_like(body) for body in page_bodies()]
+        assert await client.mget_into(KEYS, into) == [True] * COUNT
+        assert all((found == body).all() for found, body in zip(into, page_bodies(), strict=True))
+        assert client.mapped_bytes == COUNT * PAGE_BYTES
+
+
+def test_an_event_loop_reads_large_pages_from_memory(tmp_path: Path) -> None:
+    with started(tmp_path) as (server, _):
+        with PageClient(server.url, deadline=30) as client:
+            client.mset(pages(page_bodies()))
+        asyncio.run(read_pages(server.url))
+
+
+@pytest.mark.parametrize("verify", [True, False], ids=["verify", "no verify"])
+def test_values_under_keys_of_pages_are_as_without_maps(tmp_path: Path, verify: bool) -> None:
+    """Strings of any length, and pages of another size."""
+    with started(tmp_path) as (server, url):
+        into = [np.zeros(PAGE_BYTES, np.uint8) for _ in KEYS]
+        found, misses = [], []
+        for is_mapped in (True, False):
+            with PageClient(url, verify=verify, mapped=is_mapped, deadline=30) as client, server.client() as other:
+                client.mset(pages(page_bodies()))
+                other.set(bytes(KEYS[1]), b"short")
+                other.set(bytes(KEYS[2]), bytes(PAGE_BYTES))
+                other.set(bytes(KEYS[4]), bytes(PAGE_BYTES + 64))
+                client.set_page(Page(KEYS[5], b"another size", DType.UINT8, 1, 12))
+                found.append(client.mget_into(KEYS, into))
+                misses.append(client.misses)
+        assert found[0] == found[1] == [i not in (1, 2, 4, 5) for i in range(COUNT)]
+        assert misses[0] == misses[1]
+
+
+def test_without_rights_to_map_pages_only_blocks_are_mapped(tmp_path: Path) -> None:
+    user = ("--user", "some", "on", "nopass", "~*", "+@all", "-kvmap|mget")
+    with started(tmp_path, *user) as (_, url), PageClient(url.replace("//", "//some:x@"), deadline=30) as client:
+        client.mset(pages(page_bodies()))
+        check_pages(client, page_bodies())
+        check_pages(client, page_bodies())
+        assert client.mapped_bytes == 0
+        client.mset_blocks(NAMES, SHAPE, bodies())
+        check(client, bodies())
+        assert client.mapped_bytes == COUNT * SHAPE.nbytes
+
+
+def test_a_tenant_reads_large_pages_over_the_wire(tmp_path: Path) -> None:
+    with started(tmp_path, *TENANT) as (_, url), PageClient(of_tenant(url), deadline=30) as client:
+        client.mset(pages(page_bodies()))
+        check_pages(client, page_bodies())
+        check_pages(client, page_bodies())
+        assert client.mapped_bytes == 0
+
+
+def test_pages_of_a_block_are_read_from_the_server_s_memory(tmp_path: Path) -> None:
+    shape = BlockShape(2, 2, 1024, (Plane(KVType.K, DType.FLOAT16, 96),))  # pages of 192 KiB
+    keys = [PageKey(b"r0", layer, head, 0, 0) for layer in range(2) for head in range(2)]
+    with started(tmp_path) as (_, url), PageClient(url, deadline=30) as client:
+        written = np.random.default_rng(6).integers(0, 255, (4, PAGE_BYTES), np.uint8)
+        client.mset_blocks([(b"r0", 0)], shape, [written.reshape(-1)])
+        into = np.zeros_like(written)
+        assert all(client.mget_into(keys, list(into)))
+        assert (into == written).all()
+
+
+def test_a_large_page_in_damaged_memory_is_a_miss(tmp_path: Path) -> None:
+    with started(tmp_path) as (server, url), PageClient(url, deadline=30) as client:
+        client.mset(pages(page_bodies()))
+        check_pages(client, page_bodies())
+        assert overwrite(server.pid, page_bodies()[2][:64].tobytes()) == 1
+        check_pages(client, page_bodies(), absent=[2])
+        assert client.misses == {"checksum": 1}
+
+
+@pytest.mark.parametrize("page_code", ["disk", "always"])
+def test_large_pages_on_disk_are_read(tmp_path: Path, page_code: str) -> None:
+    options = ("--store", "tiered", "--maxmemory", "256mb", "--page-code", page_code)
+    values = np.random.default_rng(0).standard_normal((COUNT, PAGE_BYTES // 2)).astype(np.float16)
+    written = list(values.view(np.uint8))
+    sent = [Page(key, body, DType.FLOAT16, PAGE_BYTES // 128, 64) for key, body in zip(KEYS, written, strict=True)]
+    with started(tmp_path, *options) as (server, url), PageClient(url, deadline=30) as client:
+        client.mset(sent)
+        check_pages(client, written)
+        with server.client() as other:
+            other.execute_command("SAVE")
+            if page_code == "always":
+                until(lambda: int(other.info("kvpage")["memory_coded_values"]) == COUNT, "the codes")
+        check_pages(client, written)
+    with started(tmp_path, *options) as (_, url), PageClient(url, deadline=30) as client:
+        check_pages(client, written)
+        check_pages(client, written)
 
 
 # -- replies of a server with errors, without a server -----------------------------------------------------------------
