@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from random import Random
@@ -51,7 +52,7 @@ from benchmarks.pages.rounds import (
     together,
 )
 from benchmarks.pages.work import KIB, Batch, pages
-from benchmarks.servers import Server, start_kvpage, start_redis, start_valkey
+from benchmarks.servers import Server, start_kvpage, start_redis, start_valkey, unpin
 from kvpage_server.bench import GB
 
 # -- One command outstanding on a socket: KVPAGESET and KVPAGEGET compared with SET and GET ----------------------------
@@ -290,7 +291,8 @@ def _small_commands_compared(
 # -- LMCache's own benchmark of a store, `lmcache bench l2` ------------------------------------------------------------
 #
 # By its native client, which nobody here wrote: single SET and GET, four sockets with one command outstanding each. And
-# by the plugin of this project, compared with the native client and valkey-glide on Valkey.
+# by the plugin of this project, over TCP, and with loads from the server's memory where the server has a unix socket.
+# Both are compared with the native client and valkey-glide on Valkey. Every client has four threads, and all cores.
 
 LMCACHE_KEYS = 64  # a round
 LMCACHE_SIZES = {64: 31, 256: 15, 2048: 3}  # KiB of a value, and rounds
@@ -301,7 +303,7 @@ LMCACHE_TARGETS = {  # relative to Valkey
     **{(2048, op): Target(1.05, 1.0) for op in ("store", "load")},
 }
 PLUGIN_TARGETS = {size: Target(speed=1.3) for size in (256, 2048)}  # relative to the native client with Valkey
-PLUGIN, GLIDE = "the plugin", "Valkey by valkey-glide"
+PLUGIN, PLUGIN_TCP, GLIDE = "the plugin", "the plugin over TCP", "Valkey by valkey-glide"
 _LMCACHE_TIMEOUT = 120  # seconds of a run, at most
 _ROOT = Path(__file__).parents[2]
 
@@ -314,9 +316,11 @@ def lmcache_findings(plan: Plan) -> Iterator[Finding]:
         return
     found: dict[tuple[int, str], Passes] = {}
     with ExitStack() as stack:
-        ours, valkey, redis = map(stack.enter_context, (start_kvpage(), start_valkey(), start_redis()))
+        socket_file = f"{stack.enter_context(tempfile.TemporaryDirectory())}/socket"
+        starts = start_kvpage("--unixsocket", socket_file), start_valkey(), start_redis()
+        ours, valkey, redis = map(stack.enter_context, starts)
         runs = {name: (server, _native(server)) for name, server in ((OURS, ours), (VALKEY, valkey), (REDIS, redis))}
-        runs[PLUGIN] = ours, _plugin(ours)
+        runs[PLUGIN], runs[PLUGIN_TCP] = (ours, _plugin(ours)), (ours, _plugin(ours, mapped=False))
         runs[GLIDE] = valkey, {"type": "valkey", "startup_nodes": f"127.0.0.1:{valkey.port}", "num_workers": 4}
         for size in (64,) if plan.quick else LMCACHE_SIZES:
             for turn in range(2 * plan.sets):  # twice, because two runs may differ by a third
@@ -331,18 +335,20 @@ def lmcache_findings(plan: Plan) -> Iterator[Finding]:
         for other in (VALKEY, REDIS):
             target = LMCACHE_TARGETS[size, op] if other == VALKEY else NO_TARGET
             yield from beside(work, passes, OURS, other, target)
-        for other in (VALKEY, GLIDE):
-            target = PLUGIN_TARGETS.get(size, NO_TARGET) if other == VALKEY else NO_TARGET
-            yield from beside(f"{work} by the plugin", passes, PLUGIN, other, target)
+        for plugin, target in ((PLUGIN, PLUGIN_TARGETS.get(size, NO_TARGET)), (PLUGIN_TCP, NO_TARGET)):
+            for other in (VALKEY, GLIDE):
+                yield from beside(
+                    f"{work} by {plugin}", passes, plugin, other, target if other == VALKEY else NO_TARGET
+                )
 
 
 def _native(server: Server) -> dict[str, Any]:
     return {"type": "resp", "host": "127.0.0.1", "port": server.port, "num_workers": 4}
 
 
-def _plugin(server: Server) -> dict[str, Any]:
+def _plugin(server: Server, *, mapped: bool = True) -> dict[str, Any]:
     module = {"module_path": "kvpage_connectors.lmcache_l2", "class_name": "KvpageL2Adapter"}
-    parameters = {"url": server.url, "lookup_seconds": 60, "transfer_seconds": 60}
+    parameters = {"url": server.url, "lookup_seconds": 60, "transfer_seconds": 60, "mapped": mapped}
     return {"type": "plugin", **module, "adapter_params": parameters}
 
 
@@ -362,7 +368,8 @@ def _run_lmcache(command: str, server: Server, adapter: dict[str, Any], op: str,
             "--output",
             str(file),
         ]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), str(_ROOT / "connectors")])}
+        paths = os.pathsep.join([str(_ROOT), str(_ROOT / "connectors")])
+        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}  # others of torch would only wait
         before = server.cpu_seconds()
         subprocess.run(
             [command, *words, *options],
@@ -371,6 +378,7 @@ def _run_lmcache(command: str, server: Server, adapter: dict[str, Any], op: str,
             timeout=_LMCACHE_TIMEOUT,
             cwd=directory,
             env=environment,
+            preexec_fn=partial(unpin, 0),
         )
         cpu = server.cpu_seconds() - before
         result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["metrics"]["op_0"]
