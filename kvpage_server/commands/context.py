@@ -324,6 +324,7 @@ class Client:
     closing: bool = field(default=False, init=False)
     gone: bool = field(default=False, init=False)  # its connection is closed, and it is about to be forgotten
     transaction: Transaction | None = field(default=None, init=False)  # commands queued since MULTI
+    in_exec: bool = field(default=False, init=False)  # the steps of a queued command run in EXEC
     watching: set[bytes] = field(default_factory=set, init=False)  # keys; set by KeyEvents
     watched_changed: bool = field(default=False, init=False)  # the next EXEC fails
     watched_until: int = field(default=0, init=False)  # the next EXEC fails from then on; unix ms, 0 for no such time

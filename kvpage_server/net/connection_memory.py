@@ -17,9 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from kvpage_server.commands.context import Client, Server
 from kvpage_server.commands.specs import BY_WORD
 from kvpage_server.commands.steps import STEP, counted
-from kvpage_server.configuration.config import Config
 from kvpage_server.configuration.kinds import OutputLimit
-from kvpage_server.core import Limits, Parser
+from kvpage_server.core import Parser
 from kvpage_server.system.process import MMAP_THRESHOLD, trim_malloc, tune_malloc
 from kvpage_server.system.text import plural
 
@@ -37,11 +36,6 @@ def keep_large_blocks_apart() -> None:
     small ones, where freed memory cannot be returned.
     """
     tune_malloc({MMAP_THRESHOLD: _LARGE})
-
-
-def parser_limits(config: Config) -> Limits:
-    """Return the configured limits of a word and of a command, for the parser of a new connection."""
-    return Limits(max_bulk=config.proto_max_bulk_len, max_command=config.client_query_buffer_limit)
 
 
 def hashed_commands(server: Server) -> frozenset[bytes]:

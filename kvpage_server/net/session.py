@@ -12,7 +12,7 @@ from time import monotonic, monotonic_ns
 from kvpage_server.commands.context import Client, Server
 from kvpage_server.commands.dispatch.checks import Paused, Postponed
 from kvpage_server.commands.steps import freed
-from kvpage_server.core import Parser, ProtocolError, Scratch
+from kvpage_server.core import Limits, Parser, ProtocolError, Scratch
 from kvpage_server.core.protocol import RECEIVE_AGAIN_FROM, RECEIVE_TURN
 from kvpage_server.net import connection_memory
 from kvpage_server.net.connection_memory import ConnectionMemory
@@ -122,7 +122,7 @@ class Session:
         self._parser = Parser(
             server.keyspace.arena,
             scratch,
-            connection_memory.parser_limits(server.config),
+            Limits(max_bulk=server.config.proto_max_bulk_len, max_command=server.config.client_query_buffer_limit),
             connection_memory.hashed_commands(server),
         )
         self._state = READING
@@ -483,7 +483,9 @@ class Session:
 
     def _flush(self) -> None:
         if self._write_behind is not None and self._events.acting is self.client:
-            self._note_durability(self._write_behind.position)
+            position = self._write_behind.position
+            if position != self._position_before:  # the client has made changes, which its reply waits for
+                self.client.durable_before_reply = position
         is_held_back = self.client.durable_before_reply > 0 and self._is_held_back()
         if (self._tracking.is_due and self._waits_for_messages()) or is_held_back:
             return
@@ -517,11 +519,6 @@ class Session:
         if not self._is_held:
             self._is_held = True
             self._wait(Wait(start))
-
-    def _note_durability(self, position: int) -> None:
-        """Note that the client's reply has to wait until all changes up to `position` are on disk, if it made some."""
-        if position != self._position_before:
-            self.client.durable_before_reply = position
 
     def _is_held_back(self) -> bool:
         """Return whether replies have to wait until the client's changes are on disk. If so, begin to wait."""

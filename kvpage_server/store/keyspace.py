@@ -455,7 +455,8 @@ def read_block(keyspace: Keyspace, block: Block | None, lent: BorrowedReads) -> 
         return lent[slot].pieces([slot]) if isinstance(slot, OnDisk) else (slot,)
     keyspace.reader.use_block(block)
     pieces: list[Piece] = [frame(found.shape.nbytes)]
-    for some in in_parts(found.pages):
+    for start in range(0, len(found.pages), BLOCK_PAGES_PER_STEP):
+        some = found.pages[start : start + BLOCK_PAGES_PER_STEP]
         if not all(map(has_bytes, some)):
             return None
         pieces += [page.part(0, page.size) for page in some]
@@ -496,11 +497,6 @@ def gathered(keyspace: Keyspace, block: Block) -> Steps[Gathered]:
         block.shape = _shape_of(block, planes) if block.is_full else None
         block.shape_known = True
     return Gathered(pages, block.shape)
-
-
-def in_parts(pages: list[Page]) -> Iterator[list[Page]]:
-    """Yield parts of up to BLOCK_PAGES_PER_STEP pages."""
-    return (pages[start : start + BLOCK_PAGES_PER_STEP] for start in range(0, len(pages), BLOCK_PAGES_PER_STEP))
 
 
 def _note_geometries(pages: Iterable[Page], planes: dict[int, _Geometry]) -> None:

@@ -54,12 +54,15 @@ class Postponed(Exception):
         self.hold = hold
 
 
-def prepare(client: Client, tiered: DiskTier, spec: Spec, words: Command) -> None:
-    """Check whether a command can run now. The check itself does not wait.
+def prepare(client: Client, spec: Spec, words: Command) -> None:
+    """Check whether the disk, if there is one, lets a command run now. The check itself does not wait.
 
     Raises Postponed if the command writes and the write-behind queue is full, or if values that it needs are still on
     disk; their load has then begun. Raises ReplyError if the command writes and the disk cannot be written to.
     """
+    tiered = client.server.tiered
+    if tiered is None:
+        return
     if spec.runs_queued:
         _prepare_queued(client, tiered)
         return
@@ -160,9 +163,9 @@ def wait_for_write_behind(client: Client) -> Iterator[Reply]:
     """Yield Waits for space in the write-behind queue while the queue is full: the steps of a disconnected client go on
     before the event. A transaction does not wait.
     """
-    tiered, in_transaction = client.server.tiered, list[bool]()
-    while tiered is not None and tiered.behind.full and not in_transaction:
-        yield Wait(tiered.behind.when_not_full, now=lambda: in_transaction.append(True))
+    tiered = client.server.tiered
+    while tiered is not None and tiered.behind.full and not client.in_exec:
+        yield Wait(tiered.behind.when_not_full)
 
 
 def _start_loading(

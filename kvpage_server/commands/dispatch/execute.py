@@ -183,8 +183,7 @@ def _ready(client: Client, spec: Spec, words: Command) -> Steps[Hold | None]:
             if spec.stores:
                 free_memory(client)
             wait_for_messages(client, spec)
-            if client.server.tiered is not None:
-                prepare(client, client.server.tiered, spec, words)
+            prepare(client, spec, words)
             return hold
         except Postponed as postponed:
             hold = postponed.hold or hold
@@ -269,8 +268,7 @@ def execute(client: Client, words: Command) -> Reply:
         wait_for_messages(client, spec)
         if client.transaction is not None and queues(client, spec):
             return client.transaction.queue(spec, words)
-        if server.tiered is not None:
-            prepare(client, server.tiered, spec, words)
+        prepare(client, spec, words)
     except ReplyError as error:
         reply = rejected(client, spec, words, error)
         return reply if len(words) <= WORDS_PER_STEP else refuse_in_steps(reply, words)

@@ -209,6 +209,7 @@ def run_queued(client: Client, spec: Spec, words: Command, rights: object) -> li
     A streamed reply is run to its end, without other clients in between. Errors are replies, too.
     """
     reply, pieces = _run_queued(client, spec, words, rights), list[Piece]()
+    client.in_exec = True
     try:
         if type(reply) is Stream:
             reply = replace(reply, items=_run_waits_inline(reply.items))
@@ -216,6 +217,8 @@ def run_queued(client: Client, spec: Spec, words: Command, rights: object) -> li
     except Exception:
         log.exception("%s failed between its steps; its transaction goes on", spec.name)
         return [_failed(client, spec, ReplyError(_INTERNAL)).line]
+    finally:
+        client.in_exec = False
     return pieces
 
 

@@ -753,24 +753,15 @@ cdef class BlockChanges:
         return self.end - self.begin
 
     def note(self, bytes req_id not None, uint32_t page, bint was_added):
-        cdef Py_ssize_t before = self.count
         self.append(ADDED if was_added else REMOVED, req_id, page)
-        if not before:
-            self.rouse()
 
     def add_all(self, list blocks not None):
-        cdef Py_ssize_t before = self.count
         cdef PageSet block
         for block in blocks:
             self.append(ADDED, block.req_id, block.page)
-        if not before:
-            self.rouse()
 
     def clear(self):
-        cdef Py_ssize_t before = self.count
         self.append(CLEARED, b"", 0)
-        if not before:
-            self.rouse()
 
     def take(self, Py_ssize_t most):
         cdef Py_ssize_t count = min(max(most, 0), self.count), size = 0, i
@@ -786,18 +777,13 @@ cdef class BlockChanges:
                 self.buffer, self.room = NULL, 0
         return count, records
 
-    cdef int rouse(self) except -1:
-        if self.count:
-            self.wake()
-        return 0
-
     cdef Py_ssize_t size_at(self, Py_ssize_t at) noexcept:
         """Return the bytes of the record at a place of the buffer."""
         return sizeof(Change) + (<Change *>(self.buffer + at)).req_id
 
     cdef int append(self, uint8_t kind, bytes req_id, uint32_t page) except -1:
         """Append a record. Raise MemoryError, and OverflowError for a request id that no client can send."""
-        cdef Py_ssize_t size = len(req_id)
+        cdef Py_ssize_t size = len(req_id), before = self.count
         cdef Change *change
         if size > 0xFFFF:
             raise OverflowError("a request id has more than 65,535 bytes")
@@ -812,6 +798,8 @@ cdef class BlockChanges:
             self.begin += self.size_at(self.begin)
             self.count -= 1
             self.dropped += 1
+        if self.count > before == 0:
+            self.wake()
         return 0
 
     cdef int make_room(self, Py_ssize_t size) except -1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import re
 from collections.abc import Iterable, Iterator
@@ -17,7 +16,7 @@ from kvpage_server.commands.specs import Parts, extents, lists_pages, nothing
 from kvpage_server.core import Argument, literal
 from kvpage_server.glob import COMPARED, Matches, glob, portions
 from kvpage_server.page import index_key
-from kvpage_server.resp import OK, Raw, Reply, ReplyError, Stream, Wait, simple
+from kvpage_server.resp import OK, Raw, Reply, ReplyError, Stream, simple
 from kvpage_server.store.contents import OVER_QUOTA, Loss
 
 _CURSOR = re.compile(rb"(?:[+-]?\d{1,20})?\Z")  # the 64-bit numbers that C's strtoul accepts
@@ -296,15 +295,13 @@ def flushall(client: Client, args: list[Argument]) -> Reply:
     options = [word.upper() for word in plain_all(args)]
     if options not in ([], [b"ASYNC"], [b"SYNC"]):
         raise ReplyError(SYNTAX_ERROR)
-    contents, in_transaction = client.server.keyspace.contents, list[bool]()
+    contents = client.server.keyspace.contents
     contents.flush()
 
     def steps() -> Iterator[Reply]:
         if options == [b"ASYNC"]:
             yield OK
-        if contents.flushed > _STEP:
-            yield Wait(lambda then: asyncio.get_running_loop().call_soon(then), now=lambda: in_transaction.append(True))
-        while not in_transaction and contents.free_flushed():
+        while not client.in_exec and contents.free_flushed():
             yield ()
         if options != [b"ASYNC"]:
             yield OK
