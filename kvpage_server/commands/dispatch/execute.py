@@ -89,7 +89,7 @@ def check_rights_in_steps(client: Client, spec: Spec, words: Command) -> Stream:
 
 def _queue(client: Client, spec: Spec, words: Command) -> Iterator[Reply]:
     """Wait until there is memory for a command, and queue it for EXEC. Raises ReplyError."""
-    while client.server.keyspace.memory.is_full:
+    while client.server.keyspace.memory.is_full():
         try:
             free_memory(client)
             break
