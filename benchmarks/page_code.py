@@ -386,9 +386,10 @@ async def _moved(url: str, shape: BlockShape, bodies: list[Pages], rounds: int) 
         for part in left:
             await client.mset_blocks(names[part], shape, bodies[part])
 
-    for _ in range(rounds + 1):
-        for coding, client in clients.items():
-            took = []
+    for first in range(rounds + 1):
+        for at in range(len(codings)):  # each follows each other one as often: coded writes leave other memory behind
+            coding = codings[(first + at) % len(codings)]
+            client, took = clients[coding], []
             for move in (write, load):
                 left = (slice(start, start + 4) for start in range(0, len(bodies), 4))
                 begin = time.perf_counter()
