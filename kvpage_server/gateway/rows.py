@@ -516,7 +516,7 @@ def _named_strings(key: bytes) -> PageKey | bytes:
 
 _Steps = Callable[[Client, list[Argument]], Iterator[Reply]]
 _OF_THE_STORE = frozenset({"page", "map", "set", "string", "generic"})  # groups of commands about stored values
-_ALSO = frozenset({"dbsize", "flushall", "flushdb", "client|tracking", "save", "bgsave", "watch"})
+_ALSO = frozenset({"dbsize", "flushall", "flushdb", "client|tracking", "save", "bgsave", "kvdecode", "watch"})
 _TRANSACTION = frozenset({"multi", "exec", "discard"})
 
 

@@ -11,7 +11,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from itertools import product
+from itertools import count, product
 from typing import Any, TypeAlias
 
 import redis
@@ -244,17 +244,19 @@ def _check_page(key: PageKey, value: bytes) -> tuple[bool, bool]:
 
 
 def _why(parts: Any) -> Any:
-    """Return KVPAGEWHY's reply for a request, from KVPAGEINDEX's reply `parts`. An error is returned unchanged."""
+    """Return KVPAGEWHY's reply for a request, from KVPAGEINDEX's reply `parts`. An error is returned unchanged.
+
+    A request is stored if all blocks from 0 to its last one are complete.
+    """
     if isinstance(parts, redis.ResponseError):
         return parts
     if not parts:
         return {b"reason": ABSENT.encode()}
-    hole = next((part for part in parts if not part["complete"]), None)
-    return (
-        {b"reason": b"stored"}
-        if hole is None
-        else {b"reason": b"hole", b"block": hole["page"], b"cause": ABSENT.encode()}
-    )
+    complete = {part["page"] for part in parts if part["complete"]}
+    hole = next(number for number in count() if number not in complete)
+    if hole > parts[-1]["page"]:
+        return {b"reason": b"stored"}
+    return {b"reason": b"hole", b"block": hole, b"cause": ABSENT.encode()}
 
 
 def _index_row(number: int, opening: bytes, length: int) -> dict[str, Any] | None:

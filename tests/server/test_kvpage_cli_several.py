@@ -293,6 +293,27 @@ def test_a_cluster_is_shown_node_by_node_and_together(masters: Cluster, capsys: 
         assert instead in errors
 
 
+def test_missing_blocks_of_a_request_in_a_cluster(masters: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    def looked(*words: str) -> tuple[int, str]:
+        code = run(*words, "--url", masters.url)
+        return code, capsys.readouterr().out
+
+    with PageClient(masters.url) as pages:
+        for name, ids in ((b"{late}", [2]), (b"{gap}", [0, 2]), (b"{whole}", [0, 1])):
+            pages.mset_blocks([(name, page) for page in ids], SHAPE, [block_body(0)] * len(ids))
+    for name, block, found in (("{late}", 0, "finds nothing"), ("{gap}", 1, "finds block 0")):
+        missing = "2 blocks" if block == 0 else "1 block"
+        code, shown = looked("verify", name)
+        assert code == 0
+        assert f"{missing} before block 2 not stored: absent" in shown
+        code, shown = looked("why", name)
+        assert (code, found in shown) == (1, True)
+        assert f"block {block} is not there: absent" in shown
+        answer = json.loads(looked("why", name, "--json")[1])
+        assert (answer["reason"], answer["block"], answer["cause"]) == ("hole", block, "absent")
+    assert looked("why", "{whole}")[0] == looked("verify", "{whole}")[0] == 0
+
+
 def test_a_cluster_node_that_hangs_is_named(masters: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     hung = masters.nodes[1].process
     hung.send_signal(signal.SIGSTOP)

@@ -218,7 +218,7 @@ def test_strings_are_passed_on(client: Any) -> None:
 
 
 NOT_THERE = """KEYS *|SCAN 0|DBSIZE|FLUSHALL|INCR n|MSET a 1|WATCH a|KVPAGEINDEX r|KVPAGEPIN r|KVPAGEWHY r
-    SMEMBERS kv:r:index|CLIENT TRACKING ON|KVBLOCKMGETCODED 1 r 0"""
+    SMEMBERS kv:r:index|CLIENT TRACKING ON|KVBLOCKMGETCODED 1 r 0|SAVE|BGSAVE|KVDECODE"""
 
 
 @pytest.mark.parametrize("line", re.split(r"[|\n]", NOT_THERE))
