@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -104,6 +105,7 @@ def _main(words: list[str]) -> None:
             config.dir = here = os.getcwd()
         _check(config)
         if check_only:
+            _check_unused_certificates(config)
             _check_addresses(config)
         else:
             here = config.dir
@@ -192,6 +194,17 @@ def _check(config: Config) -> None:
     certificates.load(config)
     _upstream(config)
     check_paths(config)
+
+
+def _check_unused_certificates(config: Config) -> None:
+    """Check the certificates that a configuration without tls-port names: a later start may have one. Raises
+    CertificateError.
+    """
+    if not config.tls_port:
+        named = copy(config)
+        if not named.tls_ca_cert_file:
+            named.tls_auth_clients = "no"
+        certificates.check(named)
 
 
 def _check_addresses(config: Config) -> None:

@@ -98,6 +98,14 @@ class TestWords:
         assert refused("--check-config", "--port", "x").startswith("port must be")
         assert refused("--check-config", str(CONF), "--nosuch", "1") == f"unknown parameter 'nosuch'; {NO_SUCH}"
 
+    def test_check_config_reads_certificates_without_a_tls_port(self) -> None:
+        for words, reason in (
+            (["--tls-cert-file", "/no.crt", "--tls-key-file", "/no.key"], "/no.crt: No such file or directory"),
+            (["--tls-cert-file", "/no.crt"], "TLS needs both tls-cert-file and tls-key-file"),
+            (["--tls-ca-cert-file", "/no.crt"], "tls-ca-cert-file /no.crt: "),
+        ):
+            assert reason in refused("--check-config", *words)
+
 
 class TestBadConfiguration:
     @pytest.mark.parametrize(
