@@ -335,6 +335,7 @@ class _Restore:
         self._replace = replace
         self._restored = Restored(absent={*requests})
         self._largest = store.largest_command()
+        self._maxmemory = store.maxmemory()
         self._writes = Writes()
         self._waiting: list[_Write] = []
         self._began_ms = monotonic_ms()
@@ -475,10 +476,12 @@ class _Restore:
             self._writes.set(key, value, left, only_new=not self._replace)
             self._note_write(_Write([key], is_page, len(value[-1])))
 
-    def _report_refused(self, keys: Iterable[bytes], error: Refused) -> None:
+    def _report_refused(self, keys: Iterable[bytes], error: Refused, nbytes: int = 0) -> None:
+        """Report the keys of a refused write of `nbytes`, and that it is larger than maxmemory, if it is."""
         failures = self._restored.no_room if error.code == "OOM" else self._restored.refused
+        alone = f" It has {nbytes} bytes, and maxmemory is {self._maxmemory}." if nbytes > self._maxmemory > 0 else ""
         for key in keys:
-            failures.add(f"{text_of(key)}: {error}")
+            failures.add(f"{text_of(key)}: {error}{alone}")
 
     def _note_write(self, write: _Write) -> None:
         self._waiting.append(write)
@@ -490,7 +493,7 @@ class _Restore:
             if written is Written.THERE:
                 self._restored.there += 1
             elif isinstance(written, Refused):
-                self._report_refused(write.keys, written)
+                self._report_refused(write.keys, written, write.nbytes)
             else:
                 self._restored.amount.add(write.nbytes, len(write.keys), are_pages=write.are_pages)
         self._writes, self._waiting = Writes(), []

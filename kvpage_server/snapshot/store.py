@@ -157,9 +157,16 @@ class RunningStore:
 
     def largest_command(self) -> int:
         """Return the bytes of the largest command that the server accepts."""
+        return self._of_memory(b"largest_command_bytes") or _USUAL_LARGEST
+
+    def maxmemory(self) -> int:
+        """Return the server's maxmemory; 0 for no limit."""
+        return self._of_memory(b"maxmemory")
+
+    def _of_memory(self, field: bytes) -> int:
         (text,) = self.ask([command(b"INFO", b"memory")])
-        found = re.search(rb"^largest_command_bytes:(\d+)", bytes(text), re.MULTILINE)
-        return int(found[1]) if found else _USUAL_LARGEST
+        found = re.search(rb"^%b:(\d+)" % field, bytes(text), re.MULTILINE)
+        return int(found[1]) if found else 0
 
     def run_id(self) -> str:
         """Return the id of the server's process, another one after each start; empty if the user may not read it."""

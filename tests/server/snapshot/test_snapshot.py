@@ -662,6 +662,17 @@ def test_a_restore_reports_errors_of_a_full_server(store: RunningStore, client: 
             assert other.execute_command("KVBLOCKGET", "large", page)
 
 
+def test_a_restore_names_the_size_of_a_block_larger_than_memory(
+    store: RunningStore, client: redis.Redis, tmp_path: Path
+) -> None:
+    set_block(client, "large", 0, block([(0, DType.BFLOAT16, 256)], layers=4, heads=4, page_size=512))  # 4 MiB
+    dump(store, tmp_path, EVERYTHING)
+    with start_server("--maxmemory", "3mb", "--maxmemory-policy", "noeviction") as smaller:
+        code, shown, _ = kvpage("restore", str(tmp_path), url=smaller.url)
+    assert code == 1
+    assert shown.count("when used memory > 'maxmemory'. It has 4194304 bytes, and maxmemory is 3145728.\n") == 16
+
+
 def test_a_restore_omits_values_that_its_user_may_not_write(tmp_path: Path) -> None:
     """Every other value is restored, and each omitted one is listed with the reason."""
     user = ("--user", "tenantA", "on", ">password", "~kv:tenantA.*", "+@all")
