@@ -13,6 +13,7 @@ from urllib.request import Request, urlopen
 
 from rich.table import Table
 
+from kvpage_server.system.program import not_empty
 from kvpage_server.system.terminal import out, readable, table_of
 from kvpage_server.system.text import as_size
 
@@ -50,9 +51,14 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     replace the values before it.
     """
     add = partial(parser.add_argument, default=argparse.SUPPRESS)
-    add("--url", help=f"URL of the engine (default: {URL})")
-    add("--model", metavar="NAME", help="model, if the engine has several (default: the first, list: all)")
-    add("--token", help=f"access token (default: {TOKEN} of the environment)")
+    add("--url", type=not_empty, help=f"URL of the engine (default: {URL})")
+    add(
+        "--model",
+        metavar="NAME",
+        type=not_empty,
+        help="model, if the engine has several (default: the first, list: all)",
+    )
+    add("--token", type=not_empty, help=f"access token (default: {TOKEN} of the environment)")
 
 
 def run(args: argparse.Namespace) -> int:

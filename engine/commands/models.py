@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from kvpage_server.system.program import interrupts_deferred
 
 from . import Failure
+from .options import given_path
 
 SMALL = "smollm2"
 
@@ -25,7 +26,7 @@ def add_to(commands: Any) -> None:
     )
     fetch.add_argument(
         "--to",
-        type=Path,
+        type=given_path,
         metavar="DIR",
         help=f"target directory (default: models/{SMALL}, or the hub's cache)",
     )

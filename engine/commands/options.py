@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvpage_server.address import URL, shown, with_credentials
 from kvpage_server.client import PageClient
-from kvpage_server.system.program import interrupts_deferred, report_line
+from kvpage_server.system.program import interrupts_deferred, not_empty, report_line
 
 from ..chains import RULE, is_agent_id
 from . import Failure
@@ -31,11 +31,12 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--model",
+        type=not_empty,
         default=MODEL,
         metavar="DIR_OR_ID",
         help="directory of the model, or its id in the local Hugging Face cache (default: %(default)s)",
     )
-    add("--adapter", type=Path, metavar="DIR", help="adapter of mlx-lm (LoRA, DoRA, full) for the model")
+    add("--adapter", type=given_path, metavar="DIR", help="adapter of mlx-lm (LoRA, DoRA, full) for the model")
     add_tiers(parser)
 
 
@@ -51,7 +52,7 @@ def add_tiers(parser: argparse.ArgumentParser) -> None:
         "commas between them, or valkey-cluster://HOST:PORT,... (docs/scaling.md). The password can come from "
         "KVPAGE_PASSWORD",
     )
-    add("--cold", type=Path, metavar="DIR", help="also store contexts as files in this directory")
+    add("--cold", type=given_path, metavar="DIR", help="also store contexts as files in this directory")
     add("--cold-code", action="store_true", help="write files of --cold in the lossless code (docs/page-code.md)")
     add(
         "--page-code",
@@ -158,6 +159,10 @@ def store_url(text: str) -> str:
 def report(what: str) -> None:
     """Report progress on stderr; answers go to stdout."""
     report_line(f"kvpage-engine: {what}")
+
+
+def given_path(text: str) -> Path:
+    return Path(not_empty(text))
 
 
 def size(text: str) -> int:

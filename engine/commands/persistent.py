@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import argparse
 import re
-from pathlib import Path
 from typing import Any
 
 from kvpage_server.system.program import interrupts_deferred
 
-from .options import count, store_url
+from .options import count, given_path, store_url
 
 
 def add_to(commands: Any) -> None:
     parser = commands.add_parser("run", help="run steps of a graph with persistent memory")
     add = parser.add_argument
-    add("graph", type=Path, metavar="GRAPH", help="file in the graph language, such as x.oinf.txt")
+    add("graph", type=given_path, metavar="GRAPH", help="file in the graph language, such as x.oinf.txt")
     add("--instance", required=True, metavar="NAME", help="instance to resume; a new one if nothing is saved")
     add("--steps", type=count, default=1, metavar="N", help="steps to run (default: %(default)s)")
-    add("--model", type=Path, metavar="FILE", help="safetensors file with constants; sizes in its metadata")
+    add("--model", type=given_path, metavar="FILE", help="safetensors file with constants; sizes in its metadata")
     add("--size", action="append", default=[], type=_size, metavar="NAME=N", help="value of a size in the graph")
-    add("--inputs", type=Path, metavar="FILE", help="safetensors file: x[i] is inserted as x before step i")
+    add("--inputs", type=given_path, metavar="FILE", help="safetensors file: x[i] is inserted as x before step i")
     add("--autosave", type=count, default=1, metavar="N", help="save after every N steps (default: %(default)s)")
     add(
         "--url",

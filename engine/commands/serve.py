@@ -17,12 +17,12 @@ from urllib.parse import quote, urlsplit
 from kvpage_server import tracing
 from kvpage_server.kv_events import EventQueue, KVEvents, KVEventsError
 from kvpage_server.system.process import raise_descriptor_limit
-from kvpage_server.system.program import cannot_listen
+from kvpage_server.system.program import cannot_listen, not_empty
 from kvpage_server.system.text import log_to_standard_error
 
 from ..platform import OTHERS
 from . import Failure
-from .options import MODEL, add_tiers, count, import_engine, options, port, report, seconds, size
+from .options import MODEL, add_tiers, count, given_path, import_engine, options, port, report, seconds, size
 
 if TYPE_CHECKING:
     from ..startup import Options
@@ -34,6 +34,7 @@ def add_to(commands: Any) -> None:
     add(
         "--model",
         action="append",
+        type=not_empty,
         metavar="[NAME=]DIR_OR_ID",
         help="directory of a model, or its id in the local Hugging Face cache, and its name for clients (default: "
         f"{MODEL}, and the directory's name or the id). Can be given several times: the first model is loaded at the "
@@ -42,6 +43,7 @@ def add_to(commands: Any) -> None:
     add(
         "--adapter",
         action="append",
+        type=not_empty,
         default=[],
         metavar="[NAME=]DIR",
         help="adapter of mlx-lm (LoRA, DoRA, full) for the model, with several models for the one of this name",
@@ -49,8 +51,8 @@ def add_to(commands: Any) -> None:
     add_tiers(parser)
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=port, default=8000, help="port to listen on, 0 for any free one (default: %(default)s)")
-    add("--name", help="name for clients, if there is one model")
-    add("--token-file", type=Path, metavar="FILE", help='lines "NAME TOKEN"; each name is a tenant')
+    add("--name", type=not_empty, help="name for clients, if there is one model")
+    add("--token-file", type=given_path, metavar="FILE", help='lines "NAME TOKEN"; each name is a tenant')
     add(
         "--allow-origin",
         type=origin,
@@ -183,9 +185,15 @@ def _models(args: argparse.Namespace) -> dict[str, Options]:
 
 
 def _named(text: str) -> tuple[str | None, str]:
-    """Split the name from the directory or id, if `text` has one and is no directory."""
-    name, equals, path = text.partition("=")
-    return (name, path) if name and equals and not Path(text).is_dir() else (None, text)
+    """Split the name from the directory or id, if `text` has one and is no directory. Raises Failure if nothing
+    follows the name.
+    """
+    name, equals, where = text.partition("=")
+    if not (name and equals) or Path(text).is_dir():
+        return None, text
+    if not where:
+        raise Failure(f"{text} names no directory")
+    return name, where
 
 
 def origin(text: str) -> str:

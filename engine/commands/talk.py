@@ -20,7 +20,7 @@ from kvpage_server.system.durable import replacing
 from kvpage_server.system.program import report_line
 
 from . import Failure
-from .options import add_engine, agent, count, number, open_engine, utf8
+from .options import add_engine, agent, count, given_path, number, open_engine, utf8
 
 if TYPE_CHECKING:
     from ..agent_engine import Answer
@@ -107,7 +107,7 @@ def add_to(commands: Any) -> None:
     generate_.add_argument("--raw", action="store_true", help="do not apply the chat template")
     chat_ = commands.add_parser("chat", help="chat in the terminal; each turn reports the reused tokens")
     chat_.add_argument(
-        "--transcript", type=Path, metavar="FILE", help="JSON file of the conversation, continued if it exists"
+        "--transcript", type=given_path, metavar="FILE", help="JSON file of the conversation, continued if it exists"
     )
     chat_.add_argument("--system", type=utf8, metavar="TEXT", help="system prompt")
     for parser, run in ((generate_, generate), (chat_, chat)):

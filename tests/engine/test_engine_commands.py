@@ -187,6 +187,11 @@ def test_an_impossible_command_is_reported_in_one_line(
         (["chat", "--cold", "/dev/null"], "is a directory, which is made if it is missing: /dev/null: File exists"),
         (["chat", "--kv-quantised-from", "64"], "without --kv-bits"),
         (["serve", "--port", "65536"], "a port is 0 to 65535"),
+        (["serve", "--token-file", ""], "argument --token-file: must not be empty"),
+        (["serve", "--model", ""], "argument --model: must not be empty"),
+        (["serve", "--model", "small="], "small= names no directory"),
+        (["chat", "--cold", ""], "argument --cold: must not be empty"),
+        (["agents", "list", "--url", ""], "argument --url: must not be empty"),
         (["doctor", "--tokens", "1"], "expected a number, 2 or more, got '1'"),
         (["serve", "--port", "0", "--kv-events", ""], "--kv-events: an address is tcp://HOST:PORT"),
         (
