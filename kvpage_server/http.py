@@ -392,9 +392,12 @@ class HttpConnection(H11Protocol):
         if self.cycle:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # the reply has begun
+            self.transport.close()
+            return
+        try:
             super().send_400_response(msg)
-        else:  # the reply has begun
+        except h11.LocalProtocolError:  # the head was sent, and a reply to HEAD has no body
             self.transport.close()
 
     def _refusal(self, scope: Scope) -> Unanswered | None:

@@ -114,3 +114,18 @@ def test_a_chunk_that_makes_no_sense_is_not_logged(
 
     serve(story)
     assert (capfd.readouterr().err, caplog.records) == ("", [])
+
+
+@pytest.mark.parametrize("method", ["HEAD", "CONNECT", "TRACE", "PUT"])
+def test_malformed_bodies_of_any_method_are_not_logged(
+    method: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story(ask: Ask, may_go: asyncio.Event) -> None:
+        reader, _ = await ask(f"{method} / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n".encode())
+        received = await reader.read()
+        assert received.startswith(b"HTTP/1.1 400 ")
+        assert (b"Invalid" in received) == (method != "HEAD")
+        assert await status(ask, get("/")) == 200
+
+    serve(story)
+    assert (capfd.readouterr().err, caplog.records) == ("", [])
