@@ -266,6 +266,9 @@ def _single(many: int) -> Iterator[Scene]:
             *("as many blocks as it may name", [b"KVMAP", *command.split(), b"%d" % _MAPPED, *named]),
             before=[_block(b"r", page) for page in range(_MAPPED)],
         )
+    small = [[b"r", b"%d" % at, b"0", b"0", b"0"] for at in range(8192)]
+    pages = [b"KVPAGEMSET", b"8192", *_with_bodies(small, b"b" * 16)]
+    yield Scene("a block of 8,192 single pages, many times", [b"KVMAP", b"COPY", b"0", b"20", *names * 20], [pages])
     widest = _block(b"r", 0, heads=64)
     reading = [[b"HELLO", b"3"], [b"CLIENT", b"TRACKING", b"ON"], [b"KVPAGEMGET", b"8000", *_names_in_widest()]]
     yield Scene("a block of 8,000 pages that somebody tracks", widest, [widest], crowd=1, they_say=reading)

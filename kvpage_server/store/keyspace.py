@@ -54,7 +54,7 @@ from kvpage_server.store.evict import (
     Sizes,
     units_of,
 )
-from kvpage_server.store.eviction.leases import LONGEST_LIFETIME, Bytes
+from kvpage_server.store.eviction.leases import LONGEST_LIFETIME, SHARE, Bytes
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.eviction.quotas import counted
 from kvpage_server.store.memory.entry import Entry, Page, Text, has_bytes, is_page
@@ -72,7 +72,6 @@ from kvpage_server.system.text import monotonic_ms
 # the disk would refuse every write. Protected units of a quota may take half of it, other protected units half of the
 # memory outside quotas.
 
-SHARE = 0.5  # of memory, of the disk, and of each quota, that leases, pins and lifetimes may protect
 EXISTS_LEASE_MS = 10_000  # milliseconds of the lease after a reply that a key exists
 
 

@@ -60,7 +60,7 @@ from kvpage_server.store.disk.readers import DiskReader, Scrubber
 from kvpage_server.store.disk.usage import Stored, size_on_disk
 from kvpage_server.store.disk.write_behind import Batch, WriteBehind
 from kvpage_server.store.evict import MemoryAccount
-from kvpage_server.store.eviction.leases import Lease
+from kvpage_server.store.eviction.leases import SHARE, Lease
 from kvpage_server.store.eviction.queues import OrderedMap, Unit
 from kvpage_server.store.memory.catalogue import WITH_TIER
 from kvpage_server.store.memory.entry import LONGEST_TEXT, Entry, Page, Text
@@ -602,6 +602,7 @@ class DiskTier(Tier):
         A policy that may not evict every unit demotes any of them, and then evicts units that expire.
         """
         contents = self._contents
+        yield Source(self._protected_above_half(), self._drop_protected, is_protected=True)
         if not self._keeps_texts or contents.texts <= self._memory.limit:
             yield Source(islice(contents.eviction_order.units.victims(), _MOST_OFFERED), self.demote)
         if self._keeps_texts:
@@ -618,6 +619,17 @@ class DiskTier(Tier):
             by_unit.move_to_end(unit)
             if lease.size and unit in units:
                 yield unit
+
+    def _protected_above_half(self) -> Iterator[Unit]:
+        """Yield protected units in memory while they have more than their share of it, so that they do not displace the
+        units of others.
+        """
+        leases, most = self._contents.leases, int(self._memory.limit * SHARE)
+        if leases.bytes > most > 0:
+            for unit in self._protected_units():
+                yield unit
+                if leases.bytes <= most:
+                    return
 
     def _drop_protected(self, unit: Unit) -> bool:
         """Drop a protected unit from memory. Return False if it has to stay: it is not on disk, or a short string."""

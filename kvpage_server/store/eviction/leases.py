@@ -27,6 +27,7 @@ _LEASES_PER_STEP = 1000  # entries of the heap that one call of `settle` process
 _MOST_PASSED = 1000  # units with ended lifetimes that one call of `ended` yields, at most
 LONGEST_LEASE = 3_600_000  # milliseconds; to protect a unit for longer, a client pins it
 LONGEST_LIFETIME = 86_400  # seconds
+SHARE = 0.5  # of memory, of the disk, and of each quota, that leases, pins and lifetimes may protect
 
 
 Tenant = bytes  # a tenant's name

@@ -50,7 +50,7 @@ SHORT = frozenset(  # what `make test` looks at; `make soak` looks at all
         *("CLIENT LIST many connections", "CLIENT TRACKING prefixes", "SLOWLOG GET a long log"),
         "KVBLOCKSET a block of 8,000 pages whose events somebody hears",
         *("KVMAP MGET present, long", "KVMAP BLOCKMGET as many blocks as it may name", "KVMAP RELEASE unknown"),
-        "KVMAP COPY as many blocks as it may name",
+        *("KVMAP COPY as many blocks as it may name", "KVMAP COPY a block of 8,192 single pages, many times"),
     )
 )
 BY_DESIGN = {  # nobody may see half of it; how much that is at most is bounded

@@ -34,7 +34,7 @@ from kvpage_server.core.pieces import END, Piece, borrowed_bytes, frame
 from kvpage_server.core.regions import Area, round_up
 from kvpage_server.page import FIELD_AT, BlockShape
 from kvpage_server.resp import Reply, ReplyError, encode
-from kvpage_server.store.keyspace import read_block
+from kvpage_server.store.keyspace import BLOCK_PAGES_PER_STEP, read_block
 from kvpage_server.store.memory.entry import Text, is_page
 from kvpage_server.store.memory.index import ExtentPage, OnDisk
 
@@ -274,8 +274,10 @@ def _copy(
             items.append(ReplyError("NOMAP the memory of KVMAP AREA has no room for the block"))
             continue
         end = start - before
-        for piece in body:
+        for number, piece in enumerate(body, start=1):
             end = yield from _copy_piece(area, piece, end)
+            if not number % BLOCK_PAGES_PER_STEP:
+                yield ()
         items.append([start, size, _as_text(digest)])
     return items
 

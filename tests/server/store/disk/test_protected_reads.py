@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import redis
 from servers import start_server
 from turns import measured
 from wire import encode_command
@@ -31,6 +34,27 @@ def test_reads_of_protected_values_keep_memory_within_its_limit(protect: tuple[s
             assert client.execute_command("KVPAGEGET", f"r{number}", 0, 0, 0, 0) == bytes([number]) * MB
             assert client.info("memory")["used_memory"] < 24 * MB
         assert client.info("everything")["leased_or_pinned"] == 60
+
+
+@pytest.mark.parametrize("page_code", ["off", "always"])
+def test_protected_values_leave_half_of_memory_to_others(page_code: str, tmp_path: Path) -> None:
+    """Pins of values on disk only count no memory, and reads bring them there."""
+    options = ("--store", "tiered", "--maxmemory", "16mb", "--maxdisk", "256mb", "--page-code", page_code)
+    numbers = [*range(50)] * 2
+    random.Random(3).shuffle(numbers)
+    with start_server(*options, directory=tmp_path) as server, server.client() as client:
+        for number in range(50):
+            client.execute_command("KVPAGESET", f"r{number}", 0, 0, 0, 0, 4, 512, 1024, 0, bytes([number]) * MB)
+        client.save()
+        for number in numbers:
+            with suppress(redis.ResponseError):  # half of memory is protected
+                client.execute_command("KVPAGEPIN", f"r{number}")
+            assert client.execute_command("KVPAGEGET", f"r{number}", 0, 0, 0, 0) == bytes([number]) * MB
+        for number in range(12):
+            client.execute_command("KVPAGESET", f"other{number}", 0, 0, 0, 0, 4, 512, 1024, 0, bytes(MB))
+        found = client.info("everything")
+        assert found["leased_or_pinned_bytes"] <= 9 * MB
+        assert found["leased_or_pinned"] == client.info("everything")["leased_or_pinned"] > 8
 
 
 @pytest.mark.parametrize("protect", [True, False])
