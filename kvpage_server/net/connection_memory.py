@@ -81,17 +81,19 @@ def close_connections(server: Server) -> None:
     """
     while server.handshakes and server.in_flight > server.config.client_memory:
         next(iter(server.handshakes)).end("clients hold as much memory as maxmemory-clients allows")
-    now = time.monotonic_ns()
+    now, leaving = time.monotonic_ns(), 0  # bytes of a closed connection, whose release may have led here
     of_user = defaultdict[bytes | None, list[Client]](list)
     for client in server.clients.values():
-        if client.held > _SMALL and not client.spared:
+        if client.gone:
+            leaving += client.held
+        elif client.held > _SMALL and not client.spared:
             of_user[client.user.name if client.user else None].append(client)
     users = []  # heap of (negative bytes, number, clients): the user with the most bytes first
     for number, clients in enumerate(of_user.values()):
         clients.sort(key=lambda client: client.held * (_GRACE + now - client.finished))
         users.append((-sum(client.held for client in clients), number, clients))
     heapq.heapify(users)
-    while users and server.in_flight > server.config.client_memory:
+    while users and server.in_flight - leaving > server.config.client_memory:
         total, number, clients = heapq.heappop(users)
         client = clients.pop()
         if clients:

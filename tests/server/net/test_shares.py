@@ -19,7 +19,7 @@ from waiting import until
 from wire import encode_command
 
 from kvpage_server.client import Page, PageClient
-from kvpage_server.page import DType, PageKey
+from kvpage_server.page import BlockShape, DType, PageKey, Plane
 
 MIB = 1024**2
 
@@ -240,3 +240,21 @@ def test_a_slowly_received_command_counts_once() -> None:
             sock.sendall(data[start : start + 200_000])
             time.sleep(0.01)
         assert sock.recv(100) == b"+OK\r\n"
+
+
+def test_a_closed_client_is_counted_once() -> None:
+    """Its release frees memory, which is a reason to look at the connections again."""
+    shape = BlockShape(1024, 16, 1, (Plane(0, DType.BFLOAT16, 256),))
+    numbers = np.random.default_rng(1).standard_normal(shape.nbytes // 2).astype(np.float32)
+    body = (numbers.view(np.uint32) >> 16).astype(np.uint16)
+    with start_server("--maxmemory-clients", "64mb") as server, server.client() as admin, ExitStack() as stack:
+        with PageClient(server.url, deadline=60) as client:
+            client.mset_blocks([(b"r", page) for page in range(2)], shape, [body, body])
+        read = encode_command([b"KVBLOCKMGETCODED", b"40", *(b"r", b"0", b"r", b"1") * 20])
+        for _ in range(20):
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.sendall(read * 3)
+        until(lambda: admin.info("stats")["evicted_clients"] > 2, "closed clients")
+        closed = re.findall(r"client (\S+) held .*: closed", server.log)
+        assert len(closed) == len({*closed})
