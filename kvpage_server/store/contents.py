@@ -485,6 +485,11 @@ class Contents:
         self._notify_write(key, old, slot)
         return at + 1
 
+    def may_outgrow(self, count: int) -> bool:
+        """Return whether `count` new pages may let a block exceed MAX_SINGLE_PAGES. O(1)."""
+        are_known = not (self.catalogue.in_extents or self.index.unloaded_pages)  # the sizes of all blocks
+        return self.has_large_blocks or not are_known or count > MAX_SINGLE_PAGES - _LARGE
+
     def note_size(self, block: Block) -> None:
         """Note whether a block of single pages is so large that the next steps of writes have to be checked."""
         if block.pages > _LARGE:

@@ -240,15 +240,17 @@ def _store_in_steps(
     """Parse the pages of KVPAGEMSET that are not in `batches` yet, in steps. Then store all `count` pages in steps, and
     yield OK. Raises ReplyError, OverLimit or TooManyPages before a page is stored.
     """
-    read, at_once, growth = sum(map(len, batches)), _pages_per_step(client), BlockGrowth(client.keyspace.contents)
-    for some in batches:
-        growth.add(some)
+    contents, read, at_once = client.keyspace.contents, sum(map(len, batches)), _pages_per_step(client)
     while read < count:
         batches.append(_pages_of_batch(client, args, read, at_once, count, now))
-        growth.add(batches[-1])
         read += len(batches[-1])
         yield ()
-    yield from growth.freed()
+    if contents.may_outgrow(count):
+        growth = BlockGrowth(contents)
+        for some in batches:
+            growth.add(some)
+            yield ()
+        yield from growth.freed()
     with (yield from client.keyspace.admit_in_steps(batches)) as reservation:
         yield from _split(client, batches)
         while batches:
@@ -257,7 +259,7 @@ def _store_in_steps(
                 yield from fetched(client, partial(_extents_of, batches[0].blocks()))
             reservation.release_part()
             for pages in _not_replaced(client.keyspace, batches.popleft()):
-                client.keyspace.contents.set_pages(pages)
+                contents.set_pages(pages)
             yield ()
     yield OK
 
@@ -309,6 +311,8 @@ def _whole(client: Client, some: PageNames) -> Iterator[list[BlockName]]:
     """Yield the names of the extents (blocks that were stored as a whole) that the pages belong to, in groups that may
     be in memory together. A group has at least one block.
     """
+    if not client.keyspace.contents.catalogue.in_extents:
+        return
     most, limit = client.server.lookup_bytes, client.server.config.client_memory
     most = min(most, limit) if limit else most
     blocks, size = list[BlockName](), 0
