@@ -73,6 +73,15 @@ def pages(first: int, count: int, page: int = 0) -> list[object]:
     return [word for at in range(first, first + count) for word in ("r", at // 64, at % 64, page, 0, 8, 1, 1, 0, b"a")]
 
 
+def test_pages_beside_a_block_stored_whole_are_counted() -> None:
+    with start_server() as server, server.client() as client:
+        set_block(client, "r", 0, block([(0, DType.UINT8, 1)], layers=128, heads=64, page_size=1))
+        for count in (100, 600):  # a batch of one step, and one of several
+            with pytest.raises(redis.ResponseError, match="a block has at most 8192 pages that are stored one by one"):
+                client.execute_command("KVPAGEMSET", count, *pages(MAX_SINGLE_PAGES, count))
+        assert client.dbsize() == MAX_SINGLE_PAGES
+
+
 def test_a_block_has_few_pages_that_are_stored_one_by_one() -> None:
     name = PageKey(b"r", 500, 0, 0, 0)
     blob = encode_page(name, b"a", dtype=DType.UINT8, page_size=1, head_dim=1)
