@@ -550,7 +550,7 @@ class AsyncPageClient:
                     await self._open(connection, end)
                     return await self._go_through(request, connection, end)
             except PageClientError as error:
-                self._maps.lose_socket()
+                self._maps.lose_socket(socket)
                 if isinstance(error, DeadlineExceeded):
                     raise
         async with self._lent() as connection:

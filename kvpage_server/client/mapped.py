@@ -117,12 +117,13 @@ class Maps:
 
         A server that refuses the command is not asked again, because that may be logged as an attempt without rights.
         """
-        self._asked_until = monotonic() + _ASKED_FOR
-        if reply != self._socket_name:
-            self._close_socket()
-            self._socket_name, self.socket, self._read_before = reply, self._pool_at(reply), self.read_bytes
-        if self.socket is None:
-            self._refused_until = inf if isinstance(reply, Refused) else monotonic() + _REFUSED_FOR
+        with self._lock:  # several threads may have asked at the same time, and use the first one's pool
+            if reply != self._socket_name:
+                self._close_socket()
+                self._socket_name, self.socket, self._read_before = reply, self._pool_at(reply), self.read_bytes
+            if self.socket is None:
+                self._refused_until = inf if isinstance(reply, Refused) else monotonic() + _REFUSED_FOR
+            self._asked_until = monotonic() + _ASKED_FOR  # from now on, other threads take the pool
 
     def _pool_at(self, reply: Any) -> PagePool | None:
         """Return a pool for the unix socket of a reply to `ASK_SOCKET`, or None."""
@@ -133,22 +134,30 @@ class Maps:
         assert self._over_tcp
         return self._over_tcp.at_socket(path, partial(_check_socket, reply))
 
-    def lose_socket(self) -> None:
-        """Close the unix socket, because a connection to it has failed.
+    def lose_socket(self, failed: PagePool) -> None:
+        """Close the unix socket, because a connection of the pool `failed` has failed.
 
         The client asks for it again, because the server may have restarted. But if no block was read there, it reads
-        blocks over TCP for half a minute.
+        blocks over TCP for half a minute. If another thread has replaced the pool since, this does nothing.
         """
-        if self.read_bytes == self._read_before:
-            self.refuse()
-        self._asked_until = 0.0
-        self._close_socket()
+        with self._lock:
+            if self.socket is not failed:
+                return
+            if self.read_bytes == self._read_before:
+                self.refuse()
+            self._asked_until = 0.0
+            self._close_socket()
 
     def _close_socket(self) -> None:
         """Close the connections to the unix socket of a client over TCP."""
         lost, self.socket, self._socket_name = self.socket, None, None
         if lost:
             lost.close()
+
+    def count(self, nbytes: int) -> None:
+        """Add bytes that were copied out of the regions."""
+        with self._lock:
+            self.read_bytes += nbytes
 
     def numbers(self) -> set[int]:
         """Return the numbers of the mapped regions."""
@@ -424,7 +433,7 @@ def _read(
         wire += lent
     else:
         missed.update(wrong)
-        maps.read_bytes += sum(block.size for block in lent.values())
+        maps.count(sum(block.size for block in lent.values()))
 
 
 def _borrow(
@@ -540,7 +549,7 @@ def _read_copies(
     if connection.area is not area:  # it may have ended before the copies were complete
         return [*some]
     missed.update(wrong)
-    maps.read_bytes += sum(len(views[i]) for i in some if i not in wrong) - sum(len(views[i]) for i in wire)
+    maps.count(sum(len(views[i]) for i in some if i not in wrong) - sum(len(views[i]) for i in wire))
     return wire
 
 

@@ -475,7 +475,7 @@ class PageClient:
                 with socket.lent() as connection:
                     return _carry_out(request, connection, end)
             except PageClientError as error:
-                self._maps.lose_socket()
+                self._maps.lose_socket(socket)
                 if isinstance(error, DeadlineExceeded):
                     raise
         with self._pool.lent() as connection:

@@ -157,6 +157,23 @@ def test_a_client_over_tcp_finds_the_unix_socket(tmp_path: Path, connections: in
             assert client.mapped_bytes == 0
 
 
+def test_threads_that_ask_at_once_use_one_pool() -> None:
+    """The first use of the pool does not fail because another thread's reply replaced it."""
+    maps = Maps(page_pool("redis://127.0.0.1:1", {}))
+    maps.found_socket([b"/absent", b"run"])
+    first = maps.socket
+    maps.found_socket([b"/absent", b"run"])
+    assert first is not None
+    assert maps.socket is first
+    maps.found_socket([b"/absent", b"another run"])
+    maps.lose_socket(first)  # by a thread that has used it until now
+    assert (maps.socket is not None, maps.refused) == (True, False)
+    assert maps.socket
+    maps.lose_socket(maps.socket)
+    assert (maps.socket, maps.refused) == (None, True)
+    maps.close()
+
+
 async def read_by_tcp(server: RunningServer, expected: int) -> None:
     async with AsyncPageClient(server.url, deadline=30) as client:
         into = empty()
