@@ -100,7 +100,7 @@ def layout_of(shape: BlockShape) -> PageLayout:
     )
 
 
-class BlockKeys(Sequence[PageKey]):
+class KeysOfBlocks(Sequence[PageKey]):
     """The keys of all pages of some blocks, block by block. It makes a PageKey only if one is read from it."""
 
     def __init__(self, names: Sequence[BlockName], layout: PageLayout) -> None:
@@ -130,7 +130,7 @@ class BlockPages(Sequence[Page]):
 
     def __init__(self, names: Sequence[BlockName], layout: PageLayout, bodies: Sequence[Buffer]) -> None:
         """Raise BadBuffer for another number of bodies."""
-        self.keys, self.bodies = BlockKeys(names, layout), bodies
+        self.keys, self.bodies = KeysOfBlocks(names, layout), bodies
         if len(bodies) != len(self.keys):
             raise BadBuffer(f"{len(names)} blocks of {len(layout)} pages need {len(self)} bodies, got {len(bodies)}")
 
@@ -149,8 +149,8 @@ class BlockPages(Sequence[Page]):
 
 
 def page_keys(keys: Sequence[PageKey]) -> PageKeys:
-    """Return keys in the form in which they are sent. Raises as `check_names` for the names of BlockKeys."""
-    if not isinstance(keys, BlockKeys):
+    """Return keys in the form in which they are sent. Raises as `check_names` for the names of KeysOfBlocks."""
+    if not isinstance(keys, KeysOfBlocks):
         return PageKeys(keys)
     try:
         return PageKeys.of_blocks(keys.names, keys.layout.packed)
@@ -230,7 +230,7 @@ def mismatch(header: PageHeader | None, body: memoryview, *, verify: bool) -> st
 
 def check_keys(keys: Sequence[PageKey]) -> Sequence[PageKey]:
     """Return the keys unchanged. Raises TypeError for another type than PageKey."""
-    if isinstance(keys, BlockKeys):
+    if isinstance(keys, KeysOfBlocks):
         return keys
     for kind in {*map(type, keys)}:
         if not issubclass(kind, PageKey):

@@ -15,7 +15,7 @@ from page_batches import SHAPE, Array, batch, block_body, key, room, same
 from servers import RunningServer, free_port
 
 from kvpage_server.client import BadBuffer, Disconnected, Page, PageClient, RawCommand, Unsupported
-from kvpage_server.client.page import BlockKeys, BlockPages, PageLayout, pages_of_block
+from kvpage_server.client.page import BlockPages, KeysOfBlocks, PageLayout, pages_of_block
 from kvpage_server.client.wire.connection import page_pool
 from kvpage_server.page import BlockShape, DType, KVType, PageError, PageKey, Plane, checksum, decode_page, encode_page
 
@@ -132,7 +132,7 @@ def test_pages_of_blocks_are_moved_without_objects(pages: PageClient) -> None:
     assert single[5] == pages.get_page(PageKey(b"block-1", 0, 3, 1, 1))
     pages.delete([written.keys[6]])
     into = [np.zeros((4, 8), np.float16) for _ in bodies]
-    assert pages.mget_into(BlockKeys(names, layout), into) == [i != 6 for i in range(20)]
+    assert pages.mget_into(KeysOfBlocks(names, layout), into) == [i != 6 for i in range(20)]
     assert [np.array_equal(one, other) for one, other in zip(bodies, into, strict=True)] == [i != 6 for i in range(20)]
     assert pages.mexists(written.keys) == [i != 6 for i in range(20)]
     assert pages.delete(written.keys) == 19
@@ -168,7 +168,7 @@ def test_a_wrong_batch_of_blocks_is_refused(pages: PageClient) -> None:
         with pytest.raises(error, match=r"req_id|a block's name is a tuple"):
             pages.mset(BlockPages(names, layout, [bytes(3)]))
         with pytest.raises(error, match=r"req_id|a block's name is a tuple"):
-            pages.mget_into(BlockKeys(names, layout), [bytearray(3)])
+            pages.mget_into(KeysOfBlocks(names, layout), [bytearray(3)])
     for wrong in ((-1, 0, 0, 1, 1, 1), (0, 0, 6, 1, 1, 1), (0, 0, 0, 99, 1, 1), (0, 0, 0, 1, 0, 1)):
         with pytest.raises(PageError):
             PageLayout([wrong])  # type: ignore[list-item]
