@@ -23,8 +23,9 @@ from kvpage_server.client import BlockName, Closed, DeadlineExceeded, Disconnect
 from kvpage_server.client.page import BlockPages, StateName
 from kvpage_server.client.raw_commands import RawCommand, integer, up_to
 
-_PIECE = 16 * 1024 * 1024  # bytes of one call; if another call fails, the blocks of this one count
-_MAPPED_PIECE = 4 * 1024 * 1024  # bytes of one call that copies out of the server's memory: no thread waits there
+_MIB = 1024 * 1024
+_PIECES = {"load": 32 * _MIB, "save": 16 * _MIB}  # bytes of one call; if another fails, the blocks of this one count
+_MAPPED_PIECE = 4 * _MIB  # bytes of one call that copies out of the server's memory: no thread waits there
 _PAUSE = 1.0  # seconds without requests after the server did not answer
 
 
@@ -214,7 +215,7 @@ class Jobs:
         thread receives a part itself: it would wait anyway, and to wake another thread takes a tenth of the time of
         8 MiB.
         """
-        piece = _MAPPED_PIECE if self._client.mapped_bytes else _PIECE
+        piece = _MAPPED_PIECE if self._client.mapped_bytes else _PIECES["load"]
         return self._shared("load", blocks, piece // blocks.nbytes, self._receive, end, here)
 
     def save(
@@ -224,7 +225,7 @@ class Jobs:
         was stored. At most `threads` threads share a large save: while one waits for the server, another sends. The
         others are free for loads. Only a save of one thread can be abandoned. `here` is that of `load`.
         """
-        step = max(-(-blocks.count // threads), _PIECE // blocks.nbytes)
+        step = max(-(-blocks.count // threads), _PIECES["save"] // blocks.nbytes)
         return self._shared("save", blocks, step, self._send, end, here)
 
     def abandon(self, saves: Iterable[Future[list[bool]]]) -> None:
@@ -284,7 +285,7 @@ class Jobs:
         done: list[bool] = []
 
         def run() -> list[bool]:
-            for piece in _pieces(part, _PIECE // blocks.nbytes):
+            for piece in _pieces(part, _PIECES[job] // blocks.nbytes):
                 _left(until)
                 pages = blocks.pages(piece)
                 moved, each = move(pages, until), len(pages.keys.layout)

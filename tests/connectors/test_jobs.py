@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import redis
-from kvpage_connectors.jobs import Blocks, Jobs
+from kvpage_connectors.jobs import _PIECES, Blocks, Jobs
 from kvpage_connectors.reasons import Reasons, guarded
 from proxy import start_proxy
 from servers import RunningServer, start_server
@@ -166,8 +166,8 @@ def test_the_threads_connect_at_the_start(server: RunningServer, client: redis.R
 def test_a_silent_store_delays_no_start(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         begin = time.monotonic()
-        with engine_on(f"redis://127.0.0.1:{silent.getsockname()[1]}", lookup_seconds=0.5):
-            assert time.monotonic() - begin < 0.4
+        with engine_on(f"redis://127.0.0.1:{silent.getsockname()[1]}", lookup_seconds=3):
+            assert time.monotonic() - begin < 2.5
             assert eventually(lambda: "kvpage: connect missed 0 blocks, reason: deadline" in caplog.text)
 
 
@@ -203,7 +203,7 @@ def test_a_store_that_dies_during_a_load_is_a_miss(engine: Engine, server: Runni
 
 
 def test_earlier_pieces_of_a_load_count(engine: Engine, server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpage_connectors.jobs._PIECE", 2 * NBYTES)
+    monkeypatch.setitem(_PIECES, "load", 2 * NBYTES)
     engine.compute()
     engine.save([0, 1, 2, 3], [0, 1, 2, 3])
     with start_proxy(server.port) as proxy, engine_on(proxy.url, transfer_seconds=2, threads=1) as other:
@@ -266,7 +266,7 @@ def test_counts_are_taken_once(engine: Engine) -> None:
 
 def test_threads_share_a_large_save(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both parts of four blocks wait for each other, which one thread alone could not do."""
-    monkeypatch.setattr("kvpage_connectors.jobs._PIECE", 2 * NBYTES)
+    monkeypatch.setitem(_PIECES, "save", 2 * NBYTES)
     together, parts = Barrier(2, timeout=60), list[slice]()
 
     def meet(part: slice) -> BlockPages:
