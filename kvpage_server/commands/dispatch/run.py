@@ -311,7 +311,7 @@ def caller_of(client: Client, parser: Parser) -> Caller:
     """Return the core's `Caller`, which calls commands of a client on the fast path. It must not be used while any
     client has called MONITOR.
     """
-    return Caller(client, parser, _rows(), _prepare_call, note_slow)
+    return Caller(client, parser, _rows(), _may_run, note_slow)
 
 
 def finish_call(client: Client, spec: Spec, words: Command, reply: Reply, error: Exception | None) -> Reply:
@@ -337,7 +337,7 @@ def _row(spec: Spec) -> Callee:
     return Callee(spec, spec.name, spec.handler, abs(spec.arity), most, asks, written, INDEX_SUFFIX)
 
 
-def _prepare_call(client: Client, spec: Spec, words: Command) -> bool:
+def _may_run(client: Client, spec: Spec, words: Command) -> bool:
     """Return whether the core may call a command now. Otherwise the command takes the other path, `execute`.
 
     It may if memory is not full, few messages wait to be sent, the command does not wait for the disk, and it writes no

@@ -249,6 +249,9 @@ class NewPages(PageNames):
         A page needs a decision if its key has another value than a single page in memory, or if its block is not of
         type `make` or is an extent. With `one_block`, the pages of a second block are not stored either. Return `Put`,
         whose `stop` is the index of the first page that was not stored; that may be page `at`. O(1) for each page.
+
+        Raises MemoryError if the system has no memory for the index. Pages before may be in `entries` then, and the
+        caller has not counted them.
         """
         block, name, expires = PageSet(b"", 0), None, self._expires[at]
         blocks: list[PageSet] = []
