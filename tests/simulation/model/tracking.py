@@ -119,6 +119,8 @@ class Tracked:
                 continue
             if isinstance(reply, Err) or reply is QUEUED or len(one) == 1:
                 continue
+            self.store.now = self._now()
+            self.store.expire()  # the server may have swept due keys before, which no command has named since
             before_or_after = self._unswept() | (self._changing if runs_many else set())  # it was read, it has changed
             unclear = unclear or self._unclear() | before_or_after
             keys = keys_used(one)
