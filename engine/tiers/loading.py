@@ -179,9 +179,15 @@ class Loading:
     def result(self, timeout: float | None = None) -> Loaded:
         """Wait for the result, and return it. Only the engine's thread calls it: it changes the tree of contexts.
 
-        Raises TimeoutError after `timeout` seconds, and CancelledError after `cancel`.
+        Raises TimeoutError after `timeout` seconds, CancelledError after `cancel`, and an unexpected error of the fetch
+        or the file. Then all blocks are freed.
         """
-        seconds = self._ended.result(timeout)
+        try:
+            seconds = self._ended.result(timeout)
+        except Exception:
+            if self._ended.done():
+                self.cancel()
+            raise
         with self._lock:
             self._state = moved(self._state, LoadEvent.RESULT)
             if self._state is LoadState.CANCELLED:
@@ -242,6 +248,8 @@ class Loading:
             await asyncio.wait([fetching])  # the fetch ends soon, because it has the same time limit
         finally:
             fetching.cancel()
+        if self._fetch and self._fetch.done() and self._fetch.failure:
+            raise self._fetch.failure
         with self._lock:
             self._state = moved(self._state, LoadEvent.SOURCES_ENDED)
         return time.perf_counter() - self._started

@@ -9,6 +9,7 @@ from typing import Any
 from engine_bench import EngineBench
 from engine_families import Family, family
 from engine_models import letter_tokenizer
+from servers import RunningServer
 
 # isort: split
 import mlx.core as mx
@@ -22,6 +23,7 @@ from engine.generation.tokens import UnknownTokenError
 from engine.memory.blocks import BlockError, check_agent_id
 from engine.pool import BlockPool
 from engine.tiers.pages import PageTier
+from engine.tiers.server import fetch
 from engine.tiers.store import AgentCacheStore
 
 TOKENS = np.random.default_rng(9).integers(0, 96, 4096).tolist()
@@ -170,6 +172,36 @@ def test_the_driver_gets_the_error_and_others_continue() -> None:
     engine.drain()
     assert [answer.agent_id for answer in answers] == ["alice"]
     assert [str(error) for error in errors] == ["no such token"]
+
+
+def test_an_error_in_a_fetch_fails_its_prompt_alone(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that no outage explains, such as one of MLX, which otherwise would look like an absent context."""
+    of = family("llama")
+    pool = BlockPool(32)
+    answers: list[Answer] = []
+    errors: list[Exception] = []
+
+    def ask(store: AgentCacheStore) -> None:
+        engine = AgentEngine(BlockPoolBatchEngine(of.model, TOKENIZER, of.spec, pool), store)
+        engine.submit("alice", TOKENS[:600], max_tokens=2, on_done=answers.append, on_error=errors.append)
+        engine.drain()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    first, second = (AgentCacheStore(of.spec, pool, pages=PageTier(server.url, of.spec, pool)) for _ in range(2))
+    ask(first)
+    first.close()
+    with monkeypatch.context() as failing:
+        failing.setattr(fetch, "_verified", fail)
+        ask(second)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            second.load("bob", TOKENS[:600])
+    assert (len(answers), [str(error) for error in errors]) == (1, ["out of memory"])
+    ask(second)
+    assert [answer.reuse.tier for answer in answers] == ["none", "page"]
+    second.close()
+    pool.check_empty()
 
 
 # -- invalid prompts and agents ----------------------------------------------------------------------------------------

@@ -171,7 +171,11 @@ class Receiver:
                 if why == GONE:
                     raise Miss(GONE)
                 await self._connection.ask([RawCommand(["DEL", place.seal], integer)], gone=0)
-                raise Miss("shape" if why in ("absent", "size") else "checksum")
+                if why == "absent":  # deleted since its lease, or its pages do not fit together
+                    pages = self._layout.block(place).pages
+                    stored = await self._connection.server.prefix([place.block], pages_per_block=pages, lease_ms=0)
+                    raise Miss("shape" if stored else "gap")
+                raise Miss("shape" if why in ("shape", "size") else "checksum")
             self.arrays[place] = verified[place]
             self._report.nbytes += nbytes
 
@@ -256,6 +260,7 @@ class Fetch:
         """
         self.report = FetchReport()
         self.state = FetchState.RUNNING
+        self.failure: BaseException | None = None  # the unexpected error that ended it, once it is done
         self._request = request
         self._pool = remote.pool
         self._lookup = Lookup(remote, request, self.report)
@@ -266,7 +271,6 @@ class Fetch:
         self._done = threading.Event()
         self._callbacks: list[Callable[[Fetch], None]] = [on_end]
         self._context: AgentBlocks | None = None
-        self._failure: BaseException | None = None
         self._started = time.perf_counter()
         self._cancel = remote.connection.begin(self._run(), self._end)
 
@@ -300,8 +304,8 @@ class Fetch:
         Return the same context each time. Raises the unexpected error that ended the fetch, if there was one.
         """
         self._done.wait()
-        if self._failure:
-            raise self._failure
+        if self.failure:
+            raise self.failure
         with self._lock:
             if self._move(FetchEvent.RESULT):
                 self._context = self._assemble()
@@ -333,8 +337,8 @@ class Fetch:
             if task.cancelled():
                 self._move(FetchEvent.WORK_CANCELLED)
             else:
-                self._failure = task.exception()
-                self._move(FetchEvent.WORK_FAILED if self._failure else FetchEvent.WORK_ENDED)
+                self.failure = task.exception()
+                self._move(FetchEvent.WORK_FAILED if self.failure else FetchEvent.WORK_ENDED)
             if self.state is FetchState.ENDED:
                 self.report.reach = self._received.reach
             else:

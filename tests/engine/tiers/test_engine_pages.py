@@ -27,6 +27,7 @@ from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.pages import PageTier
 from engine.tiers.server.block_writer import Saved
+from engine.tiers.server.fetch import Receiver
 from engine.tiers.server.manifest import manifest_key, sealed
 from kvpage_server.page import PageKey
 
@@ -261,6 +262,31 @@ def test_a_foreign_block_under_a_blocks_name_is_a_miss(tier: PageTier, client: r
     client.set(f"seal:{mine}", client.get(f"seal:{theirs}"))
     assert tier.load("alice") is None
     assert tier.misses == {"checksum": 1}
+
+
+def test_a_block_in_another_shape_is_counted_as_shape(tier: PageTier, client: redis.Redis, pool: BlockPool) -> None:
+    """It has as many bytes, in half as many rows, so that only the server can know."""
+    tier.save(context())
+    for key in page_keys(block_names(TOKENS, SPEC)[1]):
+        names = key.split(b":")[1:]
+        client.execute_command("KVPAGESET", *names, 2, 128, 32, 0, client.execute_command("KVPAGEGET", *names))
+    assert held(pool, tier.load("alice")) == 256
+    assert tier.misses == {"shape": 1}
+
+
+def test_a_block_deleted_after_its_lease_is_a_gap(
+    tier: PageTier, client: redis.Redis, pool: BlockPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier.save(context())
+    receive = Receiver.receive
+
+    async def deleted_before(self: Receiver) -> None:
+        assert client.delete(*page_keys(block_names(TOKENS, SPEC)[1]))
+        await receive(self)
+
+    monkeypatch.setattr(Receiver, "receive", deleted_before)
+    assert held(pool, tier.load("alice")) == 256
+    assert tier.misses == {"gap": 1}
 
 
 def test_a_page_of_another_length_is_a_miss(tier: PageTier, client: redis.Redis, pool: BlockPool) -> None:
