@@ -224,7 +224,7 @@ class Tracked:
     def begin_flush(self) -> None:
         """Begin a flush: all clients are notified of it at once, and not of earlier changes."""
         self._flushing = True
-        lately = self._lately | {*self.store.lately_expired()}  # which the server may not have noticed before
+        lately = self._lately | self.store.doubtful() | {*self.store.lately_expired()}  # which it may have done after
         for one in self.trackers:
             tracking = one.tracking
             tracking.need_not_tell(lately)
