@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 from documents import ROOT, blocks
-from kvpage_connectors.jobs import Jobs
+from kvpage_connectors.jobs import Blocks, Jobs
 from kvpage_connectors.vllm_hints import hints_of
 from servers import start_server
 
 from kvpage_server.address import DEFAULT_URL
-from kvpage_server.client import Page
-from kvpage_server.page import DType, PageKey
+from kvpage_server.client.page import BlockPages, PageLayout
+from kvpage_server.page import DType
 
 DOCUMENT = "docs/vllm.md"
 TEXT = (ROOT / DOCUMENT).read_text(encoding="utf-8")
@@ -62,12 +62,13 @@ def test_a_user_with_the_documented_rights_can_do_all_jobs() -> None:
     (line,) = re.findall(r"redis-cli -p 9221 (ACL SETUSER .*)", TEXT)
     name = b"vllm.lbhnc-vec.0.1"
     bodies = [bytearray(b"k" * 32), bytearray(b"v" * 32)]
-    block = [Page(PageKey(name, 0, 0, 0, plane), bodies[plane], DType.UINT8, 4, 8) for plane in (0, 1)]
+    layout = PageLayout([(0, 0, plane, DType.UINT8, 4, 8) for plane in (0, 1)])
+    stored = Blocks(1, 64, lambda part: BlockPages([(name, 0)][part], layout, bodies))
     with start_server() as server, server.client() as client:
         client.execute_command(*shlex.split(line))
         jobs = Jobs(f"redis://vllm:secret@127.0.0.1:{server.port}", logging.getLogger("kvpage.test"))
-        assert jobs.save([lambda: block], 64).result(60) == [True], jobs.reasons.counts
-        assert jobs.load([lambda: block], 64).result(60) == [True], jobs.reasons.counts
+        assert jobs.save(stored).result(60) == [True], jobs.reasons.counts
+        assert jobs.load(stored).result(60) == [True], jobs.reasons.counts
         for pin in (True, False):
             jobs.pin(lambda: [(name, 0)], 1, pin=pin)
         lookup = jobs.lookup(lambda: [(name, 0)], 1, 2)

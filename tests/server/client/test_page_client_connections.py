@@ -310,9 +310,9 @@ def server_that_says(*answers: bytes) -> Iterator[str]:
     [
         ([b"HTTP/1.1 400 Bad Request\r\n\r\n"], WrongReply),
         ([b"+OK\r\n"], WrongReply),
-        ([b"*2\r\n*-1\r\n*-1\r\n", b":7\r\n"], WrongReply),
-        ([b"*2\r\n*-1\r\n*-1\r\n", b"$4\r\nabcd\r\n$4\r\nabcd\r\n"], WrongReply),
-        ([b"*2\r\n*-1\r\n*-1\r\n", b"-OOM command not allowed\r\n"], Refused),
+        ([b"*3\r\n*-1\r\n*-1\r\n*-1\r\n", b":7\r\n"], WrongReply),
+        ([b"*3\r\n*-1\r\n*-1\r\n*-1\r\n", b"$4\r\nabcd\r\n$4\r\nabcd\r\n"], WrongReply),
+        ([b"*3\r\n*-1\r\n*-1\r\n*-1\r\n", b"-OOM command not allowed\r\n"], Refused),
         ([b"-ERR max number of clients reached\r\n"], Refused),
         ([b""], Disconnected),
     ],
