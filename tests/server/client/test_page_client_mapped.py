@@ -468,6 +468,14 @@ def test_copies_of_a_connection_that_ends_are_not_used(tmp_path: Path) -> None:
         pool.close()
 
 
+def save(server: RunningServer, page_code: str) -> None:
+    """Write all values to disk, and with `always` wait until memory has only their codes."""
+    with server.client() as client:
+        client.execute_command("SAVE")
+        if page_code == "always":
+            until(lambda: int(client.info("kvpage")["memory_coded_values"]) == COUNT, "the codes")
+
+
 @pytest.mark.parametrize("user", ["default", "tenant"])
 @pytest.mark.parametrize("page_code", ["disk", "always"])
 def test_values_on_disk_are_loaded_and_mapped(tmp_path: Path, page_code: str, user: str) -> None:
@@ -478,10 +486,7 @@ def test_values_on_disk_are_loaded_and_mapped(tmp_path: Path, page_code: str, us
     with started(tmp_path, *options) as (server, url), PageClient(of_user(url), deadline=30) as client:
         client.mset_blocks(NAMES, SHAPE, written)
         check(client, written)
-        with server.client() as other:
-            other.execute_command("SAVE")
-            if page_code == "always":
-                until(lambda: int(other.info("kvpage")["memory_coded_values"]) == COUNT, "the codes")
+        save(server, page_code)
         check(client, written)
         assert over_the_wire(server) == 0
     with started(tmp_path, *options) as (server, url), PageClient(of_user(url), deadline=30) as client:
@@ -667,10 +672,7 @@ def test_large_pages_on_disk_are_read(tmp_path: Path, page_code: str) -> None:
     with started(tmp_path, *options) as (server, url), PageClient(url, deadline=30) as client:
         client.mset(sent)
         check_pages(client, written)
-        with server.client() as other:
-            other.execute_command("SAVE")
-            if page_code == "always":
-                until(lambda: int(other.info("kvpage")["memory_coded_values"]) == COUNT, "the codes")
+        save(server, page_code)
         check_pages(client, written)
     with started(tmp_path, *options) as (_, url), PageClient(url, deadline=30) as client:
         check_pages(client, written)
