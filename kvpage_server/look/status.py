@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -21,12 +21,14 @@ from kvpage_server.observe.overview import (
     MemoryFigures,
     NotAStore,
     Overview,
+    QuotaFigures,
     overview_of_store,
 )
 from kvpage_server.system.terminal import for_people, out, readable
 from kvpage_server.system.text import as_size, plural
 
 _MAX_TENANTS = 5  # with the largest contexts that have a lifetime
+_MAX_QUOTAS = 5  # with the largest used share
 
 
 def status(store: redis.Redis, args: argparse.Namespace) -> bool:
@@ -135,6 +137,7 @@ def _store_lines(now: Overview) -> Iterator[tuple[str, Any]]:
         of_tenants = "; ".join(f"{as_size(size)} for {readable(name)}" for name, size in tenants if name)
         lifetimes = f"{plural(contents.kept, 'value')} with a lifetime, {as_size(contents.kept_bytes)}"
         yield "", f"{lifetimes}: {of_tenants}" if of_tenants else lifetimes
+    yield from _quota_lines(now.quotas)
     ratio, reads = traffic.hit_ratio, traffic.hits + traffic.misses
     yield (
         "hit ratio",
@@ -143,6 +146,16 @@ def _store_lines(now: Overview) -> Iterator[tuple[str, Any]]:
     yield "misses", ", ".join(f"{count:,} {reason}" for reason, count in now.misses.items() if count) or "none"
     if now.disk is not None:
         yield from _disk_lines(now, now.disk)
+
+
+def _quota_lines(quotas: Sequence[QuotaFigures]) -> Iterator[tuple[str, Any]]:
+    fullest = sorted(quotas, key=lambda quota: quota.bytes / quota.limit if quota.limit else -1, reverse=True)
+    for number, quota in enumerate(fullest[:_MAX_QUOTAS]):
+        evicted = f", {plural(quota.evicted, 'key')} evicted" if quota.evicted else ""
+        used = f": {as_size(quota.bytes)}{of_limit(quota.bytes, quota.limit)}{evicted}"
+        yield "" if number else "quotas", Text.assemble(readable(quota.pattern), used)
+    if others := fullest[_MAX_QUOTAS:]:
+        yield "", f"{plural(len(others), 'other')} with a smaller used share"
 
 
 def _disk_lines(now: Overview, disk: DiskFigures) -> Iterator[tuple[str, Any]]:

@@ -65,7 +65,12 @@ def test_status_shows_the_state_of_a_store() -> None:
         client.execute_command("KVBLOCKGET", "r", 0)
         client.execute_command("KVPAGEGET", "r", 9, 9, 9, 0)
         code, shown, _ = kvpage("status", url=server.url)
+        assert "quota" not in shown
+        client.config_set("quota", "kv:one:* 0 kv:r:* 1mb " + " ".join(f"kv:{n}:* 2mb" for n in range(5)))
+        with_quotas = kvpage("status", url=server.url)[1]
     assert code == 0
+    assert re.search(r"quotas +kv:r:\*: 1\.5 KiB of 1\.0 MiB \(0%\)\n +kv:0:\*: 0 bytes of 2\.0 MiB", with_quotas)
+    assert re.search(r"kv:3:.*\n +2 others with a smaller used share\n", with_quotas)
     assert f"kvpage-server {__version__} at {server.url}, up " in shown
     assert "of 1.0 GiB (0%), allkeys-prefix" in shown
     assert "1 request, 1 block, 12 keys" in shown
