@@ -68,19 +68,17 @@ def block_code(coding: Coding, *, is_local: bool) -> BlockCode | None:
     return None if coding == "never" or (coding == "auto" and is_local) else BlockCode(always=coding == "always")
 
 
-def refuses_shapes(what: str, error: Refused) -> bool:
-    """Return whether a server may have refused to compare the shapes of blocks: it is an older one since a restart.
-    `what` is the client's method.
-    """
-    return what == "fetch_blocks_into" and error.code == "ERR"
+def after_refusal(what: str, error: Refused, code: BlockCode | None) -> tuple[bool, BlockCode | None]:
+    """Return whether a client asks the server for its dialect again, and then repeats the method `what`; and the `code`
+    for blocks from then on.
 
-
-def refuses_code(what: str, error: Refused) -> bool:
-    """Return whether a server may have refused the commands for coded blocks: it is an older one since a restart, or
-    the user may not call them. `what` is the client's method.
+    It does if the server may be an older one since a restart, which does not know the commands for coded blocks or does
+    not compare the shapes of blocks, or if the user may not call these commands.
     """
     of_blocks = what in ("mset_blocks", "fetch_blocks_into")
-    return of_blocks and (error.code == "NOPERM" or "unknown command" in str(error).lower())
+    if code is not None and of_blocks and (error.code == "NOPERM" or "unknown command" in str(error).lower()):
+        return True, None
+    return what == "fetch_blocks_into" and error.code == "ERR", code
 
 
 class Link:

@@ -15,15 +15,7 @@ from kvpage_server.client.calls import Call, Calls, count_misses
 from kvpage_server.client.cluster.nodes import Nodes
 from kvpage_server.client.cluster.plan import RAISES, Timed, present
 from kvpage_server.client.cluster.store import PAUSE, several
-from kvpage_server.client.commands import (
-    BlobCommands,
-    BlockCode,
-    Coding,
-    ask_dialect,
-    block_code,
-    refuses_code,
-    refuses_shapes,
-)
+from kvpage_server.client.commands import BlobCommands, BlockCode, Coding, after_refusal, ask_dialect, block_code
 from kvpage_server.client.errors import Closed, DeadlineExceeded, Disconnected, PageClientError, Refused, Unsupported
 from kvpage_server.client.mapped import ASK_SOCKET, NOT_IN_PLACE, Dialogue, Meanwhile, borrow, give_back, maps_of
 from kvpage_server.client.page import (
@@ -424,9 +416,8 @@ class PageClient:
         try:
             return self._done_by(to, call, end)
         except Refused as error:
-            if self.code is not None and refuses_code(call.what, error):
-                self.code = None
-            elif not refuses_shapes(call.what, error):
+            again, self.code = after_refusal(call.what, error, self.code)
+            if not again:
                 raise
         self._dialect = None
         return self._done_by(self._server_commands(end), call, end)
