@@ -15,6 +15,7 @@ Blocks of the pool are held while it is RUNNING or SETTLED. In TAKEN they are th
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +35,8 @@ from .pages import PageTier
 from .server.connection import FAILING
 from .server.fetch import Fetch
 from .server.lookup import REMOVED, FetchReport
+
+log = logging.getLogger(__name__)
 
 HEDGE_AFTER_SECONDS = 0.5
 
@@ -153,6 +156,7 @@ class Loading:
         self._lock = threading.Lock()  # of the state, and of the file's blocks
         self._state = LoadState.RUNNING
         self._fetch: Fetch | None = None
+        self._failure: BaseException | None = None  # the unexpected error of the fetch, if the load has waited for it
         self._header: Future[int] | None = None  # the number of tokens in the file; None for a load without a file
         self._from_file: AgentBlocks | None = None
         self._file_why: str | None = None  # the reason for which the file is unusable
@@ -188,6 +192,9 @@ class Loading:
             if self._ended.done():
                 self.cancel()
             raise
+        if self._failure:
+            self.cancel()
+            raise self._failure
         with self._lock:
             self._state = moved(self._state, LoadEvent.RESULT)
             if self._state is LoadState.CANCELLED:
@@ -231,6 +238,7 @@ class Loading:
             self._fetch = sources.pages.fetch(
                 self._agent_id, self._tokens, held=held, within=within, beyond=memory.reach, named=named
             )
+            self._fetch.add_done_callback(self._log_failure)
         if sources.cold and named:
             self._header = sources.loop.files.submit(sources.cold.reach, self._agent_id, self._tokens)
         return sources.loop.start(self._run(within))
@@ -248,11 +256,15 @@ class Loading:
             await asyncio.wait([fetching])  # the fetch ends soon, because it has the same time limit
         finally:
             fetching.cancel()
-        if self._fetch and self._fetch.done() and self._fetch.failure:
-            raise self._fetch.failure
+        self._failure = self._fetch.failure if self._fetch else None
         with self._lock:
             self._state = moved(self._state, LoadEvent.SOURCES_ENDED)
         return time.perf_counter() - self._started
+
+    def _log_failure(self, fetch: Fetch) -> None:
+        """Log an unexpected error of the fetch, whether or not the load still waits for it."""
+        if fetch.failure:
+            log.error("the context of %s could not be fetched", self._agent_id, exc_info=fetch.failure)
 
     async def _fetch_ends(self) -> None:
         if self._fetch:

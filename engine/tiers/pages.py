@@ -105,7 +105,7 @@ class PageTier:
     ``pool`` no blocks are free; ``recompute`` computing is faster than fetching; ``slow`` no reply in time; ``late``
     not everything within the limit of a load; ``down`` no connection; ``gone`` one of several servers does not answer;
     ``full`` the server has no memory left; ``garbled`` the reply is unreadable; ``refused`` the reply is an error;
-    ``open`` the circuit breaker is open, so no request was sent.
+    ``open`` the circuit breaker is open, so no request was sent; ``error`` an unexpected error of the load itself.
 
     With several servers, every name begins with a tag in braces, the same for four blocks of a prompt in a row. If one
     of the servers is unavailable, a save stores the blocks before the first one that belongs to it, for other prompts
@@ -187,7 +187,7 @@ class PageTier:
         return Fetch(self._remote, FetchRequest(agent_id, tokens, held, within, beyond, named), self._count)
 
     def _count(self, fetch: Fetch) -> None:
-        self.misses.update(fetch.report.reasons)
+        self.misses.update([*fetch.report.reasons, *(["error"] if fetch.failure else [])])
         if fetch.report.decision:
             self.loads[fetch.report.decision.fetch] += 1
 

@@ -174,7 +174,9 @@ def test_the_driver_gets_the_error_and_others_continue() -> None:
     assert [str(error) for error in errors] == ["no such token"]
 
 
-def test_an_error_in_a_fetch_fails_its_prompt_alone(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_fetch_fails_its_prompt_alone(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """An error that no outage explains, such as one of MLX, which otherwise would look like an absent context."""
     of = family("llama")
     pool = BlockPool(32)
@@ -198,6 +200,9 @@ def test_an_error_in_a_fetch_fails_its_prompt_alone(server: RunningServer, monke
         with pytest.raises(RuntimeError, match="out of memory"):
             second.load("bob", TOKENS[:600])
     assert (len(answers), [str(error) for error in errors]) == (1, ["out of memory"])
+    assert [record.message for record in caplog.records] == [
+        f"the context of {name} could not be fetched" for name in ("alice", "bob")
+    ]
     ask(second)
     assert [answer.reuse.tier for answer in answers] == ["none", "page"]
     second.close()

@@ -40,6 +40,7 @@ from engine.tiers import flush, loading
 from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.loading import Loaded
 from engine.tiers.pages import PageTier
+from engine.tiers.server import fetch
 from engine.tiers.server.manifest import manifest_key
 from engine.tiers.store import AgentCacheStore, CacheConfig
 
@@ -351,6 +352,33 @@ def test_a_context_in_memory_does_not_wait_long_for_a_longer_one(
     assert recalled(store, pool, "alice", TOKENS) == ("hot", 40)
     assert time.monotonic() - asked < 30
     assert recalled(store, pool, "alice", TOKENS[:44]) == ("hot", 40)
+
+
+def test_an_error_of_an_unneeded_fetch_is_logged_and_counted(
+    stores: Callable[..., AgentCacheStore],
+    pool: BlockPool,
+    server: RunningServer,
+    sleeping: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The load has ended with the context in memory, and does not wait for the fetch."""
+    writer, store = stores(), stores(deadline=60.0, restore_within=60.0)
+    remember(writer, pool, "alice", TOKENS)
+    writer.flush_dirty()
+    remember(store, pool, "alice", TOKENS[:40])
+    sleeping()
+    load = store.begin_load("alice", TOKENS)
+    assert eventually(load.done)
+    with monkeypatch.context() as failing:
+        failing.setattr(fetch, "_verified", lambda *_: 1 / 0)
+        server.process.send_signal(signal.SIGCONT)
+        assert eventually(lambda: store.metrics().server.misses == {"error": 1})
+    found = load.result()
+    assert (found.tier, taken(pool, found)) == ("hot", 40)
+    assert eventually(
+        lambda: [record.message for record in caplog.records] == ["the context of alice could not be fetched"]
+    )
 
 
 def test_a_load_blocks_no_caller_and_can_be_cancelled(
