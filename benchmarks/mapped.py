@@ -79,7 +79,7 @@ def measure(server: Server, valkey: Server, path: str, count: int, rounds: int) 
 
         def in_place() -> None:
             for start in range(0, count, _AT_ONCE):
-                with mapped.blocks_in_place(names[start : start + _AT_ONCE]) as blocks:
+                with mapped.blocks_in_place(names[start : start + _AT_ONCE], SHAPE) as blocks:
                     assert all(blocks)
 
         ways: dict[str, Callable[[], object]] = {

@@ -344,16 +344,17 @@ class AsyncPageClient:
 
     @asynccontextmanager
     async def blocks_in_place(
-        self, names: Sequence[BlockName], *, deadline: float | None = None
+        self, names: Sequence[BlockName], shape: BlockShape, *, deadline: float | None = None
     ) -> AsyncIterator[list[memoryview | None]]:
         check_names(names)
         end = Deadline(self._deadline if deadline is None else deadline)
         pool = await self._socket(end)
         if self._maps is None or pool is None:
             raise Unsupported(NOT_IN_PLACE)
+        to = await self._server_commands(end)
         async with self._lent(pool) as connection:
             await self._open(connection, end)
-            found = await self._go_through(borrow(self._maps, names, self._verify), connection, end)
+            found = await self._go_through(borrow(self._maps, to, names, shape, self._verify), connection, end)
             count_misses(self.misses, found.missed.values(), lambda: (len(view) for view in found.views if view))
             try:
                 yield found.views

@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from kvpage_server.client.commands import Missed, PageCommands, ShapeWords
+from kvpage_server.client.commands import BlobCommands, Missed, PageCommands, ShapeWords
 from kvpage_server.client.errors import Closed, Disconnected, Refused, WrongReply
 from kvpage_server.client.page import BlockName
 from kvpage_server.client.raw_commands import array
@@ -604,28 +604,35 @@ class BlocksInPlace:
     tickets: list[int]
 
 
-def borrow(maps: Maps, names: Sequence[BlockName], verify: bool) -> Dialogue[BlocksInPlace]:
-    """Return the dialogue that borrows blocks. With `verify`, the digest of each block is compared in the map."""
+def borrow(
+    maps: Maps, to: BlobCommands, names: Sequence[BlockName], shape: BlockShape, verify: bool
+) -> Dialogue[BlocksInPlace]:
+    """Return the dialogue that borrows blocks of one shape. With `verify`, the digest of each block is compared in the
+    map.
+    """
+    expected = to.shape_words(shape) if isinstance(to, PageCommands) else ()
 
     def steps(connection: PageConnection) -> Steps[BlocksInPlace]:
         found = BlocksInPlace([None] * len(names), {}, [])
         for start in range(0, 0 if maps.copies_only else len(names), _MOST_BLOCKS):
             some = range(start, min(start + _MOST_BLOCKS, len(names)))
-            lent = yield from _borrow(maps, _locate(names[some.start : some.stop], ()), some, found.missed, [])
+            lent = yield from _borrow(maps, _locate(names[some.start : some.stop], expected), some, found.missed, [])
             found.tickets.extend(block.ticket for block in lent.values())
             if maps.missing(block.region for block in lent.values()):
                 continue
-            yield partial(_compare, maps, lent, found, verify)
+            yield partial(_compare, maps, lent, found, shape, verify)
         return found
 
     return Dialogue(steps)
 
 
-def _compare(maps: Maps, lent: dict[int, _Lent], found: BlocksInPlace, verify: bool) -> None:
-    """Add views of borrowed blocks to `found`. With `verify`, compare their digests."""
+def _compare(maps: Maps, lent: dict[int, _Lent], found: BlocksInPlace, shape: BlockShape, verify: bool) -> None:
+    """Add views of borrowed blocks to `found`, if their sizes, and with `verify` their digests, are right."""
     for i, block in lent.items():
         view = maps.part(block.region, block.offset, block.size)
-        if verify and block.digest is not None and b"%016x" % digest([view]) != block.digest:
+        if len(view) != shape.nbytes:
+            found.missed[i] = "size"
+        elif verify and block.digest is not None and b"%016x" % digest([view]) != block.digest:
             found.missed[i] = "checksum"
         else:
             found.views[i] = view

@@ -248,11 +248,11 @@ class PageClient:
 
     @contextmanager
     def blocks_in_place(
-        self, names: Sequence[BlockName], *, deadline: float | None = None
+        self, names: Sequence[BlockName], shape: BlockShape, *, deadline: float | None = None
     ) -> Iterator[list[memoryview | None]]:
         """Return a context manager with blocks in the server's memory, as read-only memoryviews, without a copy. It
-        needs the server's unix socket, and uses one connection. A block is None if it is absent or damaged, and if the
-        client cannot map it; then `fetch_blocks_into` may read it.
+        needs the server's unix socket, and uses one connection. A block is None if it is absent or damaged, has another
+        shape, or cannot be mapped by the client; `fetch_blocks_into` reads it then, or returns the reason.
 
         The ``with`` block must not use the bytes for anything that outlives an error: at its end, the server confirms
         that it has kept the bytes. Raises Disconnected if it does not, Unsupported without a unix socket.
@@ -262,8 +262,9 @@ class PageClient:
         pool = self._socket(end)
         if self._maps is None or pool is None:
             raise Unsupported(NOT_IN_PLACE)
+        to = self._server_commands(end)
         with pool.lent() as connection:
-            found = _carry_out(borrow(self._maps, names, self._verify), connection, end)
+            found = _carry_out(borrow(self._maps, to, names, shape, self._verify), connection, end)
             count_misses(self.misses, found.missed.values(), lambda: (len(view) for view in found.views if view))
             try:
                 yield found.views

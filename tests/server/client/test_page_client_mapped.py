@@ -33,6 +33,7 @@ from kvpage_server.page import BlockShape, DType, KVType, PageKey, Plane
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs sealed shared memory of Linux")
 
 SHAPE = BlockShape(8, 4, 64, (Plane(KVType.K, DType.FLOAT16, 64), Plane(KVType.V, DType.FLOAT16, 64)))  # half a MiB
+OF_EQUAL_SIZE = BlockShape(8, 4, 64, (Plane(KVType.K, DType.BFLOAT16, 64), Plane(KVType.V, DType.BFLOAT16, 64)))
 COUNT = 12
 NAMES = [(b"r%d" % i, i) for i in range(COUNT)]
 
@@ -101,7 +102,7 @@ def test_blocks_are_read_in_place(tmp_path: Path) -> None:
     with started(tmp_path) as (server, url), PageClient(url, deadline=30) as client:
         written = bodies()
         client.mset_blocks(NAMES, SHAPE, written)
-        with client.blocks_in_place([*NAMES, (b"absent", 0)]) as blocks:
+        with client.blocks_in_place([*NAMES, (b"absent", 0)], SHAPE) as blocks:
             client.mset_blocks(NAMES, SHAPE, bodies(1))
             assert blocks.pop() is None
             assert all(
@@ -109,12 +110,15 @@ def test_blocks_are_read_in_place(tmp_path: Path) -> None:
                 for view, body in zip(blocks, written, strict=True)
             )
         assert client.misses == {"absent": 1}
+        with client.blocks_in_place(NAMES, OF_EQUAL_SIZE) as blocks:
+            assert blocks == [None] * COUNT
+        assert client.fetch_blocks_into(NAMES, OF_EQUAL_SIZE, empty()) == ["shape"] * COUNT
         with server.client() as other:
             assert int(other.info("memory")["mem_clients_normal"]) < SHAPE.nbytes
         overwrite(server.pid, bodies(1)[2][:64].tobytes())
-        with client.blocks_in_place(NAMES) as blocks:
+        with client.blocks_in_place(NAMES, SHAPE) as blocks:
             assert [i for i, view in enumerate(blocks) if view is None] == [2]
-        with pytest.raises(ZeroDivisionError), client.blocks_in_place(NAMES):
+        with pytest.raises(ZeroDivisionError), client.blocks_in_place(NAMES, SHAPE):
             raise ZeroDivisionError
         with server.client() as other:
             until(lambda: int(other.info("memory")["mem_clients_normal"]) < SHAPE.nbytes, "the end of the tickets")
@@ -122,11 +126,11 @@ def test_blocks_are_read_in_place(tmp_path: Path) -> None:
 
 async def read_in_place(url: str) -> None:
     async with AsyncPageClient(url, deadline=30) as client:
-        async with client.blocks_in_place([*NAMES, (b"absent", 0)]) as blocks:
+        async with client.blocks_in_place([*NAMES, (b"absent", 0)], SHAPE) as blocks:
             assert blocks.pop() is None
             assert all(view and bytes(view) == body.tobytes() for view, body in zip(blocks, bodies(), strict=True))
         with pytest.raises(ZeroDivisionError):
-            async with client.blocks_in_place(NAMES):
+            async with client.blocks_in_place(NAMES, SHAPE):
                 raise ZeroDivisionError
         assert (client.misses, client.mapped_bytes) == ({"absent": 1}, 0)
 
@@ -150,7 +154,7 @@ def test_a_client_over_tcp_finds_the_unix_socket(tmp_path: Path, connections: in
                 check(client, bodies())
             assert client.mapped_bytes == 3 * COUNT * SHAPE.nbytes
             assert int(other.info("commandstats")["cmdstat_kvmap|attach"]["calls"]) <= connections
-            with client.blocks_in_place(NAMES) as blocks:
+            with client.blocks_in_place(NAMES, SHAPE) as blocks:
                 assert all(view and bytes(view) == body.tobytes() for view, body in zip(blocks, bodies(), strict=True))
         with PageClient(url, mapped=False, deadline=30) as client:
             check(client, bodies())
@@ -267,7 +271,7 @@ def test_an_event_loop_maps_a_restarted_server_again(tmp_path: Path) -> None:
 
 
 def test_blocks_are_not_read_in_place_without_a_socket(server: RunningServer) -> None:
-    with PageClient(server.url) as client, pytest.raises(Unsupported), client.blocks_in_place(NAMES):
+    with PageClient(server.url) as client, pytest.raises(Unsupported), client.blocks_in_place(NAMES, SHAPE):
         pass
 
 
@@ -382,7 +386,7 @@ def test_a_tenant_reads_copies(tmp_path: Path, verify: bool, connections: int, w
             assert reasons == [None] * 3 + ["absent"] + [None] * (COUNT - 4)
             read = [i for i, why in enumerate(reasons) if why is None]
             assert all((into[i] == bodies(1)[i]).all() for i in read)
-            with client.blocks_in_place(NAMES) as blocks:
+            with client.blocks_in_place(NAMES, SHAPE) as blocks:
                 assert blocks == [None] * COUNT
             stats = other.info("commandstats")
             assert int(stats["cmdstat_kvmap|area"]["calls"]) < 4 * connections
@@ -784,7 +788,7 @@ def test_a_client_outlives_the_servers_that_it_maps(tmp_path: Path, rounds: int)
 
 def read_while_it_is_killed(client: PageClient, server: RunningServer, written: list[Array]) -> None:
     """Kill a server while its memory is read, and check that the bytes are the same as before."""
-    with client.blocks_in_place(NAMES) as blocks:
+    with client.blocks_in_place(NAMES, SHAPE) as blocks:
         server.stop(signal.SIGKILL)
         assert all(view and bytes(view) == body.tobytes() for view, body in zip(blocks, written, strict=True))
 

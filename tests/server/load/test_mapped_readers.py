@@ -64,7 +64,7 @@ def read(url: str, rounds: int, seed: int) -> int:
                 bodies = [None if why else body for why, body in zip(missed, memory, strict=True)]
                 check(numbers, bodies)
             else:
-                with client.blocks_in_place(names) as views:
+                with client.blocks_in_place(names, SHAPES[kind]) as views:
                     bodies = [None if view is None else np.frombuffer(view, np.uint32) for view in views]
                     check(numbers, bodies)
             found += sum(body is not None for body in bodies)
