@@ -15,7 +15,7 @@ from kvpage_server.commands.context import Server
 from kvpage_server.core import Scratch
 from kvpage_server.net.run_queue import RunQueue
 from kvpage_server.net.session import Session
-from kvpage_server.net.tls import HANDSHAKE_BYTES, Handshake
+from kvpage_server.net.tls import HANDSHAKE_BYTES, Encryption, Handshake
 from kvpage_server.net.transport import Ends, SocketTransport, Transport
 from kvpage_server.system.program import cannot_listen
 
@@ -52,6 +52,7 @@ class Listener:
         self._loop = loop
         self._sockets: dict[socket.socket, Accept] = {}
         self._run_queue = RunQueue(loop)
+        self._tls_queue = RunQueue(loop)  # TLS connections with bytes for OpenSSL
         self._scratch = Scratch()
         # A spare file descriptor. If none is free, it is closed, so that a connection can be accepted and refused.
         self._spare: int | None = _open_spare()
@@ -92,6 +93,7 @@ class Listener:
     def stop(self) -> None:
         """Close the listening sockets, and give sessions no more turns. All-or-none writes go on, see `complete`."""
         self._run_queue.stop()
+        self._tls_queue.stop()
         for sock in self._sockets:
             self._loop.remove_reader(sock)
             if sock.family == socket.AF_UNIX:
@@ -240,7 +242,8 @@ class Listener:
     def _begin_tls(self, sock: socket.socket) -> None:
         context = self._server.tls
         assert context is not None
-        handshake = Handshake(self._loop, sock, context, name_of(sock, peer=True), self._end_handshake)
+        encryption = Encryption(sock, context, self._tls_queue)
+        handshake = Handshake(self._loop, encryption, name_of(sock, peer=True), self._end_handshake)
         self._server.handshakes[handshake] = None
         self._server.in_flight += HANDSHAKE_BYTES
 

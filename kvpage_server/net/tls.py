@@ -15,19 +15,28 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from kvpage_server.core.pieces import Piece, copied_parts
+from kvpage_server.net.run_queue import RunQueue
 
 HANDSHAKE_BYTES = 256 * 1024  # memory of a handshake at most: OpenSSL reserves 175 KB for the longest message
 MOST_INPUT = 32 * 1024  # bytes that a peer may send before its handshake is complete; certificates take a few KB
 _MOST_SECONDS = 10.0  # seconds that a handshake may take
-_PART = 64 * 1024  # bytes that one call of OpenSSL or the kernel receives, encrypts or decrypts
+_PART = 64 * 1024  # bytes that one call of OpenSSL or the kernel receives or encrypts
+_RECORD = 16 * 1024  # bytes of a TLS record at most
+_RECORDS = 128  # records that are decrypted in a turn; `_PART` has thousands if each has one byte
 _PARTS = 16  # parts that are encrypted and sent before other connections have their turn
 
 
 class Encryption:
-    """TLS on the server's side of a socket. It has the methods of an `Outbox` for the output."""
+    """TLS on the server's side of a socket. It has the methods of an `Outbox` for the output.
 
-    def __init__(self, sock: socket.socket, context: ssl.SSLContext) -> None:
+    All connections wait in `queue` for turns of long work: a step of a handshake takes a millisecond, or longer with a
+    long RSA key, and a record of one byte takes as long as one of kilobytes. So strangers delay no client by much more
+    than the queue's `ROUND`.
+    """
+
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext, queue: RunQueue) -> None:
         self.sock = sock
+        self.queue = queue
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
         self._encrypted = memoryview(b"")  # bytes of `_outgoing` that the kernel has not accepted yet
@@ -56,16 +65,21 @@ class Encryption:
             return False
         return True
 
+    @property
+    def has_input(self) -> bool:
+        """Whether received bytes are not decrypted yet."""
+        return bool(self._incoming.pending or self._tls.pending())
+
     def decrypt(self) -> tuple[bytes, bool]:
-        """Decrypt all received bytes.
+        """Decrypt received bytes, at most _RECORDS records.
 
         Return them, and whether the peer has ended the connection or violated the protocol.
         """
         parts: list[bytes] = []
         try:
-            while part := self._tls.read(_PART):
+            while part := self._tls.read(_RECORD):
                 parts.append(part)
-                if not (self._incoming.pending or self._tls.pending()):
+                if len(parts) == _RECORDS or not self.has_input:
                     return b"".join(parts), False
         except ssl.SSLWantReadError:
             return b"".join(parts), False
@@ -162,26 +176,34 @@ class Handshake:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        sock: socket.socket,
-        context: ssl.SSLContext,
+        encryption: Encryption,
         address: str,
         done: Callable[[Handshake, str], None],
     ) -> None:
-        self.encryption = Encryption(sock, context)
+        self.encryption = encryption
         self.address = address
         self.began = loop.time()
         self._loop = loop
-        self._sock = sock
+        self._sock = encryption.sock
         self._done = done
         self._received = 0  # bytes received so far
+        self._has_ended = False
         self._timer = loop.call_later(_MOST_SECONDS, self.end, f"no handshake within {_MOST_SECONDS:.0f} s")
-        loop.add_reader(sock, self._receive)
+        loop.add_reader(self._sock, self._readable)
 
-    def _receive(self) -> None:
+    def _readable(self) -> None:
+        """Wait for a turn, because the peer has sent bytes or has disconnected."""
+        self._loop.remove_reader(self._sock)
+        self.encryption.queue.join(self)
+
+    def take_turn(self) -> None:
         """Receive a part of the handshake, continue it, and send the server's part.
 
         End it if it is complete or fails.
         """
+        if self._has_ended:
+            return
+        self._loop.add_reader(self._sock, self._readable)
         try:
             count = self.encryption.receive(MOST_INPUT - self._received)
             if count < 0:
@@ -215,6 +237,7 @@ class Handshake:
 
     def end(self, error: str) -> None:
         """End the handshake, and call `done`. With an error, the peer gets OpenSSL's alert, if there is one."""
+        self._has_ended = True
         self._timer.cancel()
         self._loop.remove_reader(self._sock)
         self._loop.remove_writer(self._sock)

@@ -113,9 +113,10 @@ class SocketTransport:
         self._closing = False
         self._is_closed = False
         self._crowded = False
-        self.attend()
+        self._in_queue = False  # whether the connection waits for a turn of TLS
         if encryption is not None:
-            loop.call_soon(self._decrypt, encryption)  # bytes may have followed the handshake directly
+            self._join(encryption)  # bytes may have followed the handshake directly
+        self.attend()
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -125,7 +126,28 @@ class SocketTransport:
             if self._encryption is None:
                 self._loop.add_reader(self._sock, self._reader.readable)
             else:
-                self._loop.add_reader(self._sock, self._receive, self._encryption)
+                self._await_input(self._encryption)
+
+    def _await_input(self, encryption: Encryption) -> None:
+        """Wait for bytes of the socket, or for a turn if received bytes are left to decrypt."""
+        if not encryption.has_input:
+            self._loop.add_reader(self._sock, self._receive, encryption)
+            return
+        self._loop.remove_reader(self._sock)
+        if not self._in_queue:
+            self._join(encryption)
+
+    def _join(self, encryption: Encryption) -> None:
+        self._in_queue = True
+        encryption.queue.join(self)
+
+    def take_turn(self) -> None:
+        """Decrypt received bytes, unless receiving has stopped since the call of `_join`, and wait for more."""
+        self._in_queue = False
+        if self._encryption is not None and not self.ignored:
+            self._decrypt(self._encryption)
+            if not self.ignored:
+                self._await_input(self._encryption)
 
     def _receive(self, encryption: Encryption) -> None:
         """Receive encrypted bytes from the socket, which has data or was closed by the peer."""
@@ -135,11 +157,13 @@ class SocketTransport:
             count = 0
         if count > 0:
             self._decrypt(encryption)
+            if encryption.has_input and not self.ignored:
+                self._await_input(encryption)
         elif not count:
             self.abort()
 
     def _decrypt(self, encryption: Encryption) -> None:
-        """Pass the decrypted bytes to the reader, and send OpenSSL's own answers, such as confirmations of new keys."""
+        """Pass decrypted bytes to the reader, and send OpenSSL's own answers, such as confirmations of new keys."""
         if self._is_closed:
             return
         data, ended = encryption.decrypt()
