@@ -3,18 +3,40 @@
 from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memcpy
 
+cdef extern from *:
+    """
+    #if defined(__SSE2__)
+    #include <emmintrin.h>
+    /* Copies as memcpy does. The C library's memcpy is a single instruction for such sizes, which some processors
+       execute at half the speed if the two addresses differ in their last bits. */
+    static void copy_part(char *to, const char *from, size_t size) {
+        for (; size >= 64; to += 64, from += 64, size -= 64) {
+            __m128i a = _mm_loadu_si128((const __m128i *)from), b = _mm_loadu_si128((const __m128i *)from + 1);
+            __m128i c = _mm_loadu_si128((const __m128i *)from + 2), d = _mm_loadu_si128((const __m128i *)from + 3);
+            _mm_storeu_si128((__m128i *)to, a);
+            _mm_storeu_si128((__m128i *)to + 1, b);
+            _mm_storeu_si128((__m128i *)to + 2, c);
+            _mm_storeu_si128((__m128i *)to + 3, d);
+        }
+        memcpy(to, from, size);
+    }
+    #else
+    #define copy_part memcpy
+    #endif
+    """
+    void copy_part(char *, const char *, size_t) nogil
+
 from kvpage_server.core.native.hashing cimport Digest, digest_of
 from kvpage_server.core.native.memory cimport Memory
 
-from kvpage_server.core.python.bodies import COPIED as _COPIED
 from kvpage_server.core.python.bodies import MISFIT
 from kvpage_server.page import FIELD_AT, HEADER_SIZE
 
 cdef enum:
     HEADER = 64
+    COPIED = 4096  # bytes that are hashed while they are in the processor's nearest cache
 assert HEADER == HEADER_SIZE
 
-cdef Py_ssize_t COPIED = _COPIED
 cdef int BODY_SIZE = FIELD_AT["body_size"], CHECKSUM = FIELD_AT["checksum"]
 
 
@@ -40,7 +62,7 @@ def copy_hashed(source, target):
     with nogil:
         while left:
             some = min(left, COPIED)
-            memcpy(copy + at, <const char *>view.buffers[0].buf + at, some)
+            copy_part(copy + at, <const char *>view.buffers[0].buf + at, some)
             found.add(copy + at, some)
             at, left = at + some, left - some
     return found.value()
