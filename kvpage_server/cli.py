@@ -46,7 +46,15 @@ from kvpage_server.look.status import status
 from kvpage_server.look.top import top
 from kvpage_server.look.why import stat, verify, why
 from kvpage_server.system.completion import SHELLS, completion_of, script
-from kvpage_server.system.program import ends_quietly, interrupts_deferred, missing_extra, not_empty, reason_of, say
+from kvpage_server.system.program import (
+    Parser,
+    ends_quietly,
+    interrupts_deferred,
+    missing_extra,
+    not_empty,
+    reason_of,
+    say,
+)
 from kvpage_server.system.terminal import out, print_json
 from kvpage_server.system.text import name_of_text, name_shown
 
@@ -267,7 +275,7 @@ def _access_error(url: str) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    program = argparse.ArgumentParser(prog="kvpage", description="Inspect a running page store.")
+    program = Parser(prog="kvpage", description="Inspect a running page store.")
     program.add_argument("--version", action="version", version=f"kvpage {__version__}")
     commands = program.add_subparsers(required=True, metavar="COMMAND")
 

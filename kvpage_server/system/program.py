@@ -20,6 +20,8 @@ from kvpage_server.system.text import printable
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
+    from _typeshed import SupportsWrite
+
 # -- Standard streams in an encoding other than UTF-8, such as ASCII or Latin-1 ----------------------------------------
 
 _ERRORS = "kvpage-terminal"
@@ -27,7 +29,15 @@ _SIMILAR = {**dict(zip("▁▂▃▄▅▆▇█", ".:-=+*%#", strict=True)), "�
 
 
 def fit_streams() -> None:
-    """Make output streams replace characters that their encoding lacks, and read ASCII input as UTF-8."""
+    """Open standard streams that the parent process has closed on the null device, so that the program runs as usual,
+    and no file of the store gets their descriptors, to which a library may print. Make output streams replace
+    characters that their encoding lacks, and read ASCII input as UTF-8.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest free one, which is that of the closed stream
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8"))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors=_ERRORS)
@@ -127,6 +137,16 @@ def _repeat_lost_interrupt(dropped: UnraisableHookArgs) -> None:
     again = threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT))  # after the end of this function
     again.daemon = True
     again.start()
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of a command line that does not ignore errors of standard output when it prints its help or version."""
+
+    def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
+        if message and file is sys.stdout:
+            print(message, end="", flush=True)
+        else:
+            super()._print_message(message, file)
 
 
 def not_empty(word: str) -> str:

@@ -1,7 +1,8 @@
-"""A full disk below standard error ends no program, and changes no exit status."""
+"""Full or closed standard streams end no program with a traceback, and change no exit status."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import redis
-from servers import START_WITHIN, STOP_WITHIN, free_port
+from servers import START_WITHIN, STOP_WITHIN, RunningServer, free_port
 from waiting import eventually
 
 pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is of Linux")
@@ -48,3 +49,41 @@ def test_an_engine_continues_after_a_report() -> None:
     )
     process = start("-c", program)
     assert process.communicate(timeout=STOP_WITHIN)[0] == "done\n"
+
+
+@pytest.mark.parametrize("program", ["kvpage", "kvpage_server", "kvpage_engine"])
+def test_a_full_disk_is_reported_by_help_and_version(program: str) -> None:
+    main = f"import sys; from kvpage_server.__main__ import {program} as main; sys.exit(main())"
+    for word in ("--help", "--version"):
+        with open("/dev/full", "w", encoding="utf-8") as full:
+            command = [sys.executable, "-c", main, word]
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, encoding="utf-8", timeout=STOP_WITHIN)
+        assert (done.returncode, done.stderr.partition(": ")[2]) == (1, "No space left on device\n")
+
+
+def closed(streams: str, *words: str) -> list[str]:
+    """Return a command that starts a program without the standard streams of a shell's redirections."""
+    return ["sh", "-c", f'exec "$@" {streams}', "sh", sys.executable, *words]
+
+
+def test_kvpage_runs_with_closed_streams(server: RunningServer) -> None:
+    main = "from kvpage_server.__main__ import kvpage as main; main()"
+    asked = "-c", main, "status", "--url"
+    for url, code in ((server.url, 0), (f"redis://127.0.0.1:{free_port()}", 2)):
+        done = subprocess.run(closed("<&- >&-", *asked, url), stderr=subprocess.PIPE, timeout=STOP_WITHIN)
+        assert (done.returncode, done.stderr.count(b"\n")) == (code, code // 2), done.stderr
+    done = subprocess.run(closed("2>&-", *asked, url), stdout=subprocess.PIPE, timeout=STOP_WITHIN)
+    assert (done.returncode, done.stdout) == (2, b"")
+
+
+def test_no_file_of_a_server_gets_a_closed_stream(tmp_path: Path) -> None:
+    """A library that prints an error would write it into the file."""
+    port = free_port()
+    words = "-m", "kvpage_server", "--port", str(port), "--dir", str(tmp_path), "--store", "tiered"
+    with subprocess.Popen(closed("<&- >&- 2>&-", *words)) as process, redis.Redis(port=port) as client:
+        try:
+            assert eventually(lambda: _answers(client), within=START_WITHIN)
+            assert {os.readlink(f"/proc/{process.pid}/fd/{number}") for number in range(3)} == {os.devnull}
+        finally:
+            process.terminate()
+        assert process.wait(STOP_WITHIN) == 0
