@@ -22,13 +22,14 @@ from contextlib import closing, contextmanager
 from typing import Any, cast
 from urllib.parse import urldefrag
 
+import mlx.core as mx
 import mlx.nn as nn
 import redis
 import xxhash
 from kvpage.engine.caches import CacheStateError
 from kvpage.engine.chains import unnamed_agent
 from kvpage.engine.memory import kvcache
-from kvpage.engine.memory.blocks import AgentBlocks, BlockError
+from kvpage.engine.memory.blocks import AgentBlocks, Arrays, BlockError
 from kvpage.engine.pool import BlockPool
 from kvpage.engine.spec import ModelCacheSpec
 from kvpage.engine.tiers.pages import PageTier
@@ -101,7 +102,7 @@ class StoredContexts:
 
     @guarded(lambda: None)
     def save(self, tokens: Sequence[int], cache: Sequence[Any], beginnings: Mapping[int, Sequence[Any]]) -> None:
-        """Copy a context, and write it in the background, unless too many wait.
+        """Copy and write a context in the background, unless too many wait. mlx-lm does not change a finished `cache`.
 
         The states of its `beginnings`, caches by their number of tokens, are written with it.
         """
@@ -110,8 +111,9 @@ class StoredContexts:
             if sum(self._waiting.values()) + nbytes > QUEUE_BYTES:
                 self.reasons.count("save", "queue")
                 return
-        context = self._blocks(tokens, cache, beginnings)
-        writing = self._writer.submit(self._write, context)
+        states = {count: kvcache.capture(self.spec, before) for count, before in beginnings.items()}
+        mx.eval([layer.state for layer in cache])  # another thread cannot use arrays that are not evaluated
+        writing = self._writer.submit(self._write, tokens, cache, states)
         with self._lock:
             self._waiting[writing] = nbytes
         writing.add_done_callback(self._written)
@@ -125,11 +127,8 @@ class StoredContexts:
         self._writer.shutdown(wait=False, cancel_futures=True)
         self._pages.close()
 
-    def _blocks(
-        self, tokens: Sequence[int], cache: Sequence[Any], beginnings: Mapping[int, Sequence[Any]]
-    ) -> AgentBlocks:
+    def _blocks(self, tokens: Sequence[int], cache: Sequence[Any], states: Mapping[int, Arrays]) -> AgentBlocks:
         agent = unnamed_agent("")
-        states = {count: kvcache.capture(self.spec, before) for count, before in beginnings.items()}
         for held in (len(tokens), len(tokens) - 1):  # without a batch, the last token may not be in the cache
             ids = self._pool.allocate(self.spec.blocks_for(held), agent)
             try:
@@ -142,7 +141,9 @@ class StoredContexts:
                 return AgentBlocks(agent, tuple(tokens[:held]), blocks, self.spec.fingerprint)
         raise AssertionError("unreachable")
 
-    def _write(self, context: AgentBlocks) -> None:
+    @guarded(lambda: None)
+    def _write(self, tokens: Sequence[int], cache: Sequence[Any], states: Mapping[int, Arrays]) -> None:
+        context = self._blocks(tokens, cache, states)
         try:
             self._pages.publish(context)
         finally:

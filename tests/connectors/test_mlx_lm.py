@@ -20,11 +20,13 @@ from forked import begin
 from kvpage_connectors.mlx_lm import StoredPromptCache, load_prompt_cache, save_prompt_cache
 from proxy import start_proxy
 from servers import RunningServer, free_port, start_server
-from waiting import eventually
+from waiting import PATIENCE, eventually
 
 # isort: split
 import numpy as np
+from kvpage.engine.memory import kvcache
 from kvpage_connectors import mlx_lm_command
+from mlx_lm.models.cache import BatchKVCache
 
 KEY = ("tiny", None, None)  # mlx-lm's key of a model
 CHAT: list[Any] = [
@@ -170,6 +172,34 @@ def test_the_bytes_of_a_restored_context_are_equal(kind: str, server: RunningSer
     assert rest == TOKENS[280:290]
     assert cache is not None
     assert np.array_equal(of.continuation(cache, 280), of.continuation(of.computed(280), 280))
+
+
+def test_a_finished_context_is_copied_by_the_writer(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generation thread goes on with the next prompt of the context before it is copied."""
+    of, goes_on, copies = family("llama"), Event(), kvcache.extract
+
+    def extract(*args: Any, **options: Any) -> Any:
+        assert goes_on.wait(PATIENCE)
+        return copies(*args, **options)
+
+    monkeypatch.setattr(kvcache, "extract", extract)
+    cache = StoredPromptCache(server.url)
+    cache.attach(KEY, of.model, TOKENIZER)
+    pairs = zip(of.computed(280), of.computed(290), strict=True)
+    finished = [BatchKVCache.merge(pair).extract(0) for pair in pairs]  # arrays that are not evaluated
+    cache.insert_cache(KEY, TOKENS[:280], finished)
+    taken, _ = cache.fetch_nearest_cache(KEY, TOKENS[:290])
+    of.continuation(taken, 280)
+    goes_on.set()
+    cache.close()
+    assert not cache._contexts[KEY].reasons.counts
+    fresh = StoredPromptCache(server.url)
+    fresh.attach(KEY, of.model, TOKENIZER)
+    fresh.prefetch(KEY, TOKENS[:290])
+    restored, rest = fresh.fetch_nearest_cache(KEY, TOKENS[:290])
+    fresh.close()
+    assert (restored is not None, rest) == (True, TOKENS[280:290])
+    assert np.array_equal(of.continuation(restored, 280), of.continuation(of.computed(280), 280))
 
 
 def test_memory_that_has_more_than_the_store_is_used(server: RunningServer) -> None:
