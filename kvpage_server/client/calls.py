@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import Any, Generic, TypeVar
@@ -21,6 +21,7 @@ from kvpage_server.client.mapped import LEAST_BYTES, LEAST_PAGE, Dialogue, Maps,
 from kvpage_server.client.page import (
     BlockBody,
     BlockName,
+    BlockPages,
     Page,
     StateName,
     check_block_sizes,
@@ -50,6 +51,13 @@ def cut(sizes: Sequence[int], connections: int) -> list[slice]:
     parts = max(1, min(connections, total // _LEAST_BYTES))
     bounds = [0, *(bisect_right(ends, total * i // parts) for i in range(1, parts)), len(ends)]
     return [slice(start, stop) for start, stop in pairwise(bounds) if start < stop]
+
+
+def _in_order(parts: list[slice], names: Sequence[Hashable]) -> list[slice]:
+    """Return the slices of a batch that writes `names`: a single one if a name occurs twice, as the last value counts,
+    and parts on several connections have no order.
+    """
+    return parts if len(parts) < 2 or len(set(names)) == len(names) else [slice(0, parts[-1].stop)]
 
 
 T = TypeVar("T")
@@ -110,6 +118,9 @@ class Calls:
         found = sized(pages, ttl)
         sizes = found.bodies.sizes
         parts = self._parts(len(found), sizes)
+        if len(parts) > 1:
+            names = pages.keys.names if isinstance(pages, BlockPages) else [bytes(page.key) for page in pages]
+            parts = _in_order(parts, names)
         return Call("mset", parts, lambda to, part: to.set_pages(found[part], ttl), lambda _: count_sent(sizes))
 
     def mget(self, keys: Sequence[PageKey]) -> Call[list[Page | None]]:
@@ -158,7 +169,7 @@ class Calls:
         def sizes() -> Sequence[int]:
             return [shape.nbytes] * len(found)
 
-        parts = self._parts(len(found), sizes)
+        parts = _in_order(self._parts(len(found), sizes), names)
         return Call(
             "mset_blocks",
             parts,

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import redis
 from page_batches import NO_RETRY, batch, key, room, same
@@ -26,11 +27,30 @@ from kvpage_server.client import (
     AsyncPageClient,
     DeadlineExceeded,
     Disconnected,
+    Page,
     PageClient,
     PageClientError,
     Refused,
     WrongReply,
 )
+from kvpage_server.page import BlockShape, DType, KVType, PageKey, Plane
+
+WIDE = BlockShape(1, 1, 256, (Plane(KVType.K, DType.UINT8, 512),))  # 128 KiB: parts of a batch for each connection
+
+
+def test_the_last_value_of_a_name_in_a_batch_counts(server: RunningServer) -> None:
+    bodies = [np.full(WIDE.nbytes, i, np.uint8) for i in range(32)]
+    names, found = [(b"twice", i % 16) for i in range(32)], [np.zeros(WIDE.nbytes, np.uint8) for _ in range(16)]
+    keys = [PageKey(b"page", 0, 0, i % 16, 0) for i in range(32)]
+    with PageClient(server.url, connections=4, deadline=60) as client:
+        for _ in range(4):
+            client.mset_blocks(names, WIDE, bodies)
+            assert client.mget_blocks_into(names[:16], WIDE, found) == [True] * 16
+            assert [int(body[0]) for body in found] == [*range(16, 32)]
+            client.mset([Page(key, body, DType.UINT8, 256, 512) for key, body in zip(keys, bodies, strict=True)])
+            assert client.mget_into(keys[:16], found) == [True] * 16
+            assert [int(body[0]) for body in found] == [*range(16, 32)]
+
 
 # -- ways in -----------------------------------------------------------------------------------------------------------
 
