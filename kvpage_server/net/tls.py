@@ -24,6 +24,7 @@ _PART = 64 * 1024  # bytes that one call of OpenSSL or the kernel receives or en
 _RECORD = 16 * 1024  # bytes of a TLS record at most
 _RECORDS = 128  # records that are decrypted in a turn; `_PART` has thousands if each has one byte
 _PARTS = 16  # parts that are encrypted and sent before other connections have their turn
+_NOTHING = memoryview(b"")
 
 
 class Encryption:
@@ -39,7 +40,7 @@ class Encryption:
         self.queue = queue
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
-        self._encrypted = memoryview(b"")  # bytes of `_outgoing` that the kernel has not accepted yet
+        self._encrypted = _NOTHING  # bytes of `_outgoing` that the kernel has not accepted yet
         self._queue: deque[Piece] = deque()  # output that is not encrypted yet
         self._plain = 0  # bytes of the output in the queue
         self._taken = 0  # bytes of the queue's first piece that were encrypted already
@@ -134,9 +135,11 @@ class Encryption:
         """Send encrypted bytes. Return whether the kernel has accepted all of them."""
         self._encrypted = self._encrypted or memoryview(self._outgoing.read())
         try:
-            self._encrypted = self._encrypted[self.sock.send(self._encrypted) :]
+            sent = self.sock.send(self._encrypted)
         except BlockingIOError:
             return False
+        # An empty view would keep the memory of the sent bytes.
+        self._encrypted = self._encrypted[sent:] if sent < len(self._encrypted) else _NOTHING
         return not self._waiting
 
     def _take_part(self) -> bytes | memoryview:

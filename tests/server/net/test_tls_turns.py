@@ -135,3 +135,7 @@ def test_records_of_one_byte_are_decrypted_in_turns(folder: Path) -> None:
             turns.append(encryption.decrypt())
         assert sum(len(data) for data, _ in turns) == 1000
         assert len(turns) == 8
+        encryption.add([bytes(50_000)])
+        assert encryption.send() == 50_000
+        assert not encryption.nbytes
+        assert encryption._encrypted.obj == b"", "sent bytes stay in memory"
