@@ -364,7 +364,7 @@ def test_an_error_of_an_unneeded_fetch_is_logged_and_counted(
 ) -> None:
     """The load has ended with the context in memory, and does not wait for the fetch."""
     writer, store = stores(), stores(deadline=60.0, restore_within=60.0)
-    remember(writer, pool, "alice", TOKENS)
+    remember(writer, pool, "bob", TOKENS)
     writer.flush_dirty()
     remember(store, pool, "alice", TOKENS[:40])
     sleeping()
