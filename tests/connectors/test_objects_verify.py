@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,9 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
 
 
-def run(engine: str, server: RunningServer) -> int:
+def run(engine: str, server: RunningServer, *options: str) -> int:
     with pytest.raises(SystemExit) as ended:
-        cli.main(["connectors", "verify", engine, "--url", server.url])
+        cli.main(["connectors", "verify", engine, "--url", server.url, *options])
     assert isinstance(ended.value.code, int)
     return ended.value.code
 
@@ -40,6 +42,18 @@ def test_another_process_loads_equal_bytes(
     assert versions.startswith(version)
     assert result.startswith(f"{objects}: stored in ")
     assert result.endswith("by another process, bytes equal")
+
+
+@pytest.mark.parametrize("engine_name", ENGINES)
+def test_the_documented_rights_are_enough(
+    engine_name: str, server: RunningServer, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (HERE.parents[1] / "docs" / f"{engine_name}.md").read_text(encoding="utf-8")
+    (rights,) = re.findall(rf"ACL SETUSER {engine_name} (.*~kv:.*)$", page, re.MULTILINE)
+    client.execute_command("ACL", "SETUSER", engine_name, *shlex.split(rights))
+    monkeypatch.setenv("KVPAGE_PASSWORD", "secret")
+    assert run(engine_name, server, "--user", engine_name) == 0
+    client.acl_deluser(engine_name)
 
 
 def test_lmcaches_objects_are_deleted(server: RunningServer, client: redis.Redis) -> None:

@@ -271,6 +271,10 @@ def test_the_password_of_the_configuration_is_tried(conf: Path) -> None:
         assert result(doctor.reached, *here, "--requirepass", "secret").state == "ok"
         wrong = result(doctor.reached, *here, "--requirepass", "wrong")
         assert (wrong.state, "refuses the password" in wrong.found) == ("error", True)
+        with server.client(password="secret") as client:
+            client.execute_command("ACL", "SETUSER", "metrics", "on", ">third", "-@all", "+info")
+        url = server.url.replace("//", "//metrics:third@")
+        assert result(doctor.reached, str(conf), url=url).state == "ok"
         examined = [*doctor.examine(Patient([*here, "--requirepass", "secret"], ""))]
         assert "secret" not in str(examined)
 
