@@ -274,7 +274,8 @@ class KVEvents(Generic[Q]):
                     self._failed += count
                     self._note_dropped()
         if self._left_out > before:
-            log.warning("KV events: changes dropped: %d; subscribers see a gap", self._left_out - before)
+            message = "KV events: changes dropped: %d; subscribers see a gap"
+            self._seldom.log(logging.WARNING, message, self._left_out - before)
 
     def close(self) -> None:
         """Send the events of all changes, and end. Later changes are not published."""

@@ -448,6 +448,8 @@ def from_arguments(arguments: Sequence[str]) -> Config:
         name = rest.pop(0)
         if not name.startswith("--"):
             raise ConfigError(f"expected --name, got '{name}'")
+        if name in ("--check-config", "--help", "--version"):
+            raise ConfigError(f"{name} is no parameter: it must be the first argument")
         values = []
         while rest and not rest[0].startswith("--"):
             values.append(rest.pop(0))

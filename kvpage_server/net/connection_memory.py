@@ -58,7 +58,8 @@ def enforce_limits(client: Client) -> None:
     if limit.hard and connection.outgoing > limit.hard:
         close_overflown(client)
     elif connection.incoming > config.client_query_buffer_limit:
-        log.warning("client %s sent %s of one command: closed", client.address, plural(connection.incoming, "byte"))
+        size = plural(connection.incoming, "byte")
+        client.server.seldom.log(logging.WARNING, "client %s sent %s of one command: closed", client.address, size)
         client.server.stats.overflown_inputs += 1
         connection.abort()
     elif client.server.in_flight > config.client_memory > 0:
@@ -98,7 +99,8 @@ def close_connections(server: Server) -> None:
         client = clients.pop()
         if clients:
             heapq.heappush(users, (total + client.held, number, clients))
-        log.warning(
+        server.seldom.log(
+            logging.WARNING,
             "client %s held %d bytes, all together %d, and maxmemory-clients allows %d: closed",
             client.address,
             client.held,
@@ -111,7 +113,8 @@ def close_connections(server: Server) -> None:
 
 def close_overflown(client: Client) -> None:
     """Close a client that exceeds its limit of unread output, count it, and log a warning."""
-    log.warning("client %s left %s unread: closed", client.address, plural(client.connection.outgoing, "byte"))
+    size = plural(client.connection.outgoing, "byte")
+    client.server.seldom.log(logging.WARNING, "client %s left %s unread: closed", client.address, size)
     client.server.stats.overflown_outputs += 1
     client.connection.abort()
 

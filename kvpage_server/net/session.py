@@ -384,7 +384,7 @@ class Session:
             self._out_of_memory()
 
     def _out_of_memory(self) -> None:
-        log.warning("no memory for what %s sends: closed", self.client.address)
+        self._server.seldom.log(logging.WARNING, "no memory for what %s sends: closed", self.client.address)
         self._end_with(b"-OOM the system has no memory left for this value\r\n")
 
     def _end_with(self, last_words: bytes) -> None:
@@ -429,7 +429,7 @@ class Session:
         try:
             wait.start(self._advance)
         except MemoryError:
-            log.error("there is no memory for what %s asks for", self.client.address)
+            self._server.seldom.log(logging.ERROR, "there is no memory for what %s asks for", self.client.address)
             self.abort()
 
     def _advance(self) -> None:

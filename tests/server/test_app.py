@@ -182,6 +182,8 @@ class TestBadConfiguration:
     def test_a_value_without_a_name(self) -> None:
         assert refused("--port", "9221", "--", "x").startswith("unknown parameter ''")
         assert refused(str(CONF), "9221") == "expected --name, got '9221'"
+        for word in ("--check-config", "--help", "--version"):
+            assert refused(str(CONF), word) == f"{word} is no parameter: it must be the first argument"
 
 
 class TestConfiguration:

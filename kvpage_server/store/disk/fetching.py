@@ -47,7 +47,7 @@ from kvpage_server.store.evict import MemoryAccount, OverLimit
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.memory.index import Block, Code, CodeCounts, Extent, OnDisk
 from kvpage_server.store.records import name_of_key
-from kvpage_server.system.text import Durations, monotonic_ms
+from kvpage_server.system.text import Durations, LogRateLimit, monotonic_ms
 
 _COPIED = 64 * 1024  # bytes of the largest value that is borrowed as a copy, which costs less than more pieces
 _SIZE, _UNIT = attrgetter("size"), attrgetter("unit")
@@ -71,6 +71,7 @@ class Fetching:
         self._contents = contents
         self._memory = memory
         self._stored = stored
+        self._seldom = LogRateLimit(log)
         self._fetching: dict[OnDisk, _Job] = {}  # the job of each value that is being read
         # Memory of small borrowed values, and of temporarily loaded ones. It does not count against maxmemory, because
         # replies may refer to it after the hold has ended.
@@ -198,7 +199,7 @@ class Fetching:
             elif outcome is False or isinstance(outcome, Exception):
                 self.lose(value, outcome)
         if failing:
-            log.error("values cannot be read from disk: %s", failing)
+            self._seldom.log(logging.ERROR, "values cannot be read from disk: %s", failing)
         for group in job.groups:
             group.left -= 1
             if not group.left:

@@ -66,7 +66,7 @@ from kvpage_server.store.memory.catalogue import WITH_TIER
 from kvpage_server.store.memory.entry import LONGEST_TEXT, Entry, Page, Text
 from kvpage_server.store.memory.index import Block, Extent, ExtentPage, NotLoaded, OnDisk
 from kvpage_server.store.records import Damaged, Record, footprint, name_of_block, name_of_key
-from kvpage_server.system.text import monotonic_ms, plural
+from kvpage_server.system.text import LogRateLimit, monotonic_ms, plural
 
 # -- The load of all keys at the start ---------------------------------------------------------------------------------
 #
@@ -234,6 +234,7 @@ class Changes:
         # Bytes of values on disk, and for new pages, when the disk was full.
         self._full_at: tuple[int, int] | None = None
         self._refused: list[bytes] = []  # names of units to drop
+        self._seldom = LogRateLimit(log)
 
     def change_of(self, name: bytes, value: Value) -> Change:
         """Return the change that stores a value. Called in the thread that commits."""
@@ -283,7 +284,8 @@ class Changes:
             there = names_in(unit)
             if any(map(names.__contains__, there)) or not self._account.evict(unit):
                 continue
-            log.warning("%s is dropped: its write was refused, and the disk is full", described(name))
+            message = "%s is dropped: its write was refused, and the disk is full"
+            self._seldom.log(logging.WARNING, message, described(name))
             left -= len(there)
             if left <= 0:
                 break

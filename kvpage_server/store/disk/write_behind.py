@@ -20,7 +20,7 @@ from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.disk.encoding import Change, Clear, Delete, SetExpiry, Write
 from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull, MaxDisk
 from kvpage_server.system.process import trim_malloc
-from kvpage_server.system.text import Durations, plural
+from kvpage_server.system.text import Durations, LogRateLimit, plural
 
 T = TypeVar("T")
 
@@ -354,6 +354,7 @@ class WriteBehind(Generic[T]):
         self.errors = 0
         self._has_failed = False  # whether the disk has failed since the last commit
         self.failing = ""  # the error of the last commit; empty if it succeeded
+        self._seldom = LogRateLimit(log)
         self._owner = owner
         self._writer = DiskWriter(disk, owner.change_of)
         self._next: Batch[T] = Batch()  # changes since the last commit began
@@ -617,7 +618,9 @@ class WriteBehind(Generic[T]):
         if removals is None:
             self._fail(error)
             return
-        log.info("%s: remove %s to make room", error, plural(len(removals.changes), "value"))
+        if removals.changes:  # for each commit while the disk is full
+            values = plural(len(removals.changes), "value")
+            self._seldom.log(logging.INFO, "%s: remove %s to make room", error, values)
         self._now = removals
         self._writer.remove(removals, self._space_freed)
 

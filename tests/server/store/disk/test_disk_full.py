@@ -371,7 +371,7 @@ def test_a_full_disk_evicts_the_least_valuable_values(disk: Path) -> None:
         evicted = next(seed for seed, value in found.items() if value is None)
         why = kvpage("why", *map(str, page_args(evicted)), url=server.url)[1]
         assert "evicted by allkeys-prefix at a full file system" in why
-        assert "No space left on device" in server.log
+        assert 0 < server.log.count("No space left on device: remove ") < 5  # one a minute
         assert "internal error" not in server.log
 
 
