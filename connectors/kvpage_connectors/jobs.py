@@ -25,7 +25,6 @@ from kvpage_server.client.raw_commands import RawCommand, integer, up_to
 
 _MIB = 1024 * 1024
 _PIECES = {"load": 32 * _MIB, "save": 16 * _MIB}  # bytes of one call; if another fails, the blocks of this one count
-_MAPPED_PIECE = 4 * _MIB  # bytes of one call that copies out of the server's memory: no thread waits there
 _PAUSE = 1.0  # seconds without requests after the server did not answer
 
 
@@ -210,13 +209,11 @@ class Jobs:
         """Begin to receive blocks. The result has for each block whether all of its pages arrived. The memory of a
         missed block is undefined.
 
-        The threads share a large load: while one waits for the server, another receives. They share a smaller one if
-        they copy out of the server's memory, since each of them is as fast as its core. With `here`, the caller's
+        The threads share a large load: while one waits for the server, another receives. With `here`, the caller's
         thread receives a part itself: it would wait anyway, and to wake another thread takes a tenth of the time of
         8 MiB.
         """
-        piece = _MAPPED_PIECE if self._client.mapped_bytes else _PIECES["load"]
-        return self._shared("load", blocks, piece // blocks.nbytes, self._receive, end, here)
+        return self._shared("load", blocks, _PIECES["load"] // blocks.nbytes, self._receive, end, here)
 
     def save(
         self, blocks: Blocks, end: float | None = None, *, threads: int = 1, here: bool = False

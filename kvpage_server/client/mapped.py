@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -48,6 +49,8 @@ _AROUND = 128  # bytes that the server needs for each block, at most, in additio
 _MOST_BLOCKS = 256  # in a command
 _MOST_DESCRIPTORS = 128  # in a reply
 _NOT_POSSIBLE = ("ERR unknown", "ERR KVMAP", "ERR a gateway")  # errors of a server that cannot be mapped at all
+_SHARED_BYTES = 2 << 20  # bytes that each further thread copies, at least: to wake one takes a tenth of a millisecond
+_MOST_COPYING = 4  # threads that share a copy, at most
 _REFUSED_FOR = 30.0  # seconds without another attempt after a refusal
 _ASKED_FOR = 30.0  # seconds until a client asks again for the server's unix socket
 _GET_SEALS, _NO_SHRINK = 1034, 2  # fcntl(2) of Linux
@@ -97,6 +100,7 @@ class Maps:
         self.has_pages = True  # whether the user may ask where pages are
         self._regions: dict[int, memoryview] = {}
         self._lock = threading.Lock()
+        self._helpers = ThreadPoolExecutor(_MOST_COPYING, "kvpage-copy")
 
     @property
     def refused(self) -> bool:
@@ -154,6 +158,27 @@ class Maps:
         if lost:
             lost.close()
 
+    def copy_each(self, copy: Callable[[int], str | None], indexes: Sequence[int], nbytes: int) -> Missed:
+        """Call `copy` for each index, which copies `nbytes` in all. Return the reasons for misses. Threads on other
+        cores help if they run before this thread has copied everything itself.
+        """
+        left = iter(indexes)  # all threads take from it
+
+        def some() -> Missed:
+            return {i: why for i in left if (why := copy(i))}
+
+        count = min(nbytes // _SHARED_BYTES, len(indexes), _cores(), _MOST_COPYING) - 1
+        try:
+            helpers = [self._helpers.submit(some) for _ in range(count)]
+        except RuntimeError as error:  # a ThreadPoolExecutor refuses work after its shutdown
+            raise Closed from error
+        try:
+            missed = some()
+        finally:
+            begun = [helper for helper in helpers if not helper.cancel()]
+            wait(begun)  # they use the caller's memory
+        return missed | {i: why for helper in begun for i, why in helper.result().items()}
+
     def count(self, nbytes: int) -> None:
         """Add bytes that were copied out of the regions."""
         with self._lock:
@@ -194,8 +219,14 @@ class Maps:
         """Unmap all regions when their current readers have finished."""
         if self._over_tcp:
             self._close_socket()
+        self._helpers.shutdown()
         with self._lock:
             self._regions.clear()
+
+
+def _cores() -> int:
+    """Return the number of cores on which this process may run."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _mapped(descriptor: int, size: int) -> memoryview:
@@ -422,8 +453,11 @@ def _read(
 
     def copy_all() -> Missed:
         parts = {i: maps.part(block.region, block.offset, block.size) for i, block in lent.items()}
-        reasons = {i: _copy(parts[i], block.digest if verify else None, views[i]) for i, block in lent.items()}
-        return {i: reason for i, reason in reasons.items() if reason}
+
+        def copy(i: int) -> str | None:
+            return _copy(parts[i], lent[i].digest if verify else None, views[i])
+
+        return maps.copy_each(copy, [*lent], sum(map(len, parts.values())))
 
     wrong: Missed | None = None
     if not maps.missing(block.region for block in lent.values()):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from threading import Barrier, Event, Timer
 from typing import Any
 
@@ -280,27 +278,6 @@ def test_threads_share_a_large_save(server: RunningServer, monkeypatch: pytest.M
         assert sorted(part.start for part in parts) == [0, 2]
         assert engine.count([0, 1, 2, 3]) == 4
         assert engine.jobs.save(Blocks(0, NBYTES, meet), threads=2).result(60) == []
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs sealed shared memory of Linux")
-def test_threads_share_a_load_out_of_the_servers_memory(tmp_path: Path) -> None:
-    """The first load has one call, because it finds out whether the server's memory can be mapped."""
-    size, count = 1 << 20, 10
-    written, into = np.random.default_rng(0).integers(0, 255, (2, count, size), np.uint8)
-
-    def blocks(memory: np.ndarray[Any, Any]) -> Blocks:
-        layout = PageLayout([(0, 0, 0, DType.UINT8, 1, size)])
-        names = [(b"mapped.%d" % i, 0) for i in range(count)]
-        return Blocks(count, size, lambda part: BlockPages(names[part], layout, list(memory[part])))
-
-    with start_server("--unixsocket", str(tmp_path / "socket")) as server, engine_on(server.url) as engine:
-        assert engine.jobs.save(blocks(written)).result(60) == [True] * count
-        for calls in (1, 1 + 3):
-            into[:] = 0
-            assert engine.jobs.load(blocks(into)).result(60) == [True] * count
-            assert np.array_equal(into, written)
-            with server.client() as client:
-                assert client.info("commandstats")["cmdstat_kvmap|mget"]["calls"] == calls
 
 
 def test_a_small_save_is_one_request(engine: Engine) -> None:

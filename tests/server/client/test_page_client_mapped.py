@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import cycle
 from pathlib import Path
+from threading import Barrier, get_ident
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ from page_batches import Array
 from servers import RunningServer, start_server
 from waiting import until
 
-from kvpage_server.client import AsyncPageClient, Page, PageClient, Unsupported, WrongReply
+from kvpage_server.client import AsyncPageClient, Closed, Page, PageClient, Unsupported, WrongReply
+from kvpage_server.client import mapped as reads
 from kvpage_server.client.commands import Missed, PageCommands, ask_dialect
 from kvpage_server.client.mapped import Maps, Meanwhile, Steps, read_mapped
 from kvpage_server.client.wire.connection import Deadline, page_pool
@@ -96,6 +98,26 @@ def test_blocks_are_read_from_the_server_s_memory(tmp_path: Path, verify: bool, 
         assert reasons == [None] * 3 + ["absent"] + [None] * (COUNT - 4)
         with server.client() as other:
             assert int(other.info("memory")["mem_clients_normal"]) < SHAPE.nbytes
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_threads_on_other_cores_share_a_copy(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+    monkeypatch.setattr(reads, "_cores", lambda: cores)
+    maps, meet, threads = Maps(page_pool("redis://127.0.0.1:1", {})), Barrier(cores), set[int]()
+
+    def copy(i: int) -> str | None:
+        meet.wait(60)
+        threads.add(get_ident())
+        return "checksum" if i % 2 else None
+
+    assert maps.copy_each(copy, range(6), 1 << 30) == {1: "checksum", 3: "checksum", 5: "checksum"}
+    assert len(threads) == cores
+    with pytest.raises(ZeroDivisionError):
+        maps.copy_each(lambda i: str(1 // (i - 5)), range(6), 1 << 30)
+    maps.close()
+    if cores > 1:
+        with pytest.raises(Closed):
+            maps.copy_each(copy, range(6), 1 << 30)
 
 
 def test_blocks_are_read_in_place(tmp_path: Path) -> None:
