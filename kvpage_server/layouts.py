@@ -15,6 +15,7 @@ changes the source, and ``np.ascontiguousarray`` of it is a copy in the new orde
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,8 @@ def raw_dtype(dtype: DType) -> np.dtype[Any]:
 
 
 def to_mlx(body: Buffer, shape: BlockShape) -> list[dict[int, Array]]:
-    """Split a block's body into MLX arrays: for each layer, the planes by kv_type, each a view ``[heads, tokens, dim]``
-    of `body`.
+    """Split a block's body into MLX's layout: for each layer, the planes by kv_type, each a numpy view ``[heads,
+    tokens, dim]`` of `body`. ``mx.array(view).view(mx.bfloat16)`` makes one an array of MLX, here of bfloat16.
 
     Raises PageError if `body` does not have the length of a block of `shape`.
     """
@@ -55,11 +56,11 @@ def to_mlx(body: Buffer, shape: BlockShape) -> list[dict[int, Array]]:
     return layers
 
 
-def from_mlx(layers: Sequence[Mapping[int, Array]], shape: BlockShape) -> bytearray:
+def from_mlx(layers: Sequence[Mapping[int, Any]], shape: BlockShape) -> bytearray:
     """Return the body of a block, a copy, from its planes by layer and kv_type. It is the inverse of `to_mlx`.
 
-    The arrays may have any dtype as wide as their plane's, and any strides. Raises PageError if one is missing or has
-    another shape or width.
+    The arrays, of numpy or MLX, may have any dtype as wide as their plane's, and any strides. Raises PageError if one
+    is missing or has another shape or width, TypeError for an object of another type.
     """
     body = bytearray(shape.nbytes)
     if len(layers) != shape.layers:
@@ -69,13 +70,25 @@ def from_mlx(layers: Sequence[Mapping[int, Array]], shape: BlockShape) -> bytear
             raise PageError(f"layer {i} must have the planes {sorted(targets)}, got {sorted(given)}")
         for kv_type, target in targets.items():
             array = given[kv_type]
+            if not isinstance(array, np.ndarray) and type(array).__module__ != "mlx.core":
+                raise TypeError(
+                    f"plane {kv_type} of layer {i} must be an array of numpy or MLX, got {type(array).__name__}"
+                )
             if (array.shape, array.itemsize) != (target.shape, target.itemsize):
                 raise PageError(
                     f"plane {kv_type} of layer {i} must be {target.shape} of {target.itemsize} bytes, "
                     f"got {array.shape} of {array.itemsize}"
                 )
-            target[...] = array.view(target.dtype)
+            target[...] = _as_integers(array, target.dtype)
     return body
+
+
+def _as_integers(array: Any, dtype: np.dtype[Any]) -> Array:
+    """Return the elements of an array of numpy or MLX as unsigned integers of `dtype`."""
+    if isinstance(array, np.ndarray):
+        return array.view(dtype)
+    mlx = import_module("mlx.core")  # it exists, if there is an array of it
+    return np.asarray(array.view(getattr(mlx, dtype.name)))
 
 
 def keys_to_vllm(keys: Array) -> Array:

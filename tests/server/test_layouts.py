@@ -47,6 +47,17 @@ def test_a_block_taken_apart_and_joined_is_the_same_block(shape: BlockShape) -> 
     assert from_mlx(to_mlx(body, shape), shape) == body
 
 
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16, DType.UINT8])
+def test_arrays_of_mlx_are_joined_with_any_strides(dtype: DType) -> None:
+    mx = pytest.importorskip("mlx.core")
+    shape = BlockShape(1, 2, 3, (Plane(KVType.K, dtype, 4),))
+    turned = mx.arange(24).astype(getattr(mx, dtype.name.lower())).reshape(2, 4, 3).swapaxes(1, 2)
+    (planes,) = to_mlx(from_mlx([{KVType.K: turned}], shape), shape)
+    assert mx.array_equal(mx.array(planes[KVType.K]).view(turned.dtype), turned)
+    with pytest.raises(TypeError, match="plane 0 of layer 0 must be an array of numpy or MLX, got list"):
+        from_mlx([{KVType.K: turned.tolist()}], shape)
+
+
 @given(shapes())
 def test_each_head_of_each_plane_is_the_page_of_that_name(shape: BlockShape) -> None:
     body = noise(shape.nbytes)
