@@ -649,7 +649,7 @@ def _info(url: str) -> dict[str, Any] | Exception:
             times = []
             for _ in range(20):
                 began = time.perf_counter()
-                client.info("server")  # the only command that its user may call, perhaps
+                client.info("server")  # a user for metrics may not call PING
                 times.append(time.perf_counter() - began)
             info["round_trip"] = median(times)
             info["ahead"] = info.get("server_time_usec", 0) / 1e6 - time.time()
