@@ -22,7 +22,8 @@ MOST_INPUT = 32 * 1024  # bytes that a peer may send before its handshake is com
 _MOST_SECONDS = 10.0  # seconds that a handshake may take
 _PART = 64 * 1024  # bytes that one call of OpenSSL or the kernel receives or encrypts
 _RECORD = 16 * 1024  # bytes of a TLS record at most
-_RECORDS = 128  # records that are decrypted in a turn; `_PART` has thousands if each has one byte
+_RECORDS = 64  # records that are decrypted in a turn; `_PART` has thousands if each has one byte, or renews a key
+_HEADER = 5  # bytes of a record's header, of which the last two are the length of the rest
 _PARTS = 16  # parts that are encrypted and sent before other connections have their turn
 _NOTHING = memoryview(b"")
 
@@ -39,6 +40,8 @@ class Encryption:
         self.sock = sock
         self.queue = queue
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._received = _NOTHING  # received bytes that OpenSSL has not got yet
+        self._expected = 0  # bytes from there to the next header of a record
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
         self._encrypted = _NOTHING  # bytes of `_outgoing` that the kernel has not accepted yet
         self._queue: deque[Piece] = deque()  # output that is not encrypted yet
@@ -46,8 +49,8 @@ class Encryption:
         self._taken = 0  # bytes of the queue's first piece that were encrypted already
 
     def receive(self, most: int = _PART) -> int:
-        """Receive at most `most` encrypted bytes. Return their number: 0 at the end of the connection, -1 if none has
-        arrived.
+        """Receive at most `most` encrypted bytes, if all earlier ones are decrypted. Return their number: 0 at the end
+        of the connection, -1 if none has arrived.
 
         Raises OSError.
         """
@@ -55,32 +58,50 @@ class Encryption:
             data = self.sock.recv(most)
         except BlockingIOError:
             return -1
-        self._incoming.write(data)
+        self._received = memoryview(bytes(self._received) + data if self._received else data)
         return len(data)
+
+    def _feed(self) -> None:
+        """Pass the next _RECORDS records to OpenSSL, which processes all that it gets in one call."""
+        data, end = self._received, self._expected
+        for _ in range(_RECORDS):
+            if end + _HEADER > len(data):
+                break
+            end += _HEADER + int.from_bytes(data[end + 3 : end + _HEADER], "big")
+        self._incoming.write(data[:end])
+        left = data[end:]
+        self._received = left if len(left) >= _HEADER else memoryview(bytes(left))  # without the memory of `data`
+        self._expected = max(end - len(data), 0)
 
     def shake_hands(self) -> bool:
         """Continue the handshake with the received bytes. Return whether it is complete. Raises ssl.SSLError."""
-        try:
-            self._tls.do_handshake()
-        except ssl.SSLWantReadError:
-            return False
-        return True
+        while True:
+            self._feed()
+            try:
+                self._tls.do_handshake()
+            except ssl.SSLWantReadError:
+                if not self.has_input:
+                    return False
+            else:
+                return True
 
     @property
     def has_input(self) -> bool:
         """Whether received bytes are not decrypted yet."""
-        return bool(self._incoming.pending or self._tls.pending())
+        return bool(self._incoming.pending or self._tls.pending()) or len(self._received) >= _HEADER
 
     def decrypt(self) -> tuple[bytes, bool]:
-        """Decrypt received bytes, at most _RECORDS records.
+        """Decrypt received bytes, about _RECORDS records at most.
 
         Return them, and whether the peer has ended the connection or violated the protocol.
         """
         parts: list[bytes] = []
+        if not self._incoming.pending:
+            self._feed()
         try:
             while part := self._tls.read(_RECORD):
                 parts.append(part)
-                if len(parts) == _RECORDS or not self.has_input:
+                if not (self._incoming.pending or self._tls.pending()):
                     return b"".join(parts), False
         except ssl.SSLWantReadError:
             return b"".join(parts), False
