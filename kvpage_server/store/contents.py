@@ -175,7 +175,7 @@ class Tier:
     def expiry_changed(self, key: bytes) -> None:
         """Process a change of a key's expiry."""
 
-    def stored_pages(self, pages: NewPages) -> None:
+    def stored_pages(self, keys: Sequence[bytes], pages: Sequence[Slot]) -> None:
         """Process new pages. A disk tier queues their writes: here write-behind begins."""
 
     def stored_string(self, key: bytes, entry: Entry) -> None:
@@ -406,7 +406,10 @@ class Contents:
         self.set_pages(NewPages.one(name, slot, expires))
 
     def set_pages(self, pages: NewPages) -> None:
-        """Store pages. If limits apply, the pages were admitted before."""
+        """Store pages. If limits apply, the pages were admitted before.
+
+        Raise MemoryError if the system has no memory for the index. Pages that `put` has stored before stay.
+        """
         is_opened = self.index.unloaded_pages or self.index.scans.current is not None
         if self.expiry_order.keys or is_opened:
             for name in pages.blocks():
@@ -414,10 +417,16 @@ class Contents:
                 if is_opened:
                     self.index.open(*name)
         at, count = 0, len(pages)
-        while at < count:
-            at = self._put_run(pages, at) if self.on_event is None else self._put_one(pages, at)
+        try:
+            while at < count:
+                at = self._put_run(pages, at) if self.on_event is None else self._put_one(pages, at)
+        except MemoryError:
+            get = self.catalogue.entries.get
+            kept = {key: slot for key, slot in zip(pages.keys, pages.slots, strict=True) if get(key) is slot}
+            self.tier.stored_pages([*kept], [*kept.values()])  # otherwise they would be lost when they leave memory
+            raise
         self.counters.writes += count
-        self.tier.stored_pages(pages)
+        self.tier.stored_pages(pages.keys, pages.slots)
 
     def _remove_expired(self, req_id: bytes, page: int) -> None:
         """Remove the expired pages of a block that is written now. They count as expired, not as overwritten."""

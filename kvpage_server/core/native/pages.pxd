@@ -1,3 +1,4 @@
+from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 
@@ -38,6 +39,7 @@ cdef struct Place:  # the parts of a page's key, and its expiry
     uint16_t head
     uint16_t req_id  # bytes of the request id, which begins at the fourth byte of the key
     uint8_t kv_type
+    PyObject *old  # in `put`: the value that the page replaces; NULL for none
 
 
 cdef class PageNames:

@@ -8,7 +8,7 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.dict cimport PyDict_SetItem
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.object cimport PyObject
-from cpython.ref cimport Py_INCREF
+from cpython.ref cimport Py_CLEAR, Py_INCREF, Py_XINCREF
 from cpython.tuple cimport PyTuple_New, PyTuple_SET_ITEM
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
@@ -549,7 +549,7 @@ cdef class NewPages(PageNames):
         cdef NewPages pages = cls.__new__(cls)
         key, req_id, layer, head, page, kv_type = name
         pages.allocate((), 0, 0, PAGE_WORDS)
-        pages.places[0] = Place(expires, page, layer, head, len(req_id), kv_type)
+        pages.places[0] = Place(expires, page, layer, head, len(req_id), kv_type, NULL)
         pages.keys, pages.slots, pages.count = [key], [slot], 1
         return pages
 
@@ -558,66 +558,102 @@ cdef class NewPages(PageNames):
         return self.places[i].expires
 
     def put(self, dict entries not None, dict requests not None, Py_ssize_t at, type make not None, list fresh, *, bint one_block):
-        cdef Py_ssize_t i = at, made = 0, grown = 0, stored = 0, replaced = 0, footprint, size
+        cdef Py_ssize_t i = at, stop = at, grown = 0, stored = 0, replaced = 0, footprint, size
         cdef Py_ssize_t key_bytes = 0, name_bytes = 0, made_before
-        cdef list blocks = [], beside = []
+        cdef list blocks = [], made = [], beside = []
         cdef Place *place
         cdef PyObject *found
         cdef Slot slot, old
         cdef PageSet block = None
         self.check(at)
         cdef int64_t expires = self.places[at].expires
-        while i < self.count and self.places[i].expires == expires:
-            # Find the value that the page replaces. If that is no single page in memory, the store has to decide.
-            place, key = &self.places[i], <object>PyList_GET_ITEM(self.keys, i)
-            slot = <Slot>PyList_GET_ITEM(self.slots, i)
-            old = None
-            found = PyDict_GetItemWithError(entries, key)
-            if found != NULL:
-                if type(<object>found) is not Slot or type((<Slot>found).unit) is not make:
-                    break
-                old = <Slot>found
-            # Find or create the block, unless it is the one of the page before.
-            if block is None or not self.is_same_block(i, i - 1):
-                if one_block and block is not None:
-                    break
-                if old is not None:  # it is a page, so its block exists
-                    block = <PageSet>old.unit
-                    note_neighbours(requests, block, beside)
-                else:
-                    made_before = made
-                    other = self.open_block(requests, i, make, &made, beside)
-                    if other is None:
+        try:
+            while i < self.count and self.places[i].expires == expires:
+                # Find the value that the page replaces. If that is no single page in memory, the store has to decide.
+                place, key = &self.places[i], <object>PyList_GET_ITEM(self.keys, i)
+                slot = <Slot>PyList_GET_ITEM(self.slots, i)
+                old = None
+                found = PyDict_GetItemWithError(entries, key)
+                if found != NULL:
+                    if type(<object>found) is not Slot or type((<Slot>found).unit) is not make:
                         break
-                    name_bytes += (made - made_before) * place.req_id
-                    block = <PageSet>other
-                blocks.append(block)
-            # Add the page to the block, and count its growth.
-            footprint, size = footprint_of(slot), slot.size
-            if old is None:
-                block.add_page(place.layer, place.head, place.kv_type)
-                key_bytes += len(<bytes>key)
-                size += sizeof(Header)
-                if fresh is not None:
-                    fresh.append(key)
-            else:
-                footprint -= footprint_of(old)
-                size -= old.size
-                replaced += old.expires != 0
-                block.change()
-            grown += footprint
-            stored += size
-            block.footprint += footprint
-            if expires and not 0 < block.soonest < expires:
-                block.soonest = expires
-            # Store the slot in the index.
-            slot.unit, slot.expires = block, expires
-            PyDict_SetItem(entries, key, slot)
-            i += 1
-        return i, blocks, made, beside, grown, stored, replaced, key_bytes, name_bytes
+                    old = <Slot>found
+                # Find or create the block, unless it is the one of the page before.
+                if block is None or not self.is_same_block(i, i - 1):
+                    if one_block and block is not None:
+                        break
+                    if old is not None:  # it is a page, so its block exists
+                        block = <PageSet>old.unit
+                        note_neighbours(requests, block, beside)
+                    else:
+                        made_before = PyList_GET_SIZE(made)
+                        other = self.open_block(requests, i, make, made, beside)
+                        if other is None:
+                            break
+                        name_bytes += (PyList_GET_SIZE(made) - made_before) * place.req_id
+                        block = <PageSet>other
+                    blocks.append(block)
+                # Count the growth of the block. If an error follows, `take_back` undoes the changes.
+                footprint, size, stop = footprint_of(slot), slot.size, i + 1
+                slot.unit, slot.expires, place.old = block, expires, found
+                Py_XINCREF(found)
+                if old is None:
+                    key_bytes += len(<bytes>key)
+                    size += sizeof(Header)
+                else:
+                    footprint -= footprint_of(old)
+                    size -= old.size
+                    replaced += old.expires != 0
+                    block.change()
+                grown += footprint
+                stored += size
+                block.footprint += footprint
+                # Add the page to the block, and store the slot in the index.
+                if old is None:
+                    block.add_page(place.layer, place.head, place.kv_type)
+                    if fresh is not None:
+                        fresh.append(key)
+                if expires and not 0 < block.soonest < expires:
+                    block.soonest = expires
+                PyDict_SetItem(entries, key, slot)
+                i += 1
+            result = i, blocks, PyList_GET_SIZE(made), beside, grown, stored, replaced, key_bytes, name_bytes
+        except:
+            self.take_back(entries, requests, at, stop, made)
+            raise
+        for i in range(at, stop):
+            Py_CLEAR(self.places[i].old)
+        return result
 
-    cdef object open_block(self, dict requests, Py_ssize_t i, type make, Py_ssize_t *made, list beside):
-        """Return the block of page `i`. Create it with `make` if it does not exist, and count it in `made`.
+    cdef int take_back(self, dict entries, dict requests, Py_ssize_t at, Py_ssize_t stop, list made) except -1:
+        """Undo the changes of a `put` that failed: of the pages from index `at` to before `stop`. `made` has the
+        created blocks.
+        """
+        cdef Py_ssize_t i
+        cdef Place *place
+        cdef Slot slot
+        cdef PageSet block
+        for i in range(stop - 1, at - 1, -1):
+            place, slot = &self.places[i], self.slots[i]
+            block = slot.unit
+            block.footprint -= footprint_of(slot)
+            if place.old == NULL:
+                entries.pop(self.keys[i], None)
+                block.discard(place.layer, place.head, place.kv_type)
+            else:
+                entries[self.keys[i]] = <Slot>place.old
+                block.footprint += footprint_of(<Slot>place.old)
+                Py_CLEAR(place.old)
+        for block in made:
+            request = requests.get(block.req_id)
+            if request is not None:
+                request.pop(block.page, None)
+                if not request:
+                    del requests[block.req_id]
+        return 0
+
+    cdef object open_block(self, dict requests, Py_ssize_t i, type make, list made, list beside):
+        """Return the block of page `i`. Create it with `make` if it does not exist, and append it to `made`.
 
         Return None if the store has to decide: the block is an extent, or unloaded.
         """
@@ -628,14 +664,14 @@ cdef class NewPages(PageNames):
         page = place.page
         if request == NULL:
             block = make(req_id, page)
+            made.append(block)
             PyDict_SetItem(requests, req_id, {page: block})
-            made[0] += 1
             return block
         found = PyDict_GetItemWithError(<object>request, page)
         if found == NULL:
             block = make(req_id, page)
+            made.append(block)
             PyDict_SetItem(<object>request, page, block)
-            made[0] += 1
         elif type(<object>found) is not make or (<PageSet>found).extent is not None:
             return None
         else:

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 from kvpage_server.core.arguments import NAME_WORDS, PAGE_WORDS, BadPage, PageName, Word, page_name, page_shape
 from kvpage_server.core.pieces import GROUPS, ROW_HEADS, TYPES, bit_of, row_of
@@ -250,52 +250,86 @@ class NewPages(PageNames):
         type `make` or is an extent. With `one_block`, the pages of a second block are not stored either. Return `Put`,
         whose `stop` is the index of the first page that was not stored; that may be page `at`. O(1) for each page.
 
-        Raises MemoryError if the system has no memory for the index. Pages before may be in `entries` then, and the
-        caller has not counted them.
+        Raises MemoryError if the system has no memory for the index. Then no page is stored, and no block created.
         """
         block, name, expires = PageSet(b"", 0), None, self._expires[at]
         blocks: list[PageSet] = []
+        made: list[PageSet] = []
         beside: list[PageSet] = []
-        made = grown = stored = replaced = key_bytes = name_bytes = 0
+        olds: list[tuple[Slot | None, int]] = []
+        grown = stored = replaced = key_bytes = name_bytes = 0
         i = at
-        while i < len(self) and self._expires[i] == expires:
-            slot, (key, req_id, layer, head, page, kv_type) = self.slots[i], self._names[i]
-            old = entries.get(key)
-            if old is not None and (type(old) is not Slot or type(old.unit) is not make):
-                break
-            if name != (req_id, page):
-                if one_block and blocks:
+        try:
+            while i < len(self) and self._expires[i] == expires:
+                slot, (key, req_id, layer, head, page, kv_type) = self.slots[i], self._names[i]
+                old = entries.get(key)
+                if old is not None and (type(old) is not Slot or type(old.unit) is not make):
                     break
-                known = requests.get(req_id, {}).get(page)
-                if known is not None and (type(known) is not make or known.extent is not None):
-                    break
-                if known is None:
-                    known = requests.setdefault(req_id, {})[page] = make(req_id, page)
-                    made += 1
-                    name_bytes += len(req_id)
-                name, block = (req_id, page), known
-                blocks.append(block)
-                if requests[req_id].keys() & {page - 1, page + 1}:
-                    beside.append(block)
+                if name != (req_id, page):
+                    if one_block and blocks:
+                        break
+                    known = requests.get(req_id, {}).get(page)
+                    if known is not None and (type(known) is not make or known.extent is not None):
+                        break
+                    if known is None:
+                        known = make(req_id, page)
+                        made.append(known)
+                        requests.setdefault(req_id, {})[page] = known
+                        name_bytes += len(req_id)
+                    name, block = (req_id, page), known
+                    blocks.append(block)
+                    if requests[req_id].keys() & {page - 1, page + 1}:
+                        beside.append(block)
+                olds.append((old, block.footprint))
+                slot.unit, slot.expires = block, expires
+                if old is None:
+                    key_bytes += len(key)
+                    size, footprint = HEADER_SIZE + slot.size, slot.footprint
+                else:
+                    size, footprint = slot.size - old.size, slot.footprint - old.footprint
+                    replaced += bool(old.expires)
+                    block.changed()
+                grown += footprint
+                stored += size
+                block.footprint += footprint
+                if old is None:
+                    block.add(layer, head, kv_type)
+                    if fresh is not None:
+                        fresh.append(key)
+                if expires and not 0 < block.soonest < expires:
+                    block.soonest = expires
+                entries[key] = slot
+                i += 1
+            return i, blocks, len(made), beside, grown, stored, replaced, key_bytes, name_bytes
+        except MemoryError:
+            self._take_back(entries, requests, at, olds, made)
+            raise
+
+    def _take_back(
+        self,
+        entries: dict[bytes, Any],
+        requests: dict[bytes, dict[int, Any]],
+        at: int,
+        olds: list[tuple[Slot | None, int]],
+        made: list[PageSet],
+    ) -> None:
+        """Undo the changes of a `put` that failed. `olds` has the value that each page from index `at` on was to
+        replace, or None, and the footprint of its block before; `made` has the created blocks.
+        """
+        for i in reversed(range(at, at + len(olds))):
+            block, (old, footprint), name = cast(PageSet, self.slots[i].unit), olds[i - at], self._names[i]
+            block.footprint = footprint
             if old is None:
-                block.add(layer, head, kv_type)
-                key_bytes += len(key)
-                size, footprint = HEADER_SIZE + slot.size, slot.footprint
-                if fresh is not None:
-                    fresh.append(key)
+                entries.pop(name.key, None)
+                block.discard(name.layer, name.head, name.kv_type)
             else:
-                size, footprint = slot.size - old.size, slot.footprint - old.footprint
-                replaced += bool(old.expires)
-                block.changed()
-            grown += footprint
-            stored += size
-            block.footprint += footprint
-            if expires and not 0 < block.soonest < expires:
-                block.soonest = expires
-            slot.unit, slot.expires = block, expires
-            entries[key] = slot
-            i += 1
-        return i, blocks, made, beside, grown, stored, replaced, key_bytes, name_bytes
+                entries[name.key] = old
+        for block in made:
+            request = requests.get(block.req_id)
+            if request is not None:
+                request.pop(block.page, None)
+                if not request:
+                    del requests[block.req_id]
 
 
 def look_up(

@@ -23,7 +23,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpage_server.core import NewPages, Slot
+from kvpage_server.core import Slot
 from kvpage_server.page import unix_ms
 from kvpage_server.store import records
 from kvpage_server.store.contents import Contents, Source, Tier
@@ -519,8 +519,8 @@ class DiskTier(Tier):
 
     # -- stored values -------------------------------------------------------------------------------------------------
 
-    def stored_pages(self, pages: NewPages) -> None:
-        self.stored.store_pages(pages.keys, pages.slots)
+    def stored_pages(self, keys: Sequence[bytes], pages: Sequence[Slot]) -> None:
+        self.stored.store_pages(keys, pages)
 
     def stored_string(self, key: bytes, entry: Entry) -> None:
         self.stored.store(name_of_key(key), entry)

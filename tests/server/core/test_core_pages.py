@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections.abc import Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -220,6 +222,42 @@ def test_slots_go_back_when_pages_are_replaced(pages: ModuleType, slots: ModuleT
     assert core.arena.used == used
     core.entries.clear()
     assert core.arena.used == 0
+
+
+@pytest.mark.parametrize(
+    ("pages", "slots", "allocations"),
+    [(plain_pages, plain_slots, range(0, 450, 9)), (native_pages, native_slots, range(50))],
+)
+def test_put_without_memory_stores_no_page(pages: ModuleType, slots: ModuleType, allocations: range) -> None:
+    """In each turn, another allocation of a batch fails."""
+    testing = pytest.importorskip("_testcapi", reason="this Python has no allocator that fails")
+    body, failures, switch = Body(700, True), 0, sys.getswitchinterval()
+
+    def read(core: Core, names: Sequence[tuple[int, ...]]) -> Any:
+        return core.read(
+            [[*(b"%d" % part for part in name), b"3", b"1", b"1", b"0", body] for name in names], False, True
+        )
+
+    for allocation in allocations:
+        core = Core(pages, slots)
+        core.put(read(core, [(1, 0, head, 0, 0) for head in range(5)] + [(2, 0, 0, page, 0) for page in range(2)]))
+        before = core.everything()
+        names = [(1, layer, head, 0, 0) for layer in range(3) for head in range(4)]
+        names += [(2, 0, 0, page, 0) for page in range(1, 4)] + [(3, 0, head, 0, 0) for head in range(20)]
+        batch = read(core, [*names, names[0], names[0]])
+        try:
+            sys.setswitchinterval(60)  # so that no other thread allocates meanwhile
+            testing.set_nomemory(allocation, allocation + 1)
+            batch.put(core.entries, core.requests, 0, pages.PageSet, [], one_block=False)
+        except MemoryError:
+            testing.remove_mem_hooks()
+            failures += 1
+            assert core.everything() == before
+            assert core.put(batch)
+        finally:
+            testing.remove_mem_hooks()
+            sys.setswitchinterval(switch)
+    assert failures > 10
 
 
 endings = st.sampled_from(

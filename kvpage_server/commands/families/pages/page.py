@@ -203,7 +203,8 @@ def kvpageget(client: Client, args: list[Argument]) -> Reply:
 )
 def kvpagemset(client: Client, args: list[Argument]) -> Reply:
     """Return OK, or an error that says which page is wrong; then none is stored. A block has at most 8192 pages that
-    are stored one by one. Only if the system has no memory for the index (OOM), a part may be stored.
+    are stored one by one. If the system has no memory for the index (OOM), pages before the first one without memory
+    may be stored: those of earlier steps, or with another ttl.
 
     A batch is stored in several steps if it has more than 128 pages, or if more than 4 MiB of its bodies were not
     hashed as they arrived, because the name is in mixed case, or `page-checksums` was turned on after the client had

@@ -119,3 +119,25 @@ def test_a_starting_server_lists_the_pages_that_have_not_expired(tmp_path: Path)
     with tiered(tmp_path) as (_, client):
         assert set(client.scan_iter()) == living
         assert set(client.keys()) == living
+
+
+async def test_an_index_without_memory_loses_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk has the pages that stay in memory when a batch fails."""
+    async with opened(tmp_path) as keyspace:
+        contents = keyspace.contents
+        used_all = contents.eviction_order.units.used_all
+
+        def fail(units: list[Any]) -> None:
+            if contents.expiry_order.keys:
+                raise MemoryError
+            used_all(units)
+
+        monkeypatch.setattr(contents.eviction_order.units, "used_all", fail)
+        words: list[Any] = []
+        for ttl in (b"0", b"60", b"90"):
+            words += [b"r", b"0", b"%d" % len(words), b"7", b"0", b"8", b"1", b"8", ttl, bytes(8)]
+        with pytest.raises(MemoryError):
+            contents.set_pages(NewPages(words, 0, 3, keyspace.arena, unix_ms(), False, True))
+        stored = len(contents.catalogue.entries)
+    async with opened(tmp_path) as keyspace:
+        assert keyspace.index.unloaded_pages == stored == 2
