@@ -440,7 +440,8 @@ def takes_memory(client: Client, spec: Spec) -> bool:
 def free_memory(client: Client) -> None:
     """Evict units (blocks and strings) until memory is below its limit.
 
-    It is called before a command runs, so that nothing is evicted in the middle of a command or transaction. Raises
+    It is called before a command runs, so that no command or transaction evicts for memory. For disk, quotas and the
+    index of a split block, a command evicts itself, before it stores its value (`Reservation.make_room`). Raises
     Postponed if more has to be evicted than in one step, or if queued writes have to reach the disk first; ReplyError
     (OOM) if nothing more may be evicted.
     """
