@@ -240,8 +240,10 @@ class Connection(Protocol):
     def close(self) -> None:
         """Close the connection when all replies are sent."""
 
-    def abort(self) -> None:
-        """Close the connection immediately. Unsent replies are dropped."""
+    def abort(self, error: str = "") -> None:
+        """Close the connection immediately. Unsent replies are dropped. If a part of a command is missing, and all
+        replies before it were sent, `error` is sent as its reply.
+        """
 
     def resume(self) -> None:
         """Run the command that waits for the end of a CLIENT PAUSE, if there is one."""

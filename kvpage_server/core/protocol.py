@@ -20,7 +20,7 @@ RECEIVE_AGAIN_FROM = 64 * 1024
 AHEAD = 4 * 1024  # bytes received after a long word: few, because they have to be copied if the next word is long, too
 DIRECT = IN_PLACE - AHEAD  # a word of which as many bytes are missing is received into its slot, without a copy
 
-TOO_LONG = "command exceeds the query buffer limit"
+TOO_LONG = "command exceeds client-query-buffer-limit"
 NO_CRLF = "bulk string is not terminated by CRLF"
 BAD_COUNT = "invalid multibulk length"
 BAD_LENGTH = "invalid bulk length"

@@ -19,6 +19,7 @@ from kvpage_server.commands.specs import BY_WORD
 from kvpage_server.commands.steps import STEP, counted
 from kvpage_server.configuration.kinds import OutputLimit
 from kvpage_server.core import Parser
+from kvpage_server.core.protocol import TOO_LONG
 from kvpage_server.system.process import MMAP_THRESHOLD, trim_malloc, tune_malloc
 from kvpage_server.system.text import plural
 
@@ -61,7 +62,7 @@ def enforce_limits(client: Client) -> None:
         size = plural(connection.incoming, "byte")
         client.server.seldom.log(logging.WARNING, "client %s sent %s of one command: closed", client.address, size)
         client.server.stats.overflown_inputs += 1
-        connection.abort()
+        connection.abort(f"ERR Protocol error: {TOO_LONG}")
     elif client.server.in_flight > config.client_memory > 0:
         close_connections(client.server)
 
@@ -108,7 +109,8 @@ def close_connections(server: Server) -> None:
             server.config.client_memory,
         )
         server.stats.evicted_clients += 1
-        client.connection.abort()
+        most = server.config.client_memory
+        client.connection.abort(f"OOM connections hold more than maxmemory-clients, {most} bytes: send less at a time")
 
 
 def close_overflown(client: Client) -> None:

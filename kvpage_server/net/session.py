@@ -267,7 +267,12 @@ class Session:
         elif self._state is not WAITING:  # while it is WAITING, the last reply has not been sent
             self._transport.close()
 
-    def abort(self) -> None:
+    def abort(self, error: str = "") -> None:
+        awaits_others = (
+            self._state is not READING or self._replies.is_behind or self._replies.under_way or self.outgoing
+        )
+        if error and not (awaits_others or self._parser.is_idle) and self._parser.is_partial:
+            self._transport.write([b"-%b\r\n" % error.encode()])
         self._release()
         self._transport.abort()
 

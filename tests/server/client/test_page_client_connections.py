@@ -354,3 +354,20 @@ def test_a_refusal_leaves_the_connection_as_it_was(server: RunningServer, client
                 pages.lease(b"req", -1)
         assert not pages.exists(key(0))
         assert client.info("stats")["total_connections_received"] == before
+
+
+async def test_a_batch_beyond_maxmemory_clients_is_refused(server: RunningServer, client: redis.Redis) -> None:
+    many = batch(32, 1024, 1024)
+    try:
+        client.config_set("maxmemory-clients", "2mb")
+        with (
+            PageClient(server.url) as pages,
+            pytest.raises(Refused, match="OOM connections hold more than maxmemory-clients, 2097152"),
+        ):
+            pages.mset(many)
+        async with AsyncPageClient(server.url) as others:
+            with pytest.raises(Refused, match="OOM connections hold more than maxmemory-clients, 2097152"):
+                await others.mset(many)
+    finally:
+        client.config_set("maxmemory-clients", "25%")
+    assert not client.dbsize()

@@ -484,14 +484,15 @@ class TestLimits:
         limits = Limits(max_command=100_000)
         assert self.refused(core, encode_command([bytes(40_000)] * 2), limits) == ""
         assert (
-            self.refused(core, encode_command([bytes(40_000)] * 3), limits) == "command exceeds the query buffer limit"
+            self.refused(core, encode_command([bytes(40_000)] * 3), limits)
+            == "command exceeds client-query-buffer-limit"
         )
 
     @pytest.mark.parametrize("size", [1, 500, 1023])
     def test_many_short_words_count_as_well(self, core: ModuleType, size: int) -> None:
         limits = Limits(max_command=100_000)
         words = [bytes(size)] * (200_000 // size)
-        assert self.refused(core, encode_command(words), limits) == "command exceeds the query buffer limit"
+        assert self.refused(core, encode_command(words), limits) == "command exceeds client-query-buffer-limit"
 
     def test_a_stranger_sends_ten_words_of_16_kib_at_the_most(self, core: ModuleType) -> None:
         def error_of(data: bytes, trusted: bool) -> str:

@@ -31,6 +31,10 @@ _CHANGE = frozenset(
     b"""set mset del incrby decrby pexpire kvblockset kvblocksetcoded kvpageset kvpagemset kvpagedel multi exec watch
     discard""".split()
 )
+_TOO_LARGE = (  # before a command was complete; the connection ends
+    "OOM connections hold more than maxmemory-clients",
+    "ERR Protocol error: command exceeds client-query-buffer-limit",
+)
 _NOT_ON_DISK = "MISCONF Errors writing to disk: "  # and the connection ends
 _ANY_SIZE = 1 << 40  # bytes
 _LEASES = frozenset((b"kvpageprefix", b"kvpagelease", b"exec"))
@@ -285,6 +289,8 @@ class Judge:
         peer.talk.ends = peer.talk.ends or breaks_off
         if breaks_off and not peer.unanswered:
             return  # it waited for room, which others have made for it, and that is not on disk
+        if not peer.unanswered and is_error(reply, *_TOO_LARGE):
+            return
         if not peer.unanswered:
             self.fail(f"peer {peer.number} was told {reply!r:.300} though it has asked nothing")
         asked = peer.unanswered.popleft()
