@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -119,8 +119,8 @@ def test_records_of_one_byte_are_decrypted_in_turns(folder: Path) -> None:
             == b"".join(b"$%d\r\n%d\r\n" % (len(str(n)), n) for n in range(1000)) + b"+OK\r\n"
         )
     ours, theirs = socket.socketpair()
-    with ours, theirs:
-        encryption, peer = Encryption(ours, context_of(folder), RunQueue(asyncio.new_event_loop())), Peer(theirs)
+    with ours, theirs, closing(asyncio.new_event_loop()) as loop:
+        encryption, peer = Encryption(ours, context_of(folder), RunQueue(loop)), Peer(theirs)
         while not peer.shake_hands():
             encryption.receive()
             encryption.shake_hands()
