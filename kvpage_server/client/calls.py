@@ -141,7 +141,8 @@ class Calls:
         def ask(to: BlobCommands, part: slice) -> Request[Missed] | Dialogue[Missed]:
             """Return the request for a part, or the dialogue if the server's memory may be mapped."""
             if maps and isinstance(to, PageCommands):
-                return read_mapped_pages(maps, to, keys[part], into[part], self._verify)
+                first = part.start
+                return read_mapped_pages(maps, to, names[part], lambda i: keys[first + i], into[part], self._verify)
             return to.read_pages(names[part], into[part], self._verify)
 
         return Call(

@@ -17,13 +17,13 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from math import inf
 from time import monotonic
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from kvpage_server.client.errors import Closed, Disconnected, Refused, WrongRepl
 from kvpage_server.client.page import BlockName
 from kvpage_server.client.raw_commands import array
 from kvpage_server.client.wire.connection import Deadline, PageConnection, PagePool
-from kvpage_server.client.wire.exchange import Request, command
+from kvpage_server.client.wire.exchange import Request, command, word
 from kvpage_server.client.wire.reply import Values, only
 from kvpage_server.core import Memory, PageKeys, copy_hashed, digest
 from kvpage_server.page import BlockShape, PageKey
@@ -296,7 +296,11 @@ def _for_descriptors(*words: bytes | int) -> Request[tuple[Any, list[int]]]:
 
 def _request(*words: bytes | int) -> Request[Any]:
     """Return a request whose result is the reply, which may be a Refused."""
-    return Request(lambda: iter((command(*words),)), lambda: Values(with_errors=True), only)
+    return _asking(lambda: iter((command(*words),)))
+
+
+def _asking(pieces: Callable[[], Iterator[bytes]]) -> Request[Any]:
+    return Request(pieces, lambda: Values(with_errors=True), only)
 
 
 ASK_SOCKET = _request(b"KVMAP", b"SOCKET")
@@ -308,12 +312,23 @@ def _check_socket(expected: Any, connection: PageConnection, deadline: Deadline)
         raise Disconnected("the unix socket belongs to another server")
 
 
-def _locate(names: Sequence[BlockName], expected: ShapeWords) -> Request[Any]:
-    return _request(b"KVMAP", b"BLOCKMGET", len(names), *(word for name in names for word in name), *expected)
+class _Located(NamedTuple):
+    """A request for where blocks are, or `are_keys`: where the values of keys are, which may be no pages without a
+    digest. A user may have the right to one of them only.
+    """
+
+    request: Request[Any]
+    are_keys: bool
 
 
-def _locate_pages(keys: Sequence[PageKey]) -> Request[Any]:
-    return _request(b"KVMAP", b"MGET", *map(bytes, keys))
+def _locate(names: Sequence[BlockName], expected: ShapeWords) -> _Located:
+    words = (part for name in names for part in name)
+    return _Located(_request(b"KVMAP", b"BLOCKMGET", len(names), *words, *expected), are_keys=False)
+
+
+def _locate_pages(names: PageKeys) -> _Located:
+    pieces = b"*%d\r\n" % (2 + len(names)), word(b"KVMAP"), word(b"MGET"), names.keys()
+    return _Located(_asking(lambda: iter(pieces)), are_keys=True)
 
 
 def _release(tickets: Sequence[int]) -> Request[Any]:
@@ -323,8 +338,7 @@ def _release(tickets: Sequence[int]) -> Request[Any]:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Lent:
+class _Lent(NamedTuple):
     """Where a block is: `size` bytes from `offset` on in a region, with a digest as text or None, until a RELEASE."""
 
     region: int
@@ -337,12 +351,12 @@ class _Lent:
 def _lent(item: Any) -> _Lent:
     """Return an item of KVMAP BLOCKMGET's reply. Raises WrongReply."""
     try:
-        region, offset, size, digest, ticket = item
-    except (TypeError, ValueError):
+        lent = _Lent(*item)
+    except TypeError:
         raise WrongReply(f"KVMAP BLOCKMGET answered {item!r:.60} for a block") from None
-    if not all(type(number) is int for number in (region, offset, size, ticket)):
+    if not all(type(number) is int for number in (*lent[:3], lent.ticket)):
         raise WrongReply(f"KVMAP BLOCKMGET answered {item!r:.60} for a block")
-    return _Lent(region, offset, size, digest, ticket)
+    return lent
 
 
 def _map_missing(maps: Maps, numbers: Iterable[int]) -> Steps[None]:
@@ -400,11 +414,11 @@ def read_mapped(
 
 
 def read_mapped_pages(
-    maps: Maps, to: PageCommands, keys: Sequence[PageKey], places: Memory, verify: bool
+    maps: Maps, to: PageCommands, names: PageKeys, key: Callable[[int], PageKey], places: Memory, verify: bool
 ) -> Dialogue[Missed]:
     """Return the dialogue that reads pages into the buffers `places`. Its result has the reason for each miss, by
-    index, as that of `PageCommands.read_pages`. Checksums are always compared. A value without one may be no page, so
-    it is read over the connection.
+    index, as that of `PageCommands.read_pages`. `key` returns the key of an index. Checksums are always compared. A
+    value without one may be no page, so it is read over the connection.
     """
     views = places.views()
 
@@ -412,21 +426,20 @@ def read_mapped_pages(
         missed: Missed = {}
         wire: list[int] = []  # indexes of pages to read over the connection
         start = 0
-        while start < len(keys):
+        while start < len(names):
             stop, nbytes = start + 1, len(views[start])
-            while stop < min(len(keys), start + _MOST_BLOCKS) and nbytes + len(views[stop]) <= _BYTES_AT_ONCE:
+            while stop < min(len(names), start + _MOST_BLOCKS) and nbytes + len(views[stop]) <= _BYTES_AT_ONCE:
                 nbytes += len(views[stop])
                 stop += 1
             some = range(start, stop)
             if maps.refused or maps.copies_only or not maps.has_pages:
                 wire += some
             else:
-                located = _locate_pages(keys[start:stop])
-                yield from _read(maps, located, some, views, missed, wire, verify=True, of_pages=True)
+                yield from _read(maps, _locate_pages(names[start:stop]), some, views, missed, wire, verify=True)
             start = stop
         if wire:
-            names = PageKeys([keys[i] for i in wire])
-            found = yield to.read_pages(names, Memory([views[i] for i in wire], writable=True), verify)
+            into = Memory([views[i] for i in wire], writable=True)
+            found = yield to.read_pages(PageKeys([key(i) for i in wire]), into, verify)
             missed.update({wire[i]: why for i, why in found.items()})
         return missed
 
@@ -435,19 +448,17 @@ def read_mapped_pages(
 
 def _read(
     maps: Maps,
-    located: Request[Any],
+    located: _Located,
     some: range,
     views: Sequence[memoryview],
     missed: Missed,
     wire: list[int],
     verify: bool,
-    *,
-    of_pages: bool = False,
 ) -> Steps[None]:
     """Copy the blocks or pages with the indexes `some`, for which `located` asks, into their `views`. Add misses to
     `missed`, and the indexes of values to read over the connection to `wire`.
     """
-    lent = yield from _borrow(maps, located, some, missed, wire, of_pages=of_pages)
+    lent = yield from _borrow(maps, located, some, missed, wire)
     if not lent:
         return
 
@@ -470,16 +481,14 @@ def _read(
         maps.count(sum(block.size for block in lent.values()))
 
 
-def _borrow(
-    maps: Maps, located: Request[Any], some: range, missed: Missed, wire: list[int], *, of_pages: bool = False
-) -> Steps[dict[int, _Lent]]:
+def _borrow(maps: Maps, located: _Located, some: range, missed: Missed, wire: list[int]) -> Steps[dict[int, _Lent]]:
     """Borrow the blocks or pages with the indexes `some`, for which `located` asks, and map their regions if possible.
     Return where each one is, by index. Add absent values to `missed`, and the indexes of values to read over the
     connection to `wire`, such as blocks in another shape than the expected one, and values that may be no page.
     """
-    answer = yield located
+    answer = yield located.request
     if isinstance(answer, Refused):
-        if of_pages and answer.code == "NOPERM":
+        if located.are_keys and answer.code == "NOPERM":
             maps.has_pages = False  # such a user may read blocks all the same
         elif _is_impossible(answer):
             _refuse(maps, answer)
@@ -489,11 +498,11 @@ def _borrow(
     for i, item in zip(some, array(len(some))(answer), strict=True):
         if item is None:
             missed[i] = "absent"
-        elif isinstance(item, Refused) or (of_pages and isinstance(item, bytes)):  # a short string is no page
+        elif isinstance(item, Refused | bytes):  # a short string is no page
             wire.append(i)
         else:
             lent[i] = _lent(item)
-    if of_pages and (unknown := [i for i, page in lent.items() if page.digest is None]):
+    if located.are_keys and (unknown := [i for i, page in lent.items() if page.digest is None]):
         yield _release([lent.pop(i).ticket for i in unknown])
         wire += unknown
     yield from _map_missing(maps, [block.region for block in lent.values()])
