@@ -10,7 +10,7 @@ from importlib.metadata import entry_points, version
 
 from kvpage_server import __version__
 from kvpage_server.system.completion import SHELLS, completion_of
-from kvpage_server.system.program import Parser, ends_quietly, interrupts_deferred, missing_extra, say
+from kvpage_server.system.program import ProgramParser, ends_quietly, interrupts_deferred, missing_extra, say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     from .commands import agents, measure, models, persistent, serve, talk
 
-    program = Parser(prog="kvpage-engine", description="An engine on MLX that remembers its agents.")
+    program = ProgramParser(prog="kvpage-engine", description="An engine on MLX that remembers its agents.")
     program.add_argument("--version", action="version", version=_version())
     commands = program.add_subparsers(title="commands", required=True)
     connectors = [found.load() for found in entry_points(group="kvpage_engine.commands")]

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ import uvloop
 
 import kvpage_server.commands.families  # noqa: F401  fills the command table
 from kvpage_server import __version__, core
+from kvpage_server.bounded import read_regular
 from kvpage_server.commands.access.users import UserFileError
 from kvpage_server.commands.context import Server
 from kvpage_server.commands.families.server.config import OWN_DESCRIPTORS, apply
@@ -364,7 +365,7 @@ async def serve(server: Server, upstream: Upstream | None) -> None:
             if upstream is not None:
                 await upstream.client.close()
             if pidfile:
-                pidfile.unlink(missing_ok=True)
+                _remove_pid(pidfile)
             if lost:
                 raise DiskError(lost)
         logger.info("bye: %s served", plural(server.stats.commands, "command"))
@@ -404,6 +405,13 @@ def _write_pid(path: Path) -> None:
         raise ConfigError(f"pidfile: {path} cannot be written: {error.strerror}") from None
 
 
+def _remove_pid(path: Path) -> None:
+    """Remove the pidfile, unless it is a device, or another server has replaced it."""
+    with suppress(OSError):
+        if read_regular(path, 100).strip() == b"%d" % os.getpid():
+            path.unlink()
+
+
 def _renew_outputs(server: Server) -> None:
     """Make every session read the addresses of its output again, because borrowed memory has moved."""
     for client in server.clients.values():
@@ -415,7 +423,9 @@ def _ensure_descriptors(config: Config) -> None:
     most = raise_descriptor_limit(config.maxclients, OWN_DESCRIPTORS)
     if most < config.maxclients:
         config.maxclients = most
-        logger.warning("maxclients is %d: the system gives %d file descriptors", most, most + OWN_DESCRIPTORS)
+        given, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        needs = f"the server needs {OWN_DESCRIPTORS}, and one for each client"
+        logger.warning("maxclients is %d: the system gives %d file descriptors, and %s", most, given, needs)
 
 
 def _limit_garbage_collection() -> None:

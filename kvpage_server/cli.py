@@ -47,7 +47,7 @@ from kvpage_server.look.top import top
 from kvpage_server.look.why import stat, verify, why
 from kvpage_server.system.completion import SHELLS, completion_of, script
 from kvpage_server.system.program import (
-    Parser,
+    ProgramParser,
     ends_quietly,
     interrupts_deferred,
     missing_extra,
@@ -275,7 +275,7 @@ def _access_error(url: str) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    program = Parser(prog="kvpage", description="Inspect a running page store.")
+    program = ProgramParser(prog="kvpage", description="Inspect a running page store.")
     program.add_argument("--version", action="version", version=f"kvpage {__version__}")
     commands = program.add_subparsers(required=True, metavar="COMMAND")
 

@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import stat
 import sys
 import time
 from contextlib import suppress
@@ -90,7 +91,15 @@ class _File(_Lines, logging.FileHandler):
     """A log file that only its owner and its group may access."""
 
     def _open(self) -> TextIOWrapper:
-        file = open(self.baseFilename, "a", encoding="utf-8", errors="backslashreplace", opener=open_private)  # noqa: SIM115
+        def opened(path: str, flags: int) -> int:
+            return open_private(path, flags | os.O_NONBLOCK)  # a pipe would wait for its reader
+
+        file = open(self.baseFilename, "a", encoding="utf-8", errors="backslashreplace", opener=opened)  # noqa: SIM115
+        mode = os.fstat(file.fileno()).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):
+            file.close()
+            raise OSError(errno.EINVAL, "it is not a regular file", self.baseFilename)
+        os.set_blocking(file.fileno(), True)
         restrict_permissions(file.fileno(), leave=0o660)
         return file
 

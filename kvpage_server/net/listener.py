@@ -54,6 +54,7 @@ class Listener:
         self._run_queue = RunQueue(loop)
         self._tls_queue = RunQueue(loop)  # TLS connections with bytes for OpenSSL
         self._scratch = Scratch()
+        self._unix_file: os.stat_result | None = None  # the file of the unix socket
         # A spare file descriptor. If none is free, it is closed, so that a connection can be accepted and refused.
         self._spare: int | None = _open_spare()
 
@@ -73,6 +74,7 @@ class Listener:
             ]
             if config.unixsocket:
                 self._sockets[_open_unix(config.unixsocket, config.unixsocketperm, config.tcp_backlog)] = self._begin
+                self._unix_file = os.stat(config.unixsocket)
                 named.append(f"unix {config.unixsocket}")
         except OSError:
             self.stop()
@@ -98,7 +100,9 @@ class Listener:
             self._loop.remove_reader(sock)
             if sock.family == socket.AF_UNIX:
                 with suppress(OSError):  # the file or its directory may have been removed already
-                    os.unlink(sock.getsockname())
+                    path = sock.getsockname()
+                    if self._unix_file is None or os.path.samestat(os.lstat(path), self._unix_file):
+                        os.unlink(path)  # another server's socket at this path stays
             sock.close()
         self._sockets.clear()
         for handshake in list(self._server.handshakes):

@@ -139,7 +139,7 @@ def _repeat_lost_interrupt(dropped: UnraisableHookArgs) -> None:
     again.start()
 
 
-class Parser(argparse.ArgumentParser):
+class ProgramParser(argparse.ArgumentParser):
     """A parser of a command line that does not ignore errors of standard output when it prints its help or version."""
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:

@@ -39,7 +39,7 @@ MAY_KNOW = {
     "gateway": "client commands core page resp store system",
     "net": "commands configuration core resp system",
     "service": "commands configuration core net page store system",
-    "app": "client commands configuration core gateway kv_events net service store system",
+    "app": "bounded client commands configuration core gateway kv_events net service store system",
     "client": "address core lossless page tracing",
     "snapshot": "address bounded client lossless page system",
     "replay": "bounded page store system",

@@ -64,6 +64,18 @@ class TestLogFile:
         assert logging.getLogger().handlers == before
         assert capsys.readouterr().err == ""
 
+    @pytest.mark.parametrize("is_read", [False, True])
+    def test_a_pipe_in_its_place_is_refused_at_once(self, tmp_path: Path, is_read: bool) -> None:
+        pipe = tmp_path / "log"
+        os.mkfifo(pipe)
+        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        if not is_read:
+            os.close(reader)
+        with pytest.raises(OSError, match="regular file" if is_read else "No such device"):
+            log.reopen(Config(logfile=str(pipe)))
+        if is_read:
+            os.close(reader)
+
     def test_an_unexpected_error_ends_no_further_renewals(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:

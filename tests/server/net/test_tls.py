@@ -306,6 +306,19 @@ class TestUnixSocket:
         with start_server(*options, directory=tmp_path) as server, server.client() as client:
             assert client.get("key") == b"value"
 
+    def test_a_stop_leaves_the_files_of_another_server(self, tmp_path: Path) -> None:
+        path, pidfile = tmp_path / "socket", tmp_path / "pid"
+        options = ("--unixsocket", str(path), "--pidfile", str(pidfile))
+        with start_server(*options) as first:
+            path.unlink()
+            with start_server(*options) as second:
+                first.stop()
+                assert pidfile.read_text(encoding="utf-8") == f"{second.pid}\n"
+                with redis.Redis(unix_socket_path=str(path)) as client:
+                    assert client.ping()
+        assert not path.exists()
+        assert not pidfile.exists()
+
     def test_takes_the_place_of_one_left_behind_and_of_nothing_else(self, tmp_path: Path) -> None:
         path = tmp_path / "socket"
         with socket.socket(socket.AF_UNIX) as left:
