@@ -26,7 +26,8 @@ from kvpage_server.system.text import plural
 log = logging.getLogger("kvpage")
 
 _LARGE = 512 * 1024  # bytes: more than LMDB allocates for a piece of a value, which it frees at every commit
-_SMALL = 16 * 1024  # bytes: `close_connections` closes only clients that hold more
+_SMALL = 1024  # bytes: `close_connections` closes only clients that hold more
+_SLACK = 32  # `close_connections` frees 1/32 of the limit in addition: it passes over all clients, so not for each one
 _GRACE = 1_000_000_000  # nanoseconds that `close_connections` adds to the time since a client's last progress
 
 
@@ -73,7 +74,8 @@ def output_limit(client: Client) -> OutputLimit:
 
 
 def close_connections(server: Server) -> None:
-    """Close connections until all together hold no more than maxmemory-clients. O(n log n) in connections.
+    """If all connections together hold more than maxmemory-clients, close some until they hold 31/32 of it. O(n log n)
+    in connections.
 
     First end TLS handshakes, the oldest first, because their clients have sent no command yet. Then repeatedly select
     the user whose connections hold most memory together, where all connections without a login count as one user. So
@@ -95,7 +97,9 @@ def close_connections(server: Server) -> None:
         clients.sort(key=lambda client: client.held * (_GRACE + now - client.finished))
         users.append((-sum(client.held for client in clients), number, clients))
     heapq.heapify(users)
-    while users and server.in_flight - leaving > server.config.client_memory:
+    most = server.config.client_memory
+    least = most - most // _SLACK if server.in_flight - leaving > most else most
+    while users and server.in_flight - leaving > least:
         total, number, clients = heapq.heappop(users)
         client = clients.pop()
         if clients:
@@ -109,7 +113,6 @@ def close_connections(server: Server) -> None:
             server.config.client_memory,
         )
         server.stats.evicted_clients += 1
-        most = server.config.client_memory
         client.connection.abort(f"OOM connections hold more than maxmemory-clients, {most} bytes: send less at a time")
 
 

@@ -347,3 +347,14 @@ def test_closed_connections_leave_nothing(limited: RunningServer, client: redis.
         for thread in threads:
             thread.join()
         until(lambda: len(client.client_list()) <= 2)
+
+
+def test_many_small_commands_stay_within_the_limit() -> None:
+    """Connections are closed in groups, because each search for them passes over all connections."""
+    with start_server("--maxmemory-clients", "2mb") as server, server.client() as client, ExitStack() as stack:
+        for _ in range(400):
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60))
+            sock.sendall(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$11000\r\n")
+        until(lambda: client.info("stats")["evicted_clients"] >= 209)
+        assert client.info("memory")["mem_clients_normal"] <= 2 << 20
+        assert client.info("clients")["connected_clients"] > 170
