@@ -78,12 +78,15 @@ def check_paths(config: Config) -> None:
 
 
 def check_separate(config: Config) -> None:
-    """Check that no file that the server writes is another file of the configuration or of the store."""
+    """Check that no file that the server writes is another file of the configuration or of the store.
+
+    `Path.resolve` raises RuntimeError for links that name each other, `realpath` does not.
+    """
     names = [name for name in config.paths() if name != "dir" and getattr(config, name)]
-    places = {name.replace("_", "-"): Path(getattr(config, name)).resolve() for name in names}
+    places = {name.replace("_", "-"): Path(os.path.realpath(getattr(config, name))) for name in names}
     if config.file:
-        places["the configuration file"] = config.file.resolve()
-    store = Path(config.dir).resolve()
+        places["the configuration file"] = Path(os.path.realpath(config.file))
+    store = Path(os.path.realpath(config.dir))
     for name in ("pidfile", "logfile", "unixsocket"):
         place = places.get(name)
         if place is None or place.is_char_device():

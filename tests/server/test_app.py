@@ -371,9 +371,14 @@ class TestLog:
         assert run("--check-config", str(conf), "--pidfile", "notes").returncode == 0
 
     def test_a_file_that_is_refused_at_the_start_cannot_be_set(self, tmp_path: Path) -> None:
-        log = tmp_path / "log of its own"
+        log, link = tmp_path / "log of its own", tmp_path / "link to itself"
+        link.symlink_to(link)
         with start_server("--logfile", str(log)) as server, server.client() as client:
-            for value, reason in ((str(log), f"logfile: {log} is also tls-cert-file"), ("a\0b", "null byte")):
+            for value, reason in (
+                (str(log), f"logfile: {log} is also tls-cert-file"),
+                ("a\0b", "null byte"),
+                (str(link), "TLS needs both tls-cert-file and tls-key-file"),
+            ):
                 with pytest.raises(redis.ResponseError, match=re.escape(reason)):
                     client.config_set("tls-cert-file", value)
             assert client.config_get("tls-cert-file") == {"tls-cert-file": ""}
