@@ -22,7 +22,13 @@ def kvpage() -> None:
 
 
 def kvpage_server() -> None:
-    """Run `kvpage-server`, see `app.main`."""
+    """Run `kvpage-server`, see `app.main`.
+
+    A SIGHUP that renews log and certificates must not end a service that starts: it is blocked, until `handle_signals`.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
+        signal.signal(number, signal.SIG_IGN)  # as `ignore_signals` does later for more
     with ends_quietly("kvpage-server"):
         with interrupts_deferred():
             from kvpage_server.app import main

@@ -54,13 +54,16 @@ def handle_signals(loop: asyncio.AbstractEventLoop, stop: Callable[[int], None],
     for number in STOP:
         loop.add_signal_handler(number, stop, number)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
         return
     terminal = _terminal()
     if terminal is None:
         loop.add_signal_handler(signal.SIGHUP, renew)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])  # `kvpage_server.__main__` has blocked it
         return
     hang_up = partial(stop, signal.SIGHUP)
     loop.add_signal_handler(signal.SIGHUP, hang_up)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
     watch = select.poll()
     watch.register(terminal, 0)  # poll reports a hangup even without events
     _check_terminal(loop, terminal, watch, hang_up, True)

@@ -315,3 +315,23 @@ def test_a_key_removed_and_stored_again_is_written(tmp_path: Path, read: bool) -
             pipe.execute()
     with start_server(*options, directory=tmp_path) as server, server.client() as client:
         assert client.mget("a", "b", "c") == [b"new" * 3000] * 3
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="/proc is of Linux")
+def test_a_hangup_during_the_start_renews_after_it(tmp_path: Path) -> None:
+    """A hook of logrotate may send it while the machine starts. The other signals are ignored."""
+    port, log = free_port(), tmp_path / "log"
+    words = ["--port", str(port), "--dir", str(tmp_path), "--logfile", str(log)]
+    command = [sys.executable, "-m", "kvpage_server", *words]
+    with subprocess.Popen(command, start_new_session=True) as process:
+        try:
+            status = Path(f"/proc/{process.pid}/status")
+            ignored = re.compile(r"^SigIgn:\s*(\w+)", re.MULTILINE)
+            last = 1 << (signal.SIGALRM - 1)
+            until(lambda: int(ignored.search(status.read_text(encoding="utf-8"))[1], 16) & last)
+            for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
+                process.send_signal(number)
+            until(lambda: answers(port) and "SIGHUP: the log goes on here" in log.read_text(encoding="utf-8"))
+        finally:
+            process.terminate()
+        assert process.wait(STOP_WITHIN) == 0
