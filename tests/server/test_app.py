@@ -370,6 +370,13 @@ class TestLog:
         other.write_text(" 4711\n", encoding="utf-8")
         assert run("--check-config", str(conf), "--pidfile", "notes").returncode == 0
 
+    def test_a_link_to_a_store_that_is_not_there_stays(self, tmp_path: Path) -> None:
+        store, elsewhere = tmp_path / "kvpage.lmdb", tmp_path / "disk" / "store.lmdb"
+        store.symlink_to(elsewhere)
+        message = f"kvpage.lmdb is a link to {elsewhere}, which does not exist: is its disk mounted?"
+        assert refused("--port", "0", "--store", "tiered", "--dir", str(tmp_path)) == message
+        assert store.is_symlink()
+
     def test_a_file_that_is_refused_at_the_start_cannot_be_set(self, tmp_path: Path) -> None:
         log, link = tmp_path / "log of its own", tmp_path / "link to itself"
         link.symlink_to(link)

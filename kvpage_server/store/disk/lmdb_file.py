@@ -153,7 +153,13 @@ def _with_suffix(path: Path, end: str) -> Path:
 
 
 def create(path: Path) -> None:
-    """Create an empty store under a temporary name, and rename it, so that an incomplete one is never visible."""
+    """Create an empty store under a temporary name, and rename it, so that an incomplete one is never visible.
+
+    Raises DiskError if `path` is a link to a file that does not exist: the rename would replace the link to a store
+    whose disk is not mounted.
+    """
+    if path.is_symlink():
+        raise DiskError(f"{path} is a link to {os.readlink(path)}, which does not exist: is its disk mounted?")
     new = _with_suffix(path, ".new")
     for left in (new, _with_suffix(new, "-lock")):
         left.unlink(missing_ok=True)
