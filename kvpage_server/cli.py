@@ -607,6 +607,9 @@ def bench(store: redis.Redis, args: argparse.Namespace) -> bool:
         from kvpage_server.bench import run  # imported here, since numpy and the page client are slow to load
 
     urls = [args.url, *([args.against] if args.against else [])]
+    for args.url in reversed(urls):  # `_report_failure` names it
+        with connected(args.url) as asked:
+            asked.ping()
     try:
         run(urls, seconds=args.seconds, quick=args.quick, json=args.json, plot=args.plot, out=out)
     except ModuleNotFoundError as missing:

@@ -595,6 +595,12 @@ def test_help_offers_one_url_where_a_command_takes_one_server(command: str) -> N
     assert "URL of the store (default" in " ".join(text.split())
 
 
+def test_bench_names_the_server_that_does_not_answer(server: RunningServer) -> None:
+    other = f"redis://127.0.0.1:{free_port()}"
+    code, _, errors = kvpage("bench", "--quick", "--against", other, url=server.url)
+    assert (code, errors.startswith(f"kvpage: cannot reach {other}: ")) == (2, True)
+
+
 def test_a_closed_pipe_ends_it_silently(server: RunningServer, client: redis.Redis) -> None:
     for number in range(3000):
         client.execute_command("KVPAGESET", f"a-request-with-a-long-name-{number}", 0, 0, 0, 0, 3, 1, 1, 0, b"x")
