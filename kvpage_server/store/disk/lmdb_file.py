@@ -242,7 +242,7 @@ class lmdb_errors:
         if isinstance(error, OSError):
             if self._writing and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise DiskFull(error.strerror) from None
-            raise DiskError(f"{error.filename or self._path}: {error.strerror}") from None
+            raise DiskError(f"{error.filename or self._path}: {error.strerror or error}") from None
 
     def _lmdb_message(self, error: lmdb.Error) -> DiskError | DiskFull:
         if self._writing and (_has_errno(error, errno.ENOSPC) or _has_errno(error, errno.EDQUOT)):
