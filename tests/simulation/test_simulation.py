@@ -64,8 +64,12 @@ def test_a_killed_engine_leaves_no_message_of_its_tasks() -> None:
 
 
 def test_every_command_is_in_some_program() -> None:
-    names = {tuple(word.lower() for word in step.words[:2]) for seed in range(400) for step in Program(seed).steps(400)}
-    drawn = {b"|".join(words[:count]).decode("latin1") for words in names for count in (1, 2)}
+    names, drawn = set[tuple[bytes, ...]](), set[str]()
+    for seed in range(400):
+        names |= {tuple(word.lower() for word in step.words[:2]) for step in Program(seed).steps(400)}
+        drawn = {b"|".join(words[:count]).decode("latin1") for words in names for count in (1, 2)}
+        if TABLE.keys() - drawn == NOT_BY_PROGRAMS.keys():
+            break
     assert TABLE.keys() - drawn == NOT_BY_PROGRAMS.keys()
     assert {name.decode("latin1") for name, *_ in filter(None, names)} - TABLE.keys() == {"nosuch"}
 
@@ -74,16 +78,13 @@ def test_known_failing_seeds_pass() -> None:
     check(simulate("--known"))
 
 
-def test_some_runs_with_faults_pass_and_are_deterministic() -> None:
-    check(simulate("--seeds", "1..6", "--twice"))
-
-
-def test_the_reference_core_passes_and_is_deterministic() -> None:
-    compiled, plain = simulate("--seeds", "13..16"), simulate("--seeds", "13..16", core="python")
+def test_runs_with_faults_are_deterministic_on_both_cores() -> None:
+    compiled, plain = simulate("--seeds", "13..18", "--twice"), simulate("--seeds", "13..15", core="python")
     check(compiled)
     check(plain)
-    assert DIGEST.findall(plain.stdout) == DIGEST.findall(compiled.stdout)
-    assert len(DIGEST.findall(plain.stdout)) == 4
+    digests = DIGEST.findall(compiled.stdout)
+    assert DIGEST.findall(plain.stdout) == digests[:3]
+    assert len(digests) == 6
 
 
 @pytest.mark.parametrize(("mistake", "seed"), CHEAP.items())

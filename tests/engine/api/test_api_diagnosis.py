@@ -290,21 +290,20 @@ def short_lifetimes(command: list[str], **streams: Any) -> subprocess.Popen[byte
     return subprocess.Popen([sys.executable, "-c", f"{short}; {main}", *command[3:]], **streams)
 
 
-@BOTH
-def test_an_expired_prompt_is_named(tmp_path: Path, ask: Callable[..., tuple[str, Any]]) -> None:
+def test_an_expired_prompt_is_named(tmp_path: Path) -> None:
     """It was kept in memory for its lifetime, which has ended."""
     model = write_tiny(tmp_path / "tiny")
     with start_engine(model, "--memory", "2mb", start=short_lifetimes) as engine:
-        api, body = Asking(engine, ask), {**plain(3), "cached": True}
-        earlier = api.first(body)
-        time.sleep(1.1)
-        evict(engine)
-        kind, lost, why = api.why(body, earlier)
-        assert (kind, lost > 100, why) == ("unavailable", True, "expired")
+        for seed, ask in ((3, ask_messages), (4, ask_responses)):
+            api, body = Asking(engine, ask), {**plain(seed), "cached": True}
+            earlier = api.first(body)
+            time.sleep(1.1)
+            evict(engine, 10 * seed)
+            kind, lost, why = api.why(body, earlier)
+            assert (kind, lost > 100, why) == ("unavailable", True, "expired")
 
 
-@pytest.mark.parametrize("end", ["expired", "evicted", "deleted"])
-def test_lifetimes_that_another_engine_has_renewed(tmp_path: Path, end: str) -> None:
+def test_lifetimes_that_another_engine_has_renewed(tmp_path: Path) -> None:
     """The page server says when and why it has lost a full block. Here it was not renewed if it has expired."""
     model = write_tiny(tmp_path / "tiny")
     with (
@@ -314,21 +313,22 @@ def test_lifetimes_that_another_engine_has_renewed(tmp_path: Path, end: str) -> 
         start_engine(model, "--store", server.url) as other,
         other.client() as renewing,
     ):
-        api, body = Asking(engine, ask_messages), {**plain(3), "cached": True}
-        assert len(rendered(body)) > 256
-        earlier, begun = api.first(body), time.monotonic()
-        renewed = "" if end == "expired" else ask_responses(other, body)[0]
-        until(lambda: time.monotonic() > begun + 1.1, "the end of the lifetime that this engine knows")
-        if end == "deleted":
-            renewing.responses.delete(renewed)
-        elif end == "evicted":
-            client.flushall()
-        else:
-            for i in range(400):
-                client.execute_command("KVBLOCKSET", f"o{i}", 0, 1, 1, 1, 0, 1, 0, 3, 100_000, bytes(100_000))
-        evict(engine)
-        kind, lost, why = api.why(body, earlier)
-        assert (kind, lost > 100, why) == ("unavailable", True, end)
+        for seed, end in ((3, "deleted"), (4, "evicted"), (5, "expired")):
+            api, body = Asking(engine, ask_messages), {**plain(seed), "cached": True}
+            assert len(rendered(body)) > 256
+            earlier, begun = api.first(body), time.monotonic()
+            renewed = "" if end == "expired" else ask_responses(other, body)[0]
+            until(lambda begun=begun: time.monotonic() > begun + 1.1, "the end of the lifetime that this engine knows")
+            if end == "deleted":
+                renewing.responses.delete(renewed)
+            elif end == "evicted":
+                client.flushall()
+            else:
+                for i in range(400):
+                    client.execute_command("KVBLOCKSET", f"o{i}", 0, 1, 1, 1, 0, 1, 0, 3, 100_000, bytes(100_000))
+            evict(engine, 10 * seed)
+            kind, lost, why = api.why(body, earlier)
+            assert (kind, lost > 100, why) == ("unavailable", True, end)
 
 
 def test_an_eviction_after_a_cancelled_answer_is_named(tmp_path: Path) -> None:

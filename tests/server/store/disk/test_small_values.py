@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +92,23 @@ def expect(client: redis.Redis, versions: dict[int, int], size: int) -> None:
         assert bodies == [body(number, size, versions[number]) for number in some]
 
 
-@pytest.mark.parametrize("mode", ["always", "everysec"])
-@pytest.mark.parametrize("numbers", [in_order, at_random])
-@pytest.mark.parametrize("size", [100, pytest.param(600, marks=pytest.mark.soak), 1000])
+# In `make test` each value of a parameter is in some case, and in `make soak` each combination.
+SIZES = {
+    (100, in_order, "always"),
+    (100, at_random, "everysec"),
+    (1000, at_random, "always"),
+    (1000, in_order, "everysec"),
+}
+POLICIES = {(100, "allkeys-prefix"), (600, "allkeys-lru")}
+
+
+@pytest.mark.parametrize(
+    ("size", "numbers", "mode"),
+    [
+        pytest.param(*case, marks=() if case in SIZES else pytest.mark.soak)
+        for case in product((100, 600, 1000), (in_order, at_random), ("always", "everysec"))
+    ],
+)
 def test_accepted_pages_are_durable_and_others_are_refused(
     tmp_path: Path, size: int, numbers: Numbers, mode: str
 ) -> None:
@@ -120,8 +134,13 @@ def test_accepted_pages_are_durable_and_others_are_refused(
         all_is_on_disk(client)
 
 
-@pytest.mark.parametrize("policy", ["allkeys-lru", "allkeys-prefix"])
-@pytest.mark.parametrize("size", [100, 600])
+@pytest.mark.parametrize(
+    ("size", "policy"),
+    [
+        pytest.param(*case, marks=() if case in POLICIES else pytest.mark.soak)
+        for case in product((100, 600), ("allkeys-lru", "allkeys-prefix"))
+    ],
+)
 def test_new_pages_on_a_full_disk_replace_others(tmp_path: Path, size: int, policy: str) -> None:
     options = ("--maxdisk", str(MAXDISK), "--appendfsync", "everysec", "--maxmemory-policy", policy)
     numbers = [*islice(at_random(), MAXDISK // (size + 400))]
