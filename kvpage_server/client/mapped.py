@@ -43,6 +43,7 @@ LEAST_BYTES = 256 * 1024  # of a batch: a smaller one is not faster, because it 
 LEAST_PAGE = 128 * 1024  # bytes of a page, on average: the server answers KVPAGEMGET for smaller ones sooner
 NOT_IN_PLACE = "blocks are read in place only over a unix socket of one server, by a user who may read every key"
 _BYTES_AT_ONCE = 64 << 20  # bytes of blocks that the client keeps in the server's memory at the same time
+_PART_BYTES = 8 << 20  # bytes that the client copies while the server looks up the next part
 _HALF = (4 << 20) + 4096  # bytes of one half of an area, or of one block if that is larger: they stay in the cache
 _MOST_AREA = 32 << 20  # bytes of an area
 _AROUND = 128  # bytes that the server needs for each block, at most, in addition to the block
@@ -321,13 +322,14 @@ class _Located(NamedTuple):
     are_keys: bool
 
 
-def _locate(names: Sequence[BlockName], expected: ShapeWords) -> _Located:
-    words = (part for name in names for part in name)
-    return _Located(_request(b"KVMAP", b"BLOCKMGET", len(names), *words, *expected), are_keys=False)
+def _locate(names: Sequence[BlockName], expected: ShapeWords, some: range) -> _Located:
+    words = (part for i in some for part in names[i])
+    return _Located(_request(b"KVMAP", b"BLOCKMGET", len(some), *words, *expected), are_keys=False)
 
 
-def _locate_pages(names: PageKeys) -> _Located:
-    pieces = b"*%d\r\n" % (2 + len(names)), word(b"KVMAP"), word(b"MGET"), names.keys()
+def _locate_pages(names: PageKeys, some: range) -> _Located:
+    keys = names[some.start : some.stop].keys()
+    pieces = b"*%d\r\n" % (2 + len(some)), word(b"KVMAP"), word(b"MGET"), keys
     return _Located(_asking(lambda: iter(pieces)), are_keys=True)
 
 
@@ -397,9 +399,7 @@ def read_mapped(
             left = [*some]
             if not maps.refused and not maps.copies_only:
                 left = []
-                yield from _read(
-                    maps, _locate(names[some.start : some.stop], expected), some, views, missed, left, verify
-                )
+                yield from _read(maps, partial(_locate, names, expected), some, views, missed, left, verify)
             if maps.copies_only and not maps.refused and shape.nbytes <= _MOST_AREA - _AROUND:
                 left = yield from _read_copies(maps, connection, names, left, expected, views, missed, verify)
             wire += left
@@ -435,7 +435,7 @@ def read_mapped_pages(
             if maps.refused or maps.copies_only or not maps.has_pages:
                 wire += some
             else:
-                yield from _read(maps, _locate_pages(names[start:stop]), some, views, missed, wire, verify=True)
+                yield from _read(maps, partial(_locate_pages, names), some, views, missed, wire, verify=True)
             start = stop
         if wire:
             into = Memory([views[i] for i in wire], writable=True)
@@ -448,45 +448,69 @@ def read_mapped_pages(
 
 def _read(
     maps: Maps,
-    located: _Located,
+    locate: Callable[[range], _Located],
     some: range,
     views: Sequence[memoryview],
     missed: Missed,
     wire: list[int],
     verify: bool,
 ) -> Steps[None]:
-    """Copy the blocks or pages with the indexes `some`, for which `located` asks, into their `views`. Add misses to
-    `missed`, and the indexes of values to read over the connection to `wire`.
+    """Copy the blocks or pages with the indexes `some` into their `views`, while the server looks up the next ones. Add
+    misses to `missed`, and the indexes of values to read over the connection to `wire`.
     """
-    lent = yield from _borrow(maps, located, some, missed, wire)
-    if not lent:
-        return
-
-    def copy_all() -> Missed:
-        parts = {i: maps.part(block.region, block.offset, block.size) for i, block in lent.items()}
-
-        def copy(i: int) -> str | None:
-            return _copy(parts[i], lent[i].digest if verify else None, views[i])
-
-        return maps.copy_each(copy, [*lent], sum(map(len, parts.values())))
-
-    wrong: Missed | None = None
-    if not maps.missing(block.region for block in lent.values()):
-        wrong = yield copy_all
-    answer = yield _release([block.ticket for block in lent.values()])
-    if wrong is None or answer != len(lent):
-        wire += lent
+    parts = [(part, locate(part)) for part in _parts(some, views)]
+    wrong, copied, tickets = Missed(), dict[int, _Lent](), list[int]()
+    answer = yield parts[0][1].request
+    for k, (part, located) in enumerate(parts, start=1):
+        lent = yield from _borrow(maps, located, answer, part, missed, wire)
+        if isinstance(answer, Refused):
+            wire += (i for later, _ in parts[k:] for i in later)
+            break
+        tickets += [block.ticket for block in lent.values()]
+        if maps.missing(block.region for block in lent.values()):
+            wire += lent
+            lent = {}
+        copied |= lent
+        work = partial(_copy_lent, maps, lent, views, verify)
+        if k < len(parts):
+            answer, found = yield Meanwhile(parts[k][1].request, work)
+        else:
+            found = yield work
+        wrong |= found
+    if tickets and (yield _release(tickets)) != len(tickets):
+        wire += copied
     else:
         missed.update(wrong)
-        maps.count(sum(block.size for block in lent.values()))
+        maps.count(sum(block.size for block in copied.values()))
 
 
-def _borrow(maps: Maps, located: _Located, some: range, missed: Missed, wire: list[int]) -> Steps[dict[int, _Lent]]:
-    """Borrow the blocks or pages with the indexes `some`, for which `located` asks, and map their regions if possible.
-    Return where each one is, by index. Add absent values to `missed`, and the indexes of values to read over the
-    connection to `wire`, such as blocks in another shape than the expected one, and values that may be no page.
+def _parts(some: range, views: Sequence[memoryview]) -> Iterator[range]:
+    """Divide the indexes of values into ranges of _PART_BYTES or a little more."""
+    start, nbytes = some.start, 0
+    for i in some:
+        nbytes += len(views[i])
+        if nbytes >= _PART_BYTES or i == some[-1]:
+            yield range(start, i + 1)
+            start, nbytes = i + 1, 0
+
+
+def _copy_lent(maps: Maps, lent: dict[int, _Lent], views: Sequence[memoryview], verify: bool) -> Missed:
+    """Copy blocks out of mapped regions. Return the reasons for misses."""
+    parts = {i: maps.part(block.region, block.offset, block.size) for i, block in lent.items()}
+
+    def copy(i: int) -> str | None:
+        return _copy(parts[i], lent[i].digest if verify else None, views[i])
+
+    return maps.copy_each(copy, [*lent], sum(map(len, parts.values())))
+
+
+def _borrow(
+    maps: Maps, located: _Located, answer: Any, some: range, missed: Missed, wire: list[int]
+) -> Steps[dict[int, _Lent]]:
+    """Borrow the blocks or pages with the indexes `some`, given the `answer` to `located`, and map their regions if
+    possible. Return where each one is, by index. Add absent values to `missed`, and the indexes of values to read over
+    the connection to `wire`, such as blocks in another shape than the expected one, and values that may be no page.
     """
-    answer = yield located.request
     if isinstance(answer, Refused):
         if located.are_keys and answer.code == "NOPERM":
             maps.has_pages = False  # such a user may read blocks all the same
@@ -659,7 +683,8 @@ def borrow(
         found = BlocksInPlace([None] * len(names), {}, [])
         for start in range(0, 0 if maps.copies_only else len(names), _MOST_BLOCKS):
             some = range(start, min(start + _MOST_BLOCKS, len(names)))
-            lent = yield from _borrow(maps, _locate(names[some.start : some.stop], expected), some, found.missed, [])
+            located = _locate(names, expected, some)
+            lent = yield from _borrow(maps, located, (yield located.request), some, found.missed, [])
             found.tickets.extend(block.ticket for block in lent.values())
             if maps.missing(block.region for block in lent.values()):
                 continue

@@ -40,6 +40,12 @@ COUNT = 12
 NAMES = [(b"r%d" % i, i) for i in range(COUNT)]
 
 
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the client ask for few blocks at once, so that it copies some while the server looks up others."""
+    monkeypatch.setattr(reads, "_PART_BYTES", 2 * SHAPE.nbytes)
+
+
 def bodies(seed: int = 0) -> list[Array]:
     return list(np.random.default_rng(seed).integers(0, 255, (COUNT, SHAPE.nbytes), np.uint8))
 
@@ -78,6 +84,7 @@ def check(client: PageClient, written: list[Array]) -> None:
     assert all((found == body).all() for found, body in zip(into, written, strict=True))
 
 
+@pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("verify", [True, False], ids=["verify", "no verify"])
 @pytest.mark.parametrize("connections", [1, 3])
 def test_blocks_are_read_from_the_server_s_memory(tmp_path: Path, verify: bool, connections: int) -> None:
@@ -313,6 +320,7 @@ async def read_and_cancel(url: str, written: list[Array]) -> None:
             assert all((one == before).all() for one, before in zip(into[0], kept, strict=True))
 
 
+@pytest.mark.usefixtures("small_parts")
 def test_an_event_loop_reads_from_the_server_s_memory(tmp_path: Path) -> None:
     with started(tmp_path) as (server, url):
         with PageClient(url, deadline=30) as client:
@@ -324,6 +332,7 @@ def test_an_event_loop_reads_from_the_server_s_memory(tmp_path: Path) -> None:
             until(lambda: int(other.info("memory")["mem_clients_normal"]) < SHAPE.nbytes, "the end of the tickets")
 
 
+@pytest.mark.usefixtures("small_parts")
 def test_threads_share_the_maps(tmp_path: Path) -> None:
     with started(tmp_path) as (_, url), PageClient(url, deadline=30) as client, ThreadPoolExecutor(6) as threads:
         written = bodies()
@@ -332,6 +341,7 @@ def test_threads_share_the_maps(tmp_path: Path) -> None:
             done.result()
 
 
+@pytest.mark.usefixtures("small_parts")
 def test_new_regions_are_mapped_when_they_are_needed(tmp_path: Path) -> None:
     with started(tmp_path, "--maxmemory", "0") as (server, url), PageClient(url, deadline=60) as client:
         written = bodies()
@@ -358,6 +368,7 @@ def test_other_blocks_are_read_over_the_connection(tmp_path: Path) -> None:
         assert mapped(server) == over_the_wire(server) == 2
 
 
+@pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("user", ["", "tenant"])
 def test_a_mapped_block_in_another_shape_is_a_miss(tmp_path: Path, user: str) -> None:
     other = BlockShape(8, 8, 64, (Plane(KVType.K, DType.BFLOAT16, 64),))
@@ -388,6 +399,7 @@ def of_tenant(url: str) -> str:
     return url.replace("//", "//tenant:x@")
 
 
+@pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("way", ["unix", "tcp"])
 @pytest.mark.parametrize("verify", [True, False], ids=["verify", "no verify"])
 @pytest.mark.parametrize("connections", [1, 3])
@@ -521,6 +533,7 @@ def test_values_on_disk_are_loaded_and_mapped(tmp_path: Path, page_code: str, us
         assert over_the_wire(server) == 0
 
 
+@pytest.mark.usefixtures("small_parts")
 def test_a_restarted_server_is_mapped_again(tmp_path: Path) -> None:
     written = bodies()
     with started(tmp_path) as (first, url), PageClient(url, deadline=30) as client:
@@ -551,6 +564,7 @@ def one_free_descriptor() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+@pytest.mark.usefixtures("small_parts")
 @ROUNDS
 def test_without_free_descriptors_the_connection_is_used(tmp_path: Path, rounds: int) -> None:
     written = bodies()
@@ -630,6 +644,7 @@ def test_an_event_loop_reads_large_pages_from_memory(tmp_path: Path) -> None:
         asyncio.run(read_pages(server.url))
 
 
+@pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("verify", [True, False], ids=["verify", "no verify"])
 def test_values_under_keys_of_pages_are_as_without_maps(tmp_path: Path, verify: bool) -> None:
     """Strings of any length, and pages of another size."""
@@ -791,6 +806,7 @@ def maps_of_this_process() -> int:
     return Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:kvpage")
 
 
+@pytest.mark.usefixtures("small_parts")
 @ROUNDS
 def test_a_client_outlives_the_servers_that_it_maps(tmp_path: Path, rounds: int) -> None:
     """Each server has another size than the one before, and is killed while its memory is read."""
@@ -833,6 +849,7 @@ def overwrite(pid: int, wanted: bytes) -> int:
     return found
 
 
+@pytest.mark.usefixtures("small_parts")
 def test_damaged_memory_is_a_miss(tmp_path: Path) -> None:
     """The server's process is changed as a defect of memory would."""
     with started(tmp_path) as (server, url), PageClient(url, deadline=30) as client:
@@ -843,6 +860,7 @@ def test_damaged_memory_is_a_miss(tmp_path: Path) -> None:
         assert client.fetch_blocks_into(NAMES, SHAPE, into) == [None] * 4 + ["checksum"] + [None] * 7
 
 
+@pytest.mark.usefixtures("small_parts")
 def test_a_killed_server_is_an_error_and_no_wrong_bytes(tmp_path: Path) -> None:
     path = tmp_path / "socket"
     with (
