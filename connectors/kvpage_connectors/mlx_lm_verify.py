@@ -9,6 +9,7 @@ import logging
 import os
 import platform
 import random
+import sys
 import time
 from dataclasses import asdict
 from importlib.metadata import version
@@ -43,7 +44,10 @@ def run_mlx_lm(job: Job) -> Job:
         return True
 
     logging.getLogger("kvpage").addFilter(keep)
-    model, tokenizer = mlx_lm.load(job["model"])[:2]
+    try:
+        model, tokenizer = mlx_lm.load(job["model"])[:2]
+    except (OSError, ValueError) as error:  # mlx-lm's and the hub's, for a model that is missing or none
+        sys.exit(f"--model {job['model']} cannot be loaded: {' '.join(str(error).split())}")
     key, stored = (job["model"], None, None), StoredPromptCache(job["url"])
     stored.attach(key, model, tokenizer)
     low = min(100, tokenizer.vocab_size // 4)  # other tokens may be special

@@ -61,3 +61,13 @@ def test_a_lost_context_is_a_failure(
 def test_an_untried_version_is_refused(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlx_lm_verify, "version", lambda package: "0.33.0")
     assert mlx_lm_verify.verify(server.url, "tiny") == ["mlx-lm 0.33.0 was not tried, only 0.32"]
+
+
+def test_a_missing_model_is_named_without_a_traceback(
+    server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for model in (tmp_path, tmp_path / "none"):
+        assert run("--url", server.url, "--model", str(model)) == 1
+        failed, *_, why = capsys.readouterr().err.splitlines()
+        assert failed == "kvpage: process 1 of mlx-lm failed:"
+        assert why.startswith(f"--model {model} cannot be loaded: ")
