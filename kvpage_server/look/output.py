@@ -5,6 +5,8 @@ effects.
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
@@ -46,6 +48,9 @@ def watch(
     """
     can_replace = out.is_terminal and not out.is_dumb_terminal  # one that cannot move its cursor shows all frames
     replaces = can_replace and not args.json and args.watch is not None
+    if replaces:  # the end of `live` shows the cursor again
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     live = Live(console=Terminal(highlight=False), auto_refresh=False, screen=screen) if replaces else nullcontext()
     with live as shown:
         while True:

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -201,5 +202,27 @@ def test_a_terminal_without_a_cursor_shows_every_frame_of_top(server: RunningSer
             assert select.select([master], [], [], PATIENCE)[0], received
             received += os.read(master, 10_000)
         process.kill()
+    os.close(master)
+    os.close(slave)
+
+
+@pytest.mark.parametrize("words", [["top"], ["status", "--watch"]], ids=" ".join)
+def test_a_terminated_watch_shows_the_cursor_again(server: RunningServer, words: list[str]) -> None:
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "kvpage_server.cli", *words, "--url", server.url]
+    with subprocess.Popen(command, stdout=slave, stderr=slave, env=os.environ | {"TERM": "xterm"}) as process:
+        received = b""
+
+        def receive_until(wanted: bytes) -> None:
+            nonlocal received
+            while wanted not in received:
+                assert select.select([master], [], [], PATIENCE)[0], received
+                received += os.read(master, 10_000)
+
+        receive_until(b"memory")
+        process.send_signal(signal.SIGTERM)
+        receive_until(b"\x1b[?25h")
+        assert process.wait(PATIENCE) == 128 + signal.SIGTERM
+    assert received.count(b"\x1b[?1049h") == received.count(b"\x1b[?1049l")
     os.close(master)
     os.close(slave)
