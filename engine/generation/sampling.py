@@ -94,7 +94,10 @@ class Sampling:
                 logprobs = mx.where(excludes, self._without_top_choices(logprobs, keep), logprobs)
             if 0 < self.top_k < logprobs.shape[-1]:
                 logprobs = apply_top_k(logprobs, self.top_k)
-            return mx.random.categorical(logprobs * (1 / self.temperature), key=drawn_with)
+            # mx.random.categorical draws by cumulative probabilities: a rounding error, as of another batch, moves
+            # every later token. With noise for each token, it changes the draw only if two sums are nearly equal.
+            noise = mx.random.gumbel(logprobs.shape, key=drawn_with)
+            return mx.argmax(logprobs * (1 / self.temperature) + noise, axis=-1)
 
         return draw
 

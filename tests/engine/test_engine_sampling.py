@@ -155,6 +155,18 @@ def test_xtc_excludes_the_tokens_that_mlx_lm_excludes(threshold: float) -> None:
     assert mx.array_equal(ours, apply_xtc(logprobs, 1.0, threshold, [7]))
 
 
+def test_rounding_errors_do_not_change_drawn_tokens() -> None:
+    chance = np.random.default_rng(3)
+    logits = chance.normal(0, 3, 49_152).astype(np.float32)
+    noisy = logits + chance.normal(0, 1e-5, logits.shape).astype(np.float32)
+    right, other = Sampling(1.5, seed=7).sampler(), Sampling(1.5, seed=7).sampler()
+    assert right
+    assert other
+    drawn = [(right(mx.array(logits)[None]), other(mx.array(noisy)[None])) for _ in range(200)]
+    assert len({one.item() for one, _ in drawn}) > 100
+    assert sum(one.item() != two.item() for one, two in drawn) == 0
+
+
 def test_an_answer_in_a_batch_of_eight_equals_the_answer_alone(bench: EngineBench) -> None:
     prompts = [TOKENS[40 * i : 40 * i + 20 + i] for i in range(len(NAMED))]
     alone = [answer(bench, prompt, sampler=sampling) for prompt, sampling in zip(prompts, NAMED, strict=True)]
