@@ -14,6 +14,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
 from tempfile import mkstemp
 from typing import BinaryIO
@@ -106,10 +107,13 @@ def remove(path: Path) -> bool:
     return True
 
 
-def remove_unfinished(directory: Path) -> int:
-    """Delete temporary files of crashed processes, which are not locked. Return the number of deleted files."""
+def remove_unfinished(directory: Path, stem: str = "") -> int:
+    """Delete temporary files of crashed processes, which are not locked: those for files with this stem, or with any.
+
+    Return the number of deleted files. Raises OSError.
+    """
     removed = 0
-    for path in directory.glob(f".*{_UNFINISHED}"):
+    for path in directory.glob(f".{escape(stem) + '-' if stem else ''}*{_UNFINISHED}"):
         with suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()

@@ -18,7 +18,7 @@ from pathlib import Path
 from kvpage_server.bounded import read_regular
 from kvpage_server.commands.access.user import ABSENT, Change, RuleError, User, digest, has_spaces
 from kvpage_server.page import unix_ms
-from kvpage_server.system.durable import replacing
+from kvpage_server.system.durable import remove_unfinished, replacing
 
 _LONGEST = 128  # bytes of a name in the log
 _MOST_BYTES = 64 * 1024**2  # of an aclfile
@@ -157,6 +157,7 @@ def lines_of(path: Path) -> list[tuple[str, list[bytes]]]:
 
 def save_file(path: Path, lines: Iterable[bytes]) -> None:
     """Write lines to an aclfile, which is replaced as a whole. Raises OSError; the old file is unchanged then."""
+    remove_unfinished(path.parent, path.stem)  # it has hashes of passwords
     with replacing(path, keep_group=True) as file:
         file.writelines(line + b"\n" for line in lines)
 

@@ -71,6 +71,22 @@ def test_changed_parts_are_replaced_where_they_stand(tmp_path: Path) -> None:
     assert list(again.quota.items()) == [("kv:a.*", 1 << 20), ("kv:c.*", 2 << 20), ("kv:d.*", 3 << 20)]
 
 
+def test_a_file_of_a_killed_rewrite_is_removed(tmp_path: Path) -> None:
+    file, aclfile, left = tmp_path / "kvpage.conf", tmp_path / "users.acl", tmp_path / ".kvpage-abcdefgh.tmp"
+    file.write_text(f"aclfile {aclfile}\n", encoding="utf-8")
+    aclfile.write_text("user bob on >secret ~kv:b.* +@all\n", encoding="utf-8")
+    with start_server(file=file) as server, server.client() as client:
+        left.write_text("requirepass secret", encoding="utf-8")
+        assert client.config_rewrite()
+        assert not left.exists()
+        (left := tmp_path / ".users-abcdefgh.tmp").touch()
+        other = tmp_path / ".other-abcdefgh.tmp"
+        other.touch()
+        assert client.acl_save()
+        assert not left.exists()
+        assert other.exists()
+
+
 def test_quotas_in_another_order_have_a_line_each() -> None:
     """A key belongs to the first quota that matches, so their order is a part of the value."""
     config = Config()

@@ -20,7 +20,7 @@ from kvpage_server.core import Argument
 from kvpage_server.glob import glob
 from kvpage_server.resp import OK, Reply, ReplyError
 from kvpage_server.store.eviction.quotas import Rule
-from kvpage_server.system.durable import replacing
+from kvpage_server.system.durable import remove_unfinished, replacing
 from kvpage_server.system.process import raise_descriptor_limit
 
 OWN_DESCRIPTORS = 32  # file descriptors of the process, in addition to those of clients
@@ -221,6 +221,7 @@ def config_rewrite(client: Client, args: list[Argument]) -> Reply:
 
     def write() -> None:
         text = rewritten(path.read_bytes(), config, users)
+        remove_unfinished(path.parent, path.stem)  # it may have passwords
         with replacing(path, keep_group=True) as file:
             file.write(text)
 
