@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvpage_connectors.verify import WITHIN, Job, answer_job, body_of, verify_objects
+from kvpage_connectors.verify import NOT_LEASED, WITHIN, Job, answer_job, body_of, verify_objects
 
 MODULE = "kvpage_connectors.lmcache_verify"
 OBJECTS, NBYTES = 64, 256 * 1024
@@ -66,7 +66,11 @@ def run_lmcache(job: Job) -> Job:
 
 def _missing(what: str, bitmap: Any, adapter: Any) -> Sequence[str]:
     count = sum(bitmap.test(at) for at in range(OBJECTS))
-    return [] if count == OBJECTS else [f"{count} of {OBJECTS} objects were {what}: {adapter.report_status()}"]
+    return (
+        []
+        if count == OBJECTS
+        else [f"{count} of {OBJECTS} objects were {what}: {NOT_LEASED}; {adapter.report_status()}"]
+    )
 
 
 class _Memory:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvpage_connectors.verify import WITHIN, Job, answer_job, body_of, verify_objects
+from kvpage_connectors.verify import NOT_LEASED, WITHIN, Job, answer_job, body_of, verify_objects
 
 MODULE = "kvpage_connectors.sglang_verify"
 PAGES, NBYTES = 128, 128 * 1024  # pages of a call, and bytes of each of their two pieces
@@ -92,7 +92,8 @@ def run_sglang(job: Job) -> Job:
         found = call()
         seconds[name] = time.perf_counter() - begun
         if found < PAGES:
-            failures.append(f"{found} of {PAGES} pages were {done}: {dict(backend.reasons.counts)}")
+            why = dict(backend.reasons.counts) or NOT_LEASED
+            failures.append(f"{found} of {PAGES} pages were {done}: {why}")
 
     if job["step"] == "store":
         pool.fill()

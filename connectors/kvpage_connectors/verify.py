@@ -18,6 +18,7 @@ from typing import Any
 TOKENS = 1025  # of the prompt
 ANSWER = 16  # tokens
 WITHIN = 60.0  # seconds for each call
+NOT_LEASED = "the others are missing, or cannot be leased: leases take at most half of the server's maxmemory"
 _NOISE = 0.25  # of a log probability: kernels round differently for prompts of other lengths
 _RESULT = "kvpage-result "
 

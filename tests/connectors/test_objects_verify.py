@@ -82,7 +82,9 @@ def test_lost_objects_are_a_failure(
 
     monkeypatch.setattr(verify, "in_process", lose)
     assert run(engine_name, server) == 1
-    assert failure in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert failure in error
+    assert "cannot be leased" in error
 
 
 def test_a_process_that_fails_is_reported(
