@@ -102,6 +102,7 @@ class Maps:
         self._regions: dict[int, memoryview] = {}
         self._lock = threading.Lock()
         self._helpers = ThreadPoolExecutor(_MOST_COPYING, "kvpage-copy")
+        self._process = os.getpid()  # of the helpers' threads
 
     @property
     def refused(self) -> bool:
@@ -168,6 +169,8 @@ class Maps:
         def some() -> Missed:
             return {i: why for i in left if (why := copy(i))}
 
+        if self._process != os.getpid():  # a fork has no threads of its parent
+            self._helpers, self._process = ThreadPoolExecutor(_MOST_COPYING, "kvpage-copy"), os.getpid()
         count = min(nbytes // _SHARED_BYTES, len(indexes), _cores(), _MOST_COPYING) - 1
         try:
             helpers = [self._helpers.submit(some) for _ in range(count)]

@@ -7,6 +7,7 @@ import fcntl
 import os
 import resource
 import signal
+import subprocess
 import sys
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ import pytest
 import redis
 from page_batches import Array
 from servers import RunningServer, start_server
-from waiting import until
+from waiting import PATIENCE, until
 
 from kvpage_server.client import AsyncPageClient, Closed, Page, PageClient, Unsupported, WrongReply
 from kvpage_server.client import mapped as reads
@@ -125,6 +126,28 @@ def test_threads_on_other_cores_share_a_copy(monkeypatch: pytest.MonkeyPatch, co
     if cores > 1:
         with pytest.raises(Closed):
             maps.copy_each(copy, range(6), 1 << 30)
+
+
+FORKED = """
+import os, threading
+from kvpage_server.client import mapped
+from kvpage_server.client.wire.connection import page_pool
+
+mapped._cores = lambda: 4
+maps = mapped.Maps(page_pool("redis://127.0.0.1:1", {}))
+together = threading.Barrier(4)
+maps.copy_each(lambda i: together.wait(60) and None, range(4), 1 << 30)
+child = os.fork()
+together = threading.Barrier(4)
+maps.copy_each(lambda i: together.wait(60) and None, range(4), 1 << 30)
+if not child:
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_threads_share_the_copies_in_a_fork_too() -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], check=True, timeout=PATIENCE)
 
 
 def test_blocks_are_read_in_place(tmp_path: Path) -> None:
