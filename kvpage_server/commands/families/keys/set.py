@@ -64,11 +64,12 @@ def smembers(client: Client, args: list[Argument]) -> Reply:
 @_index("scard key", complexity="O(N) with N blocks", reply="integer", summary="Counts the pages of a request.")
 def scard(client: Client, args: list[Argument]) -> Reply:
     """Return the number of pages, 0 if there is no such request. They are those of one moment."""
-    req_id, requests = _request(client, args[0]), client.keyspace.index.requests
+    req_id, index = _request(client, args[0]), client.keyspace.index
 
     def steps() -> Steps[int]:
         yield from blocks_of(client, req_id)  # removes expired pages; blocks may be stored between two steps
-        return sum(block.pages for block in requests.get(req_id, {}).values() if isinstance(block, Block))
+        blocks = index.requests.get(req_id, {})  # FLUSHALL between two steps has replaced `requests`
+        return sum(block.pages for block in blocks.values() if isinstance(block, Block))
 
     return stepwise(steps(), small=fit_one_step(client, req_id))
 

@@ -335,7 +335,9 @@ def test_a_batch_is_not_refused_after_a_part_of_it() -> None:
 
 
 def test_scard_counts_the_pages_of_one_moment() -> None:
-    """Other clients add a page to a block, and a block, while the blocks of a long request are visited."""
+    """Other clients add a page to a block, and a block, while the blocks of a long request are visited; then, FLUSHALL
+    removes all blocks.
+    """
     here, count = Here(), 1100
     described = [word for i in range(count) for word in (b"r", b"0", b"0", b"%d" % i, b"0", *b"8 1 1 0 x".split())]
     here.call("KVPAGEMSET", count, *described)
@@ -344,6 +346,11 @@ def test_scard_counts_the_pages_of_one_moment() -> None:
     for page, kv_type in ((count - 1, 1), (count, 0)):
         here.call("KVPAGESET", "r", 0, 0, page, kv_type, 8, 1, 1, 0, b"x")
     assert [*counting][-1][1] == b":%d\r\n" % (count + 2)
+    counting = steps_of(here, [b"SCARD", b"kv:r:index"])
+    next(counting)
+    next(steps_of(here, [b"FLUSHALL"]))
+    here.call("KVPAGESET", "r", 0, 0, 0, 0, 8, 1, 1, 0, b"x")
+    assert [*counting][-1][1] == b":1\r\n"
 
 
 @pytest.mark.usefixtures("no_collections")
