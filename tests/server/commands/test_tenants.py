@@ -315,15 +315,14 @@ def test_refusals_take_as_long_as_replies(shared: RunningServer) -> None:
     names = [word for page in range(256) for word in (b"tenantA.x", b"0", b"0", b"%d" % page, b"0")]
     call = encode_command([b"KVPAGEMEXISTS", b"256", *names])
 
-    def seconds(user: bytes) -> float:
-        with Wire(shared.port) as wire:
-            wire.ask(b"AUTH", user, b"")
-            times = []
-            for _ in range(30):
-                start = time.perf_counter()
-                wire.send(call)
-                assert wire.reply().startswith(b"*256\r\n")
-                times.append(time.perf_counter() - start)
-            return min(times)
+    def seconds(wire: Wire) -> float:
+        start = time.perf_counter()
+        wire.send(call)
+        assert wire.reply().startswith(b"*256\r\n")
+        return time.perf_counter() - start
 
-    assert seconds(b"tenantA") < 5 * seconds(b"admin")
+    with Wire(shared.port) as refused, Wire(shared.port) as allowed:
+        refused.ask(b"AUTH", b"tenantA", b"")
+        allowed.ask(b"AUTH", b"admin", b"")
+        times = [(seconds(refused), seconds(allowed)) for _ in range(100)]  # alternately, on a busy machine
+    assert min(first for first, _ in times) < 5 * min(second for _, second in times)

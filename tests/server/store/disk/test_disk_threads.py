@@ -368,7 +368,7 @@ class TestMemoryOfCommits:
                 before, faults = _own_memory(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
                 await write(writer)
                 faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
-                if faults < count * len(large) // mmap.PAGESIZE // 4:
+                if faults < count * len(large) // mmap.PAGESIZE // 2:
                     break
             else:
                 pytest.fail(f"the last round had {faults} page faults")
