@@ -268,7 +268,7 @@ class Audit:
         store, unsure = self._judge.model.store, self._judge.model.store.fog | self._judge.let_go | self._let_go
         if self._judge.model.disk_fails or self._run.seed.maxdisk:
             return  # a commit may be done in several
-        for end, parts in store.batches:
+        for end, parts, _ in store.batches:
             others = unsure.union(key for key, _, _ in store.log[end:])
             missing = b""
             for part in parts:

@@ -6,6 +6,7 @@ changes since its command was run.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from itertools import islice, product
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.simulation.model.model import Conversation, Model
 from tests.simulation.model.pages import block_of
 from tests.simulation.model.replies import ANYTHING, May, agrees, gathered, one_of
 from tests.simulation.model.rights import keys_used
-from tests.simulation.model.values import Cell
+from tests.simulation.model.values import Cell, Store
 
 _READS = frozenset(
     b"""mget kvpagemget kvblockget kvblockmget kvblockmgetcoded kvpagemexists kvblockexists kvpageindex kvpageverify
@@ -62,13 +63,17 @@ def _replies(model: Model, talk: Conversation, asked: Asked) -> list[Any]:
     unfinished = [variant for doubt in doubts if doubt.pending for variant in doubt.variants[1:]]
     end, model.talk = len(store.log), talk
     at = end
+    moments += _before_parts(model, asked, used, at)
     for key, old, _ in reversed(changes):
         at -= 1
         if old is None:
             store.keys.pop(key, None)
         else:
             store.keys[key] = old
-        if (used and not key.startswith(used)) or len(moments) > _MOST_MOMENTS:
+        if len(moments) > _MOST_MOMENTS:
+            continue
+        moments += _before_parts(model, asked, used, at)
+        if used and not key.startswith(used):
             continue
         kept, store.now = store.now, 0
         moments.append(model.run(asked.words))
@@ -81,24 +86,53 @@ def _replies(model: Model, talk: Conversation, asked: Asked) -> list[Any]:
     return [one for moment in moments for one in (moment.options if isinstance(moment, May) else [moment])]
 
 
+def _before_parts(model: Model, asked: Asked, used: tuple[bytes, ...], at: int) -> list[Any]:
+    """Return the replies after `at` changes if the last parts of a batch were not visible yet, one more in each."""
+    kept, model.store.now = model.store.now, 0
+    replies = [_reply_with(model, asked, cells.items()) for cells in _not_visible(model.store, used, at)]
+    model.store.now = kept
+    return replies
+
+
+def _not_visible(store: Store, used: tuple[bytes, ...], at: int) -> Iterator[dict[bytes, Cell]]:
+    """Yield the earlier values of a batch's pages that may not have been visible after `at` changes: those of its last
+    part, of its last two parts, and so on. Others have not changed these pages since the batch was begun.
+    """
+    for begun, parts, seen in store.batches:
+        if begun > at or (len(seen) == len(parts) and seen[-1] < at):
+            continue
+        others, hidden = {key for key, _, _ in store.log[begun:at]}, dict[bytes, Cell]()
+        for part in reversed(parts[sum(when < at for when in seen) :]):
+            mine = {key: before for key, (before, _) in part.items() if not used or key.startswith(used)}
+            hidden |= {key: before for key, before in mine.items() if key not in others}
+            if hidden:
+                yield dict(hidden)
+
+
+def _reply_with(model: Model, asked: Asked, cells: Iterable[tuple[bytes, Cell]]) -> Any:
+    """Return the reply if some keys had these values."""
+    kept = dict(model.store.keys)
+    for key, cell in cells:
+        if cell is None:
+            model.store.keys.pop(key, None)
+        else:
+            model.store.keys[key] = cell
+    reply = model.run(asked.words)
+    model.store.keys = kept
+    return reply
+
+
 def _before_unfinished(model: Model, asked: Asked, variants: list[dict[bytes, Cell]], at: int) -> list[Any]:
     """Return the replies after `at` changes if commands in steps had not changed their keys yet, or not all of them.
 
     Others have changed some of these keys since: then each may have had any of its possible values.
     """
-    store, replies = model.store, []
-    late = {key: cells for key, cells in store.moments_of_late(at).items() if key in keys_used(asked.words)}
-    for variant in [{}, *variants]:
-        for cells in islice(product(*late.values()), _MOST_CASES):
-            kept = dict(store.keys)
-            for key, cell in [*variant.items(), *zip(late, cells, strict=True)]:
-                if cell is None:
-                    store.keys.pop(key, None)
-                else:
-                    store.keys[key] = cell
-            replies.append(model.run(asked.words))
-            store.keys = kept
-    return replies
+    late = {key: cells for key, cells in model.store.moments_of_late(at).items() if key in keys_used(asked.words)}
+    return [
+        _reply_with(model, asked, [*variant.items(), *zip(late, cells, strict=True)])
+        for variant in [{}, *variants]
+        for cells in islice(product(*late.values()), _MOST_CASES)
+    ]
 
 
 def _beginning(key: bytes) -> bytes:

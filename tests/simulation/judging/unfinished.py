@@ -112,7 +112,7 @@ class Unfinished:
         asked.parts, doubt.later = deque(parts), {key: after[key] for key in keys}
         clear = after.keys() - asked.unclear
         begun = [{key: (before[key], after[key]) for key in part if key in clear} for part in parts]
-        self._model.store.batches.append((asked.end, begun))
+        self._model.store.batches.append((asked.end, begun, doubt.seen))
 
     def learn_stored(self, asked: Asked, doubt: Doubt, stored: list[list[bytes]]) -> None:
         """Note that a step has made the next parts of a batch visible, whatever others did to their keys."""
@@ -122,6 +122,7 @@ class Unfinished:
                 next_ones = asked.parts[0][:3] if asked.parts else []
                 self._fail(f"step {asked.step}: {keys[:3]!r} of a batch are visible before {next_ones!r}")
             part = {key: doubt.later.pop(key) for key in asked.parts.popleft()}
+            doubt.seen.append(len(store.log))
             self._model.may_have_changed(part.keys())
             store.settle(part)
             if len(doubt.variants) > 2:

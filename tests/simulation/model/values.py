@@ -54,7 +54,8 @@ class Value:
 
 Cell = Value | None
 Change = tuple[bytes, Cell, Cell]  # key, before, after
-Batch = tuple[int, list[dict[bytes, tuple[Cell, Cell]]]]  # changes when it was begun; its parts: before and after each
+# the number of changes when a batch was begun; its parts: before and after each; the number when each became visible
+Batch = tuple[int, list[dict[bytes, tuple[Cell, Cell]]], list[int]]
 
 
 @dataclass(eq=False)
@@ -67,6 +68,7 @@ class Doubt:
     rest_of: Doubt | None = None  # changes by others since, and values that will be stored in any case
     still: dict[bytes, Cell] = field(default_factory=dict)
     later: dict[bytes, Cell] = field(default_factory=dict)  # pages of a batch whose parts are not visible yet
+    seen: list[int] = field(default_factory=list)  # of the batch: see `Batch`
 
     @property
     def coming(self) -> dict[bytes, Cell]:
