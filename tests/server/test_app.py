@@ -370,10 +370,11 @@ class TestLog:
         other.write_text(" 4711\n", encoding="utf-8")
         assert run("--check-config", str(conf), "--pidfile", "notes").returncode == 0
 
-    def test_a_pipe_in_the_place_of_the_store_is_refused(self, tmp_path: Path) -> None:
-        os.mkfifo(tmp_path / "kvpage.lmdb")
+    @pytest.mark.parametrize("name", ["kvpage.lmdb", "kvpage.lock"])
+    def test_a_pipe_in_the_place_of_the_store_is_refused(self, tmp_path: Path, name: str) -> None:
+        os.mkfifo(tmp_path / name)
         message = refused("--port", "0", "--store", "tiered", "--dir", str(tmp_path))
-        assert message == "kvpage.lmdb: File or stream is not seekable."
+        assert message == f"{name}: File or stream is not seekable."
 
     def test_a_link_to_a_store_that_is_not_there_stays(self, tmp_path: Path) -> None:
         store, elsewhere = tmp_path / "kvpage.lmdb", tmp_path / "disk" / "store.lmdb"

@@ -378,7 +378,7 @@ class Disk:
         # Id of the last committed transaction, and a cache for it: the `Body` of pages by name.
         self._page_cache: tuple[int, dict[bytes, Body]] = 0, {}
         self._locks = ExitStack()
-        with lmdb_errors(self.path, writing=True):
+        with lmdb_errors(directory / _LOCK, writing=True):
             self._locks.enter_context(lock(directory / _LOCK))
         try:
             with lmdb_errors(self.path, writing=True):
