@@ -283,8 +283,9 @@ def test_a_cancelled_prompt_frees_everything_at_once(running: RunningServer, url
         bench.close()
 
 
-def test_agents_that_start_together_compute_a_prefix_once(bench: Bench) -> None:
+def test_agents_that_start_together_compute_a_prefix_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each computes its own part: the end of the last block, and the tokens behind it."""
+    monkeypatch.setattr("engine.agent_engine.PATIENCE_FACTOR", 1000)  # a busy machine computes slower than before
     prompts = {f"agent-{i}": [*SYSTEM, *TOKENS[1000 + i : 1020 + i]] for i in range(4)}
     uids = {bench.submit(name, prompt): prompt for name, prompt in prompts.items()}
     bench.run()
