@@ -65,6 +65,7 @@ class _Queue:
         """Set the chain hashes of the block, and of the prompt's blocks before it."""
         self.name, self.before = name, before
         self.claims: list[Claim] = []
+        self.is_published = False  # whether the block is in memory, though its holder may still write it
         self.emptied = asyncio.Event()  # set when the last claim was removed
 
     @property
@@ -126,6 +127,8 @@ class Claims:
             alone = not queue.claims and not (self._pages and answers)
             claim = Claim(self, name, "mine" if alone else "wait")
             queue.claims.append(claim)
+            if queue.is_published:  # after the load that missed the block
+                self._loop.call(claim.published)
         if claim.state == "wait":
             self._loop.start(self._limit_wait(claim))
         return claim
@@ -134,6 +137,8 @@ class Claims:
         with self._lock:
             queue = self._queues.get(claim.name)
             waited = self._remove(queue, queue.waiting) if queue else []
+            if queue:
+                queue.is_published = True
         _notify(waited)
 
     def release(self, claim: Claim) -> None:

@@ -244,6 +244,17 @@ def test_one_of_two_agents_computes_and_the_other_waits(alone: Claims) -> None:
     first.release()
 
 
+def test_a_claim_on_a_published_block_does_not_wait(alone: Claims) -> None:
+    """Its prompt was looked up before, and loads again; the first one still writes the block to the server."""
+    first = alone.begin("alice", TOKENS)
+    first.published()
+    late = alone.begin("bob", TOKENS)
+    assert ends(late) == "proceed"
+    late.release()
+    first.release()
+    assert alone.begin("carol", TOKENS).state == "mine"
+
+
 def test_a_released_claim_passes_to_the_next_waiter_only(alone: Claims) -> None:
     first, second, third = (alone.begin(agent, TOKENS) for agent in ("alice", "bob", "carol"))
     second.release()
