@@ -72,7 +72,9 @@ def test_engines_that_start_together_compute_a_prefix_once(running: RunningServe
         answers = [engine.answer(number) for engine, number in zip(engines, numbers, strict=True)]
     for answer, prompt in zip(answers, prompts, strict=True):
         assert answer["tokens"] == greedy(prompt)
-    assert sorted(answer["reused"] for answer in answers) == [0, 1000, 1000]
+    least, *others = sorted(answer["reused"] for answer in answers)
+    assert least == 0
+    assert {*others} <= {768, 1000}  # on a busy machine the last block, which is not full, may be written too late
     # on a slow machine one may be submitted when everything is stored
     assert any(answer["waited"] > 0 for answer in answers)
 
