@@ -16,6 +16,7 @@ from typing import Any
 from kvpage_server import app
 from kvpage_server.app import DiskError, Server, apply, from_arguments
 from kvpage_server.commands.context import Client
+from kvpage_server.commands.families.connections import transaction
 from kvpage_server.commands.notifying.tracking import _NOTE, _SHARE
 from kvpage_server.core import Caller, NewPages, Parser
 from kvpage_server.core.python import calls
@@ -33,6 +34,7 @@ Ran = Callable[[Client, Any, Any], Any]  # client, words, reply; returns the sen
 
 calls.monotonic_ns = real_monotonic_ns  # see `_OneByOne`
 _execute, _caller_of, _came_of = replies.execute, replies.caller_of, replies.finish_call
+_after_freeing = transaction._after_freeing
 _graveyard: list[Any] = []  # processes that died: nobody tidies up after them
 
 
@@ -52,6 +54,7 @@ class Process:
         self.leaves: Callable[[list[bytes], bool], None]
         self.stored: list[list[bytes]] = []  # keys of pages that became visible together, for the judge to take
         self.lost_notes: list[tuple[Any, bytes]] = []  # client and key: notes of CLIENT TRACKING beyond its limits
+        self.later: list[bytes] = []  # of the last reply to EXEC that follows when values are freed
         self._ran = ran
 
     def live(self) -> None:
@@ -72,6 +75,7 @@ class Process:
         apply(self.server, (name for name in config.parameters() if name != "requirepass"))
         replies.execute, replies.finish_call = self._execute, self._came_of
         replies.caller_of = _OneByOne  # type: ignore[assignment]
+        transaction._after_freeing = self._follows
         self._attend()
         gc.freeze()  # a server that starts looks through all that is not
         self.ready = True
@@ -125,6 +129,10 @@ class Process:
 
     def _came_of(self, client: Client, spec: Any, words: Any, reply: Any, error: Exception | None) -> Any:
         return self._ran(client, words, _came_of(client, spec, words, reply, error))
+
+    def _follows(self, contents: Any, pieces: list[Any]) -> Any:
+        self.later = [piece for piece in pieces if type(piece) is bytes]  # others keep values in memory
+        return _after_freeing(contents, pieces)
 
     def end(self) -> None:
         """Somebody asks it to end, as `kill` does."""

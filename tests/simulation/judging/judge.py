@@ -153,7 +153,8 @@ class Judge:
             self._departures.forget_again(evicted)
         if evicted and runs_many:
             self._lose_sight(asked, marks)  # the order of its commands is unknown
-        if runs_many and isinstance(reply, tuple) and any(_says_full(piece) for piece in reply):
+        pieces = self.process.later if isinstance(reply, Stream) else reply  # all commands of an EXEC have been run
+        if runs_many and isinstance(pieces, list | tuple) and any(_says_full(piece) for piece in pieces):
             self._lose_sight(asked, marks)
         if here and not talk.silent:
             peer.unanswered.append(asked)
