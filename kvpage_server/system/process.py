@@ -53,17 +53,14 @@ def handle_signals(loop: asyncio.AbstractEventLoop, stop: Callable[[int], None],
     """
     for number in STOP:
         loop.add_signal_handler(number, stop, number)
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
-        return
-    terminal = _terminal()
-    if terminal is None:
-        loop.add_signal_handler(signal.SIGHUP, renew)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])  # `kvpage_server.__main__` has blocked it
-        return
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    terminal = None if is_ignored else _terminal()
     hang_up = partial(stop, signal.SIGHUP)
-    loop.add_signal_handler(signal.SIGHUP, hang_up)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
+    if not is_ignored:
+        loop.add_signal_handler(signal.SIGHUP, renew if terminal is None else hang_up)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])  # `kvpage_server.__main__` has blocked it
+    if terminal is None:
+        return
     watch = select.poll()
     watch.register(terminal, 0)  # poll reports a hangup even without events
     _check_terminal(loop, terminal, watch, hang_up, True)
