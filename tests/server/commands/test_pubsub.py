@@ -68,7 +68,7 @@ class TestChannels:
     def test_messages_arrive_in_order_and_none_is_lost(self, listener: redis.Redis, client: redis.Redis) -> None:
         with listener.pubsub(ignore_subscribe_messages=True) as pubsub:
             pubsub.subscribe("ordered")
-            pubsub.get_message(timeout=1)
+            pubsub.get_message(timeout=PATIENCE)
             with client.pipeline(transaction=False) as pipe:
                 for i in range(3000):
                     pipe.publish("ordered", i)
@@ -144,7 +144,7 @@ class TestChannels:
     def test_in_a_transaction_messages_are_sent_when_it_runs(self, server: RunningServer, client: redis.Redis) -> None:
         with client.pubsub(ignore_subscribe_messages=True) as pubsub, client.pipeline() as pipe:
             pubsub.subscribe("done")
-            pubsub.get_message(timeout=1)
+            pubsub.get_message(timeout=PATIENCE)
             pipe.multi()
             pipe.publish("done", "1")
             assert silent(pubsub)
@@ -156,7 +156,7 @@ class TestChannels:
             listeners = [client.pubsub(ignore_subscribe_messages=True) for _ in range(40)]
             for listener in listeners:
                 await listener.subscribe("all")
-                await listener.get_message(timeout=1)
+                await listener.get_message(timeout=PATIENCE)
             assert await client.publish("all", b"x" * 100_000) == 40
             received = await asyncio.gather(*(listener.get_message(timeout=PATIENCE) for listener in listeners))
             assert [message["data"] for message in received] == [b"x" * 100_000] * 40
@@ -247,7 +247,7 @@ class TestNotifications:
         """Listens to every event."""
         with client.pubsub(ignore_subscribe_messages=True) as pubsub:
             pubsub.psubscribe("__key*__:*")
-            pubsub.get_message(timeout=1)
+            pubsub.get_message(timeout=PATIENCE)
             yield pubsub
         client.config_set("notify-keyspace-events", "")
 
