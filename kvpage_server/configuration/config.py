@@ -41,6 +41,7 @@ from kvpage_server.configuration.kinds import (
     output_limits,
     path,
     quotas,
+    split_at_spaces,
     text,
     token,
     words,
@@ -342,8 +343,8 @@ class Config:
         """Return the words of a value that is given as one string, as in CONFIG SET."""
         kind = self.parameters()[name].metadata["kind"]
         if kind is quotas:
-            return value.split() or [""]
-        return value.split() if kind in (words, output_limits) else [value]
+            return split_at_spaces(value) or [""]
+        return split_at_spaces(value) if kind in (words, output_limits) else [value]
 
     def change(self, name: str, value: str) -> None:
         """Change a parameter to a value that is given as one string, as in CONFIG SET. Raises ConfigError."""

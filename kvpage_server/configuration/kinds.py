@@ -41,12 +41,17 @@ def _read_path(words: list[str]) -> str:
     return path
 
 
+def split_at_spaces(value: str) -> list[str]:
+    """Return the words of a value. As in a file, only ASCII white space separates words: a pattern may have others."""
+    return re.findall(r"[^ \t\n\v\f\r]+", value)
+
+
 def _parts(words: list[str]) -> list[str]:
     """Return the words of a value that may have several.
 
     A single word is split at spaces, because CONFIG SET passes one.
     """
-    return words[0].split() if len(words) == 1 else words
+    return split_at_spaces(words[0]) if len(words) == 1 else words
 
 
 def integer(low: int, high: int) -> Kind:
@@ -218,7 +223,7 @@ def _read_quotas(words: list[str]) -> dict[str, int]:
         raise ValueError(f"has at most {_MOST_QUOTAS} quotas, got {len(words) // 2}")
     quotas: dict[str, int] = {}
     for pattern, limit in zip(words[::2], words[1::2], strict=True):
-        if pattern.split() != [pattern]:
+        if split_at_spaces(pattern) != [pattern]:
             raise ValueError(f"pattern must not be empty or have spaces (use ? instead), got '{pattern}'")
         if pattern.startswith("~"):
             raise ValueError(f"a quota's pattern has no ~ in front (\\~ for a key that has one), got '{pattern}'")

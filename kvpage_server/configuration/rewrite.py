@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 from kvpage_server.configuration.config import Config, ConfigError
+from kvpage_server.configuration.kinds import split_at_spaces
 from kvpage_server.core.protocol import split_words
 
 _HEADING = b"# Written by CONFIG REWRITE"
@@ -119,7 +120,7 @@ def _parsed(line: bytes) -> Config | None:
     except ConfigError:
         return None
     if isinstance(config.value(name.lower()), dict):
-        config.given = {part for part in config.value(name.lower()) if part in " ".join(values).split()}
+        config.given = {part for part in config.value(name.lower()) if part in split_at_spaces(" ".join(values))}
     return config
 
 

@@ -144,6 +144,20 @@ def test_a_parameter_that_is_rewritten_is_read_equal(tmp_path: Path, name: str, 
     }
 
 
+@pytest.mark.parametrize("character", "\xa0\u3000\u2028\x85\x1c\x1f")
+def test_only_ascii_white_space_separates_words(tmp_path: Path, character: str) -> None:
+    config, loaded, conf = Config(), Config(), tmp_path / "kvpage.conf"
+    config.change("quota", f"kv:a{character} 1gb\t{character}b*\n2")
+    assert config.quota == {f"kv:a{character}": 1 << 30, f"{character}b*": 2}
+    with pytest.raises(ConfigError, match="takes 4 values"):
+        config.change("client-output-buffer-limit", f"normal{character}0 0 0")
+    before = b"quota kv:a" + character.encode() + b" 1\n"
+    conf.write_bytes(rewritten(before, config, []))
+    assert conf.read_bytes().count(b"\nquota ") <= 1
+    loaded.load(conf)
+    assert [*loaded.quota.items()] == [*config.quota.items()]
+
+
 @pytest.mark.parametrize("password", HOSTILE)
 def test_a_rewritten_password_is_valid_after_a_restart(tmp_path: Path, password: str) -> None:
     conf, raw = tmp_path / "kvpage.conf", password.encode("utf-8", "surrogateescape")
