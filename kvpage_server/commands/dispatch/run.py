@@ -85,7 +85,8 @@ def show_monitors(client: Client, spec: Spec, words: Command) -> None:
     now = time.time_ns() // 1000
     line = Raw(b"+%d.%06d [0 %b] %b\r\n" % (now // 1_000_000, now % 1_000_000, client.address.encode(), quoted))
     for monitor in client.server.monitors:
-        monitor.push(line)
+        if monitor.silence >= 0:  # as in Redis, CLIENT REPLY OFF applies to these lines, too
+            monitor.push(line)
 
 
 _ESCAPED = {byte: b"\\x%02x" % byte for byte in range(256)} | {byte: b"%c" % byte for byte in range(0x20, 0x7F)}

@@ -93,6 +93,19 @@ def test_a_new_monitor_sees_its_own_next_command(server: RunningServer) -> None:
         assert (shown, reply[-15:]) == (b"$4\r\nseen\r\n", b'"ECHO" "seen"\r\n')
 
 
+def test_client_reply_off_silences_a_monitor(server: RunningServer) -> None:
+    with Wire(server.port) as wire, Wire(server.port) as other:
+        wire.send(encode_command([b"MONITOR"]) + encode_command([b"CLIENT", b"REPLY", b"OFF"]))
+        lines = [wire.reply(), wire.reply()]
+        assert lines[0] == b"+OK\r\n"
+        assert b'"CLIENT" "REPLY" "OFF"' in lines[1]
+        other.ask(b"ECHO", b"unseen")
+        wire.send(encode_command([b"CLIENT", b"REPLY", b"ON"]))
+        assert wire.reply() == b"+OK\r\n"
+        other.ask(b"ECHO", b"seen")
+        assert b'"ECHO" "seen"' in wire.reply()
+
+
 def test_nothing_is_run_behind_quit(server: RunningServer) -> None:
     with Wire(server.port) as wire:
         wire.send(
