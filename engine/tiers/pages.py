@@ -52,6 +52,7 @@ from .server.fetch import Fetch
 from .server.lookup import MOST_BRANCHES, FetchRequest, Remote
 from .server.manifest import (
     DELETION_SECONDS,
+    UNKNOWN,
     BlockLayout,
     BlockPlace,
     ContextManifest,
@@ -76,9 +77,18 @@ class References(Protocol):
     """Operations on manifests that keep the references of blocks consistent, on one server or on several."""
 
     def save(
-        self, connection: ServerConnection, agent_id: str, fingerprint: int, manifest: ManifestMaker, write: Write, /
-    ) -> Work[Saved]:
-        """Write blocks, then the agent's manifest of them."""
+        self,
+        connection: ServerConnection,
+        agent_id: str,
+        fingerprint: int,
+        manifest: ManifestMaker,
+        write: Write,
+        deletion: bytes | None,
+        /,
+    ) -> Work[Saved | None]:
+        """Write blocks, then the agent's manifest of them, unless the mark of its deletion is not `deletion` any more:
+        then the blocks are deleted, and the result is None.
+        """
 
     def copy(
         self, connection: ServerConnection, agent_id: str, new_id: str, fingerprint: int, /
@@ -219,47 +229,45 @@ class PageTier:
         `idle` is the number of seconds since the context was used. If any engine has deleted the agent since, nothing
         is stored. An empty context changes nothing. Raises IncompatibleBlocksError for blocks of another model.
         """
+        used = time.monotonic() - idle
         context.validate(self._spec)
         if not context.blocks:
             return Saved(0, 0, 0)
         manifest, parts = await self.loop.on_block_thread(lambda: self._parts(context, context.stored_states))
-        return await self._report_save(self._save_unless_deleted(manifest, parts, idle))
+        return await self._report_save(self._save(manifest, parts, used))
 
-    async def _save_unless_deleted(self, manifest: ContextManifest, parts: block_writer.Parts, idle: float) -> Saved:
-        """Write an agent's context as `_save` does, unless the agent was deleted in the last `idle` seconds or is
-        deleted meanwhile.
+    async def _deletion(self, agent_id: str, used: float) -> tuple[bytes | None, bool]:
+        """Return the mark of an agent's deletion, None without one and UNKNOWN if that one of several servers does not
+        answer, and whether it is later than `used`, in time.monotonic(), by the clock of the server. It is not if the
+        server's clock was set back behind the time of the deletion.
         """
-        agent_id, begun = manifest.agent_id, time.monotonic()
-        if await self._deleted_within(agent_id, idle):
-            log.info("the context of %s is not written, because the agent was deleted after its last use", agent_id)
-            return Saved(0, 0, 0)
-        saved = await self._save(manifest, parts)
-        if await self._deleted_within(agent_id, idle + time.monotonic() - begun):
-            await self._delete(agent_id)
-        return saved
+        key, idle = deletion_key(agent_id), time.monotonic() - used
+        commands = [RawCommand(["PTTL", key], integer), RawCommand(["GET", key], text)]
+        left, mark = await self._connection.ask(commands, gone=UNKNOWN)
+        return mark, left not in (UNKNOWN, -1, -2) and 0 <= DELETION_SECONDS - left / 1000 < idle
 
-    async def _deleted_within(self, agent_id: str, seconds: float) -> bool:
-        """Return whether an agent was deleted in the last `seconds`, by the clock of the server. Not if the server's
-        clock was set back behind the time of the deletion, nor if that one of several servers does not answer.
-        """
-        command = RawCommand(["PTTL", deletion_key(agent_id)], integer)
-        left: int
-        (left,) = await self._connection.ask([command], gone=-2)  # as without a mark
-        return left >= 0 and 0 <= DELETION_SECONDS - left / 1000 < seconds
-
-    async def _save(self, manifest: ContextManifest, parts: block_writer.Parts) -> Saved:
-        """Write the blocks of an agent's context, its manifest, and the records that name the blocks. The records do
-        not name the blocks of the agent's context before any more, except blocks that others use.
+    async def _save(self, manifest: ContextManifest, parts: block_writer.Parts, used: float) -> Saved:
+        """Write the blocks of an agent's context, its manifest, and the records that name the blocks, unless the agent
+        was deleted after `used` or is deleted meanwhile. The records do not name the blocks of the agent's context
+        before any more, except blocks that others use.
         """
         connection, spec, agent_id = self._connection, self._spec, manifest.agent_id
         before: bytes | None = None
+        mark, deleted = await self._deletion(agent_id, used)
 
         def made(stored: bytes | None) -> bytes:
             nonlocal before
             before = stored
             return manifest.dump(spec, self._layout.together, stored)
 
-        saved = await self._references.save(connection, agent_id, spec.fingerprint, made, lambda: self._write(parts))
+        saved = None
+        if not deleted:
+            write = partial(self._write, parts)
+            saved = await self._references.save(connection, agent_id, spec.fingerprint, made, write, mark)
+        if saved is None:
+            log.info("the context of %s is not written, because the agent was deleted after its last use", agent_id)
+            await self._forget_unsaved(agent_id)
+            return Saved(0, 0, 0)
         if not saved.whole:
             return saved
 

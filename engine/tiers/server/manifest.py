@@ -28,6 +28,7 @@ DIGESTS = 3  # version of the format of blocks' digests
 CHUNK_BYTES = 8 << 20  # of blocks in one request, at most, except for a single larger block
 WRITER = f"{socket.gethostname()}:{os.getpid()}"
 DELETION_SECONDS = 86_400  # time to live of the mark of a deleted agent
+UNKNOWN = b""  # in place of the mark if its server does not answer
 MODEL_SHOWN = 200  # characters of a model's name in a manifest, at most
 # Bounds of a manifest's JSON, which others may have written: a context has at most two million tokens.
 CONTAINERS, STRINGS, VALUES = 50_000, 100_000, 4_000_000

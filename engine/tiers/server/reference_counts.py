@@ -12,6 +12,7 @@ manifest for each agent, ``manifest:{agent}``. It is not read, and the next save
 from __future__ import annotations
 
 import re
+import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -31,18 +32,32 @@ ManifestMaker = Callable[[bytes | None], bytes]  # makes an agent's manifest, gi
 
 
 async def save(
-    connection: ServerConnection, agent_id: str, fingerprint: int, manifest: ManifestMaker, write: Write
-) -> Saved:
-    """Write blocks, and replace the agent's manifest. `manifest` makes the new one from the old one."""
-    key, older = manifest_key(agent_id, fingerprint), older_key(agent_id)
-    saved, names = await write(), set[str]()
+    connection: ServerConnection,
+    agent_id: str,
+    fingerprint: int,
+    manifest: ManifestMaker,
+    write: Write,
+    deletion: bytes | None,
+) -> Saved | None:
+    """Write blocks, and replace the agent's manifest. `manifest` makes the new one from the old one. If the mark of the
+    agent's deletion is not `deletion` any more, delete the blocks instead, and return None.
+    """
+    key, older, mark = manifest_key(agent_id, fingerprint), older_key(agent_id), deletion_key(agent_id)
+    saved, names, deleted = await write(), set[str](), False
 
     def change(stored: Stored) -> Stored:
+        nonlocal deleted
+        deleted = stored[mark] not in (None, deletion)
+        if deleted:
+            return {}
         made = manifest(stored[key])
         names.update(names_in(made, key))
         return {key: made, older: None}
 
-    await _change(connection, [key, older], change)
+    await _change(connection, [key, older, mark], change)
+    if deleted:
+        await delete_unreferenced(connection, sorted({place.name for place in saved.places}))
+        return None
     again = await write()  # blocks may have been deleted before the manifest named them
     if again.blocks_written or again.nbytes:  # another engine may have replaced the manifest since
         await delete_unreferenced(connection, sorted(names))
@@ -80,8 +95,8 @@ async def delete(connection: ServerConnection, agent_id: str) -> dict[str, bytes
 
 
 def mark_deleted(agent_id: str) -> RawCommand:
-    """Return the command that marks an agent as deleted."""
-    return RawCommand(["SET", deletion_key(agent_id), 1, "EX", DELETION_SECONDS], ok)
+    """Return the command that marks an agent as deleted, with another value for each deletion."""
+    return RawCommand(["SET", deletion_key(agent_id), uuid.uuid4().hex, "EX", DELETION_SECONDS], ok)
 
 
 async def agents(connection: ServerConnection, fingerprint: int) -> list[str]:

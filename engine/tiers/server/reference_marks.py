@@ -26,7 +26,7 @@ from kvpage_server.page import SEGMENT
 
 from .block_writer import Saved, Write
 from .connection import OUTAGES, ServerConnection
-from .manifest import digest_of, manifest_key, named_in, names_in, older_key, renamed_manifest
+from .manifest import UNKNOWN, deletion_key, digest_of, manifest_key, named_in, names_in, older_key, renamed_manifest
 from .reference_counts import ManifestMaker, Stored, count_key, forget_block, mark_deleted
 
 _CONCURRENT_SEGMENTS = 8  # segments whose references are changed concurrently
@@ -36,9 +36,16 @@ Reference = tuple[str, bytes | None, bytes | None]  # a block, the number of its
 
 
 async def save(
-    connection: ServerConnection, agent_id: str, fingerprint: int, manifest: ManifestMaker, write: Write
-) -> Saved:
-    """Write blocks, and replace the agent's manifest if all of them exist then."""
+    connection: ServerConnection,
+    agent_id: str,
+    fingerprint: int,
+    manifest: ManifestMaker,
+    write: Write,
+    deletion: bytes | None,
+) -> Saved | None:
+    """Write blocks, and replace the agent's manifest if all of them exist then. If the mark of the agent's deletion is
+    not `deletion` any more after that, delete the manifest, and return None.
+    """
     key = manifest_key(agent_id, fingerprint)
     saved = await write()
     try:
@@ -48,6 +55,10 @@ async def save(
             saved = replace(saved, whole=(await write()).whole)
         if saved.whole:
             await _replace_manifest(connection, key, made)
+            (mark,) = await connection.ask([RawCommand(["GET", deletion_key(agent_id)], text)], gone=None)
+            if deletion != UNKNOWN and mark not in (None, deletion):
+                await _replace_manifest(connection, key, None)
+                return None
     except OUTAGES as error:
         if isinstance(error, Refused):
             raise

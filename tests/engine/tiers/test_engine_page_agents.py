@@ -100,19 +100,32 @@ def test_an_agent_that_was_deleted_after_its_use_is_not_saved(
     assert tier.save(context(), idle=60)
 
 
+@pytest.mark.parametrize("look", ["before", "after"])
 def test_an_agent_that_is_deleted_during_a_save_stays_deleted(
-    tier: PageTier, other: PageTier, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+    tier: PageTier, other: PageTier, client: redis.Redis, monkeypatch: pytest.MonkeyPatch, look: str
 ) -> None:
-    """Another engine deletes it after the first look for the mark."""
+    """Another engine deletes it before or after the look for the mark, and then the server's clock is set back."""
     tier.save(context(TOKENS[:300]))
-    save = PageTier._save
+    parts, write = PageTier._parts, block_writer.write
 
-    async def deleted_meanwhile(of: PageTier, *given: Any) -> Saved:
-        assert await asyncio.to_thread(other.delete, "alice")
-        return await save(of, *given)
+    def delete() -> None:
+        assert other.delete("alice")
 
-    monkeypatch.setattr(PageTier, "_save", deleted_meanwhile)
-    tier.save(context())
+    def delete_before(of: PageTier, *given: Any) -> Any:
+        delete()
+        until(lambda: client.pttl("refs:deleted:alice") <= 86_400_000 - 20, "20 ms after the deletion")
+        return parts(of, *given)
+
+    async def delete_after(*given: Any) -> Any:
+        await asyncio.to_thread(delete)
+        assert client.pexpire("refs:deleted:alice", 86_400_000 + 3_600_000)
+        return await write(*given)
+
+    if look == "before":
+        monkeypatch.setattr(PageTier, "_parts", delete_before)
+    else:
+        monkeypatch.setattr(block_writer, "write", delete_after)
+    assert tier.save(context()) == Saved(0, 0, 0)
     assert tier.agents() == []
     assert {*client.keys()} == {b"refs:deleted:alice"}
 

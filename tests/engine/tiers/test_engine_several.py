@@ -19,6 +19,7 @@ from test_kvpage_cli import kvpage
 
 from engine.pool import BlockPool
 from engine.tiers.pages import PageTier
+from engine.tiers.server import block_writer
 from engine.tiers.server.block_writer import Saved
 from kvpage_server.client import AsyncPageClient, PageClient
 
@@ -138,6 +139,26 @@ def test_forks_share_and_deletes_free_only_unshared_blocks(tier: PageTier, home:
     assert found(tier, "twin") == len(longer)
     assert tier.delete("twin")
     assert home.keys() == {"refs:deleted:alice", "refs:deleted:twin"}
+
+
+def test_an_agent_deleted_during_a_save_is_not_stored(
+    tier: PageTier, other: PageTier, home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tier)
+    write = block_writer.write
+    deleted: list[bool | None] = []
+
+    async def delete_before(connection: Any, *given: Any) -> Any:
+        if not deleted:
+            deleted.append(await asyncio.to_thread(other.delete, "alice"))
+        return await write(connection, *given)
+
+    monkeypatch.setattr(block_writer, "write", delete_before)
+    assert save(tier) == Saved(0, 0, 0)
+    assert deleted == [True]
+    assert home.keys() == {"refs:deleted:alice"}
+    assert save(tier)
+    assert found(other) == len(TOKENS)
 
 
 def test_one_engine_claims_a_block_until_it_releases_it(tier: PageTier, other: PageTier) -> None:
