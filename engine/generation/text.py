@@ -75,7 +75,9 @@ class TokenText:
         return piece
 
     def as_generated(self) -> Detokenizer:
-        """Return a detokenizer whose text equals that of mlx_lm.generate, without the first space."""
+        """Return a detokenizer whose text equals that of mlx_lm.generate, without the first space. Of an answer whose
+        first tokens are single spaces, mlx_lm.generate removes them all with a SentencePiece tokenizer.
+        """
         detokenizer = self._tokenizer.detokenizer
         size = len(detokenizer.tokenmap) if self._spell else None
         return _Known(detokenizer, lambda token: self.piece(token) is not None and (size is None or token < size))
@@ -119,7 +121,7 @@ def template_writes_space(render: Callable[[list[dict[str, Any]], bool], str]) -
 
 
 class _Known:
-    """Wrapper of mlx-lm's detokenizer that skips tokens without text."""
+    """Wrapper of mlx-lm's detokenizer that skips tokens without text, and removes one space at most."""
 
     def __init__(self, detokenizer: Any, known: Callable[[int], bool]) -> None:
         self._detokenizer = detokenizer
@@ -132,6 +134,7 @@ class _Known:
     def add_token(self, token: int) -> None:
         if self._known(token):
             self._detokenizer.add_token(token)
+            self._detokenizer.trim_space = False  # of SentencePiece's, which looks for one while its text is empty
 
     def finalize(self) -> None:
         self._detokenizer.finalize()

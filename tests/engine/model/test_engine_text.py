@@ -98,6 +98,17 @@ def test_text_of_generate_is_that_of_mlx_lm(kind: Kind) -> None:
         assert read(TokenText(tokenizer).as_generated(), tokens) == read(tokenizer.detokenizer, tokens)
 
 
+@all_kinds
+def test_an_answer_loses_one_space_of_several_at_most(kind: Kind) -> None:
+    tokenizer = kind()
+    spaces = [token for token in range(len(tokenizer)) if TokenText(tokenizer).bytes_of(token) == b" "]
+    for space in spaces:
+        text = read(
+            TokenText(tokenizer).as_generated(), [*[space] * 5, *tokenizer.encode("x", add_special_tokens=False)]
+        )
+        assert len(text) - len(text.lstrip()) >= 4
+
+
 @kinds
 def test_tokens_past_the_vocabulary_have_no_text(kind: Kind) -> None:
     tokenizer = kind()
