@@ -183,7 +183,8 @@ class Tracked:
             tracking, mode = one.tracking, one.tracking.mode
             own = by is one and mode is not None and mode.no_loop
             for name in names:
-                if name in tracking.noted and not (own and sure) and self._may_know(one, name):
+                silent = own and sure and not self._is_due(name)  # a sweep before this change sends a message
+                if name in tracking.noted and not silent and self._may_know(one, name):
                     tracking.due[name] += 1
                 if name in tracking.read and sure and not own and mode is not None and not mode.broadcast:
                     self._owe(one, name, key)
@@ -195,6 +196,11 @@ class Tracked:
                 tracking.due[key] += times * sum(map(key.startswith, mode.prefixes))  # each has a message of its own
                 if sure and not own:
                     self._owe(one, key, key)
+
+    def _is_due(self, name: bytes) -> bool:
+        """Return whether a key with this name is due, and its expiry is not noted yet."""
+        due = (key for key, value in self.store.keys.items() if 0 < value.expires <= self.store.now)
+        return any(name in _names_of(key) for key in due)
 
     def _may_know(self, one: Conversation, name: bytes) -> bool:
         """Return whether the connection, and its redirection's target, may read a key."""
