@@ -8,7 +8,8 @@ much of the disk: evicting them frees little, and a block is useless without its
 evicts the units that expire soonest. `noeviction` refuses writes that do not fit. Leased and pinned units stay.
 
 If all units that the search visits have to stay for now, because they are leased or wait to be written, no write is
-refused. Values then use a part of the space that LMDB needs, and later writes evict for them.
+refused. Values then use a part of the space that LMDB needs, and later writes evict for them. While commits fail,
+waiting units are evicted like others.
 
 A replaced value stays on disk until the commit that replaces it. If both do not fit, this commit and all later ones
 fail. So a command or transaction evicts, or is refused, if it replaces more at a time than there is space for.
@@ -156,6 +157,7 @@ class DiskAccount(Account):
         self.chains = Chains(contents.index)
         self._with_replaced = ReplacingAccount(self)
         self._freed = 0  # bytes of evicted units since the start
+        self._full = "disk"  # what was used up at the last commit that failed for that: `maxdisk`, or the file system
 
     @property
     def limit(self) -> int:
@@ -186,8 +188,9 @@ class DiskAccount(Account):
             yield Source(self.evictable(), self.evict)
 
     def refusal(self, size: int) -> str:
-        values = f"{self.limit} bytes of {self.stored.maxdisk} are for values"
-        return f"used disk > 'maxdisk': {values}, and {size} more do not fit"
+        values, failing = f"{self.limit} bytes of {self.stored.maxdisk} are for values", self.stored.behind.failing
+        waiting = f"; {self.used - self.stored.usage.used} bytes wait: {failing}" if failing else ""
+        return f"used disk > 'maxdisk': {values}, and {size} more do not fit{waiting}"
 
     # -- sizes of writes -----------------------------------------------------------------------------------------------
 
@@ -267,17 +270,17 @@ class DiskAccount(Account):
         """Evict `size` bytes, if possible, because the disk is full. Yield after each unit."""
         enough = self._freed + size
         alone = not isinstance(error, MaxDisk)
-        room = "filesystem" if alone else "disk"
-        source = Source(self.evictable(alone=alone), partial(self.evict, room=room))
-        for _ in evictions(self.contents, [source]):
+        self._full = "filesystem" if alone else "disk"
+        for _ in evictions(self.contents, [Source(self.evictable(alone=alone), partial(self.evict, room=self._full))]):
             if self._freed >= enough:
                 return
             yield
 
-    def evict(self, unit: Unit, *, room: str = "disk") -> bool:
-        """Evict a unit from memory and disk, because of the limit of `room`. Return False if it is not on disk, and
-        does not wait to be written.
+    def evict(self, unit: Unit, *, room: str = "") -> bool:
+        """Evict a unit from memory and disk for the limit of `room`: by default `maxdisk`, or a full file system
+        while values cannot be written for that. Return False if it is not on disk, and does not wait to be written.
         """
+        room = room or (self._full if self.stored.behind.failing else "disk")
         usage = self.stored.usage
         names = [name for name in each_name_in(unit) if name in usage.names or self.stored.behind.waits(name)]
         if not names:
@@ -362,7 +365,9 @@ class DiskAccount(Account):
         return name[:1] == b"b" and self._rules.keeps_chains and self.chains.is_extended(*parse_block(name))
 
     def _waits(self, unit: Unit) -> bool:
-        return not self.stored.behind.settled and any(map(self.stored.behind.waits, each_name_in(unit)))
+        """Return whether a unit has to stay because it waits to be written. While commits fail, none has to."""
+        behind = self.stored.behind
+        return not (behind.settled or behind.failing) and any(map(behind.waits, each_name_in(unit)))
 
     @property
     def _spares_texts(self) -> bool:

@@ -196,6 +196,26 @@ def test_everysec_continues_in_memory_on_a_full_disk(disk: Path) -> None:
         assert all(client.get(f"key:{i}") == body(SIZE, i) for i in range(60))
 
 
+def test_waiting_values_are_evicted_while_the_disk_is_full(tmp_path: Path) -> None:
+    """`maxdisk` counts them. Without eviction, it would refuse writes until the disk has space."""
+    values = {f"key:{i}": body(1_000_000, i) for i in range(25)}
+    with small_disk(tmp_path / "large", megabytes=30) as disk, tiered(disk, "--maxdisk", "16mb") as (_, client):
+        with filled(disk):
+            client.set("first", body(1_000_000))
+            until(lambda: disk_info(client)["disk_failing"])
+            for name, value in values.items():
+                client.set(name, value)
+            assert all(client.get(f"key:{i}") == values[f"key:{i}"] for i in range(15, 25))
+            info = client.info("kvpage")
+            assert info["evictions_allkeys-prefix_filesystem"] >= 10
+            assert "evictions_allkeys-prefix_disk" not in info
+            client.config_set("maxmemory-policy", "noeviction")
+            with pytest.raises(redis.ResponseError, match=r"'maxdisk': .* bytes wait: .*No space left on device"):
+                client.mset(values)
+        settle(client)
+        assert disk_info(client)["disk_values"] >= 10
+
+
 @pytest.mark.parametrize("how", ["DEL", "FLUSHALL"])
 def test_deletions_free_space_on_a_full_disk(disk: Path, how: str) -> None:
     options = ("--maxmemory-policy", "noeviction", "--maxmemory", "4mb")
