@@ -157,7 +157,7 @@ class DiskAccount(Account):
         self.chains = Chains(contents.index)
         self._with_replaced = ReplacingAccount(self)
         self._freed = 0  # bytes of evicted units since the start
-        self._full = "disk"  # what was used up at the last commit that failed for that: `maxdisk`, or the file system
+        self._full = "disk"  # the limit at which the last commit failed: `maxdisk`, or a full file system
 
     @property
     def limit(self) -> int:
