@@ -5,6 +5,7 @@ second. So this module imports little. `python -m kvpage_server` is `kvpage-serv
 from __future__ import annotations
 
 import signal
+import sys
 
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends the process without a traceback, until `ends_quietly`
@@ -37,7 +38,11 @@ def kvpage_server() -> None:
 
 
 def kvpage_engine() -> int:
-    """Run `kvpage-engine`, see `kvpage.engine.cli.main`. Return its exit code."""
+    """Run `kvpage-engine`, see `kvpage.engine.cli.main`. Return its exit code. `serve` starts with SIGHUP blocked, as
+    `kvpage_server` does.
+    """
+    if sys.argv[1:2] == ["serve"]:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
     with ends_quietly("kvpage-engine"):
         with interrupts_deferred():
             from kvpage.engine.cli import main

@@ -141,6 +141,23 @@ def test_a_closed_terminal_loses_no_context(tiny: Path, server: RunningServer) -
         assert answer.usage.prompt_tokens - answer.kvpage["tokens_reused"] < 60
 
 
+def test_hangup_during_the_start_waits_for_its_handler() -> None:
+    program = """
+import signal, sys
+from kvpage.engine.commands import serve
+from kvpage_server import __main__
+serve._listen = lambda *_: (print(flush=True), sys.stdin.read(), sys.exit(40 + len(signal.sigpending())))
+sys.argv = ["kvpage-engine", "serve"]
+__main__.kvpage_engine()
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as starting:
+        assert starting.stdout
+        assert starting.stdout.readline() == b"\n"
+        starting.send_signal(signal.SIGHUP)
+        starting.communicate(timeout=60)
+        assert starting.returncode == 41
+
+
 def test_agents_are_listed_shown_forked_and_forgotten(engines: list[RunningEngine]) -> None:
     messages = [{"role": "user", "content": HANDBOOK}]
     text = ask(engines[0], messages, "original").choices[0].message.content
