@@ -41,7 +41,7 @@ from kvpage_server.configuration.config import (
 )
 from kvpage_server.configuration.kinds import AUTO
 from kvpage_server.core import BlockChanges
-from kvpage_server.kv_events import MOST_CHANGES, KVEvents, KVEventsError, events_of_store
+from kvpage_server.kv_events import MOST_CHANGES, KVEvents, KVEventsError, events_of_store, try_to_listen
 from kvpage_server.net.companion import Companion, missing
 from kvpage_server.net.connection_memory import keep_large_blocks_apart
 from kvpage_server.net.listener import Listener, ListenError, name_of, open_all
@@ -189,6 +189,8 @@ def _check(config: Config) -> None:
         raise ConfigError(f"page-code {config.page_code} needs `store tiered`, and store is {config.store}")
     if config.kv_events_replay and not config.kv_events:
         raise ConfigError("kv-events-replay needs kv-events")
+    if config.kv_events_replay and config.kv_events_replay == config.kv_events and "*" not in config.kv_events:
+        raise ConfigError(f"kv-events-replay: {config.kv_events_replay} is also kv-events")
     if config.kv_events and config.store == "cluster":
         raise ConfigError("kv-events: with `store cluster`, no blocks are stored here")
     _load_users(Server(config, Keyspace()))
@@ -229,6 +231,12 @@ def _check_addresses(config: Config) -> None:
                 for sock in socks:
                     opened.enter_context(sock)
                 free[port] = socks[0].getsockname()[1]
+        for name in ("kv-events", "kv-events-replay"):
+            if (address := config.value(name)).startswith("tcp://"):
+                try:
+                    try_to_listen(address, free, opened)
+                except KVEventsError as error:
+                    raise ConfigError(f"{name}: {error}") from None
 
 
 def _upstream(config: Config) -> Upstream | None:

@@ -21,7 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from ipaddress import ip_address
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -191,6 +191,32 @@ class EventQueue:
         return len(some), some
 
 
+def try_to_listen(address: str, other_ports: dict[int, int], opened: ExitStack) -> None:
+    """Listen on a TCP address of ZMQ until `opened` is closed, with another port: that of `other_ports`, by the port,
+    or a free one, which is added. Raises KVEventsError, also if the other port is taken: then this server has both.
+    """
+    zmq = _library("zmq", "pyzmq")
+    host, _, asked = address.rpartition(":")
+    port = int(asked.replace("*", "0"))  # 0: ZMQ takes a free one
+    socket = opened.enter_context(opened.enter_context(zmq.Context()).socket(zmq.PUB))
+    socket.setsockopt(zmq.IPV6, 1)
+    try:
+        socket.bind(f"{host}:{other_ports.get(port, '*')}")
+    except zmq.ZMQError as error:
+        if port in other_ports:
+            raise KVEventsError(f"{port} is another port of this server, too") from None
+        raise KVEventsError(f"{address}: {_reason(error.errno)}") from None
+    if port:
+        endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        other_ports[port] = int(endpoint.rpartition(":")[2])
+
+
+def _reason(number: int) -> str:
+    """Return why ZMQ cannot listen on an address, by the number of the error."""
+    missing = number in (errno.ENODEV, errno.EADDRNOTAVAIL)
+    return "this machine has no such address" if missing else os.strerror(number)
+
+
 Q = TypeVar("Q", bound=Queue)
 
 
@@ -310,9 +336,7 @@ class KVEvents(Generic[Q]):
                 socket.bind(address)
                 self._warn_of_strangers(address, socket.getsockopt_string(self._zmq.LAST_ENDPOINT))
         except self._zmq.ZMQError as error:
-            missing = error.errno in (errno.ENODEV, errno.EADDRNOTAVAIL)
-            reason = "this machine has no such address" if missing else os.strerror(error.errno)
-            raise KVEventsError(f"{address}: {reason}") from None
+            raise KVEventsError(f"{address}: {_reason(error.errno)}") from None
         return socket
 
     def _warn_of_strangers(self, address: str, bound: str) -> None:

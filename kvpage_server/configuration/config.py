@@ -73,7 +73,11 @@ def check_paths(config: Config) -> None:
         if value:
             _check_file(name, Path(value).absolute())
     if config.unixsocket:
-        _check_socket(Path(config.unixsocket))
+        _check_socket("unixsocket", Path(config.unixsocket))
+    for name in ("kv-events", "kv-events-replay"):
+        kind, _, path = config.value(name).partition("://")
+        if kind == "ipc" and not path.startswith(("@", "*")):  # which ZMQ makes without a name of a file
+            _check_socket(name, Path(path))
     if config.store == "tiered" and "dir" not in config.chosen:
         _check_directory("dir", Path.cwd())
 
@@ -124,12 +128,12 @@ def _check_file(name: str, path: Path) -> None:
             raise ConfigError(f"{name}: {path} cannot be written: {error.strerror}") from None
 
 
-def _check_socket(path: Path) -> None:
+def _check_socket(name: str, path: Path) -> None:
     if len(os.fsencode(path)) > _LONGEST_SOCKET:
-        raise ConfigError(f"unixsocket: {path} is longer than {_LONGEST_SOCKET} bytes")
+        raise ConfigError(f"{name}: {path} is longer than {_LONGEST_SOCKET} bytes")
     if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
-        raise ConfigError(f"unixsocket: {path} exists and is not a socket")
-    _check_directory("unixsocket", path.absolute().parent)
+        raise ConfigError(f"{name}: {path} exists and is not a socket")
+    _check_directory(name, path.absolute().parent)
 
 
 def _check_directory(name: str, path: Path) -> None:

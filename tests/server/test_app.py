@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -405,6 +406,27 @@ class TestLog:
             assert refused("--check-config", *words) == "metrics-port: 9399 is another port of this server, too"
         elsewhere = ["--bind", "127.0.0.1", "--metrics-bind", "127.0.0.2"]
         assert run("--check-config", "--port", "9399", "--metrics-port", "9399", *elsewhere).returncode == 0
+
+    def test_check_config_tries_the_addresses_of_kv_events(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("mine", encoding="utf-8")
+        listening, absent = "tcp://127.0.0.1:9398", tmp_path / "absent" / "s"
+        for words, why in (
+            (["tcp://192.0.2.1:5557"], "kv-events: tcp://192.0.2.1:5557: this machine has no such address"),
+            (["tcp://127.0.0.1:9399"], "kv-events: 9399 is another port of this server, too"),
+            ([listening, "tcp://*:9398"], "kv-events-replay: 9398 is another port of this server, too"),
+            ([listening, listening], f"kv-events-replay: {listening} is also kv-events"),
+            ([f"ipc://{absent}"], f"kv-events: {absent.parent} does not exist"),
+            ([f"ipc://{tmp_path}/file"], f"kv-events: {tmp_path}/file exists and is not a socket"),
+        ):
+            options = [
+                word for pair in zip(("--kv-events", "--kv-events-replay"), words, strict=False) for word in pair
+            ]
+            assert refused("--check-config", "--port", "9399", *options) == why
+        free = ["--kv-events", "tcp://127.0.0.1:*", "--kv-events-replay", "tcp://127.0.0.1:*"]
+        assert run("--check-config", *free).returncode == 0
+        with socket.create_server(("127.0.0.1", 0)) as running:
+            port = running.getsockname()[1]
+            assert run("--check-config", "--kv-events", f"tcp://127.0.0.1:{port}").returncode == 0
 
     @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is of Linux")
     def test_a_pidfile_on_a_full_disk_is_named(self) -> None:
