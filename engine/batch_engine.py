@@ -42,7 +42,9 @@ from .spec import ModelCacheSpec
 
 log = logging.getLogger(__name__)
 
-THOUGHT_TOKENS = 16  # last tokens of a prompt that are searched for the mark that opens the model's thinking
+# Last tokens of a prompt that are searched for the mark that opens the model's thinking, and most tokens of white space
+# before the mark.
+THOUGHT_TOKENS = 16
 CHANGED = "the model is not the one that was probed"
 NOT_WANTED = "the request keeps nothing"
 
@@ -499,15 +501,18 @@ class BlockPoolBatchEngine:
         return None
 
     def _thought(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Return the position of the mark that opens the model's thinking at the end of a prompt; empty if there is no
-        mark.
+        """Return the position of the mark that opens the model's thinking at the end of a prompt, or of the white space
+        before it; empty if there is no mark.
 
         A state is kept there, because the prompt of the next turn omits the thinking, and so equals this prompt up to
-        the mark only.
+        the mark only. The white space may be a part of a longer token there, if the answer begins with white space.
         """
         if not self._tokenizer.has_thinking:
             return ()
         found: int = self._tokenizer.rfind_think_start(tokens, start=len(tokens) - THOUGHT_TOKENS)
+        first = max(1, found - THOUGHT_TOKENS)
+        while found > first and (self._token_text.bytes_of(tokens[found - 1]) or b"").isspace():
+            found -= 1
         return (found,) if found > 0 else ()
 
     def _keep_state(self, request: Request, cache: Cache, tokens: Sequence[int]) -> None:

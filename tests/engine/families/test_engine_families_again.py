@@ -149,12 +149,15 @@ def test_a_dropped_answer_leaves_its_prompt_reused(bench: Bench) -> None:
 
 @of_kinds(*WITH_STATE)
 def test_a_prompt_is_reused_up_to_the_thought_it_opens(bench: Bench) -> None:
-    """Some templates open a thought for the answer, and leave it out in later turns."""
+    """Some templates open a thought for the answer, and leave it out in later turns, where the line end before it may
+    be a part of a longer token.
+    """
     opens = TOKENS[800:803]
+    (space,) = TOKENIZER.encode(" ")
     bench.batch._tokenizer = letter_tokenizer()
     vars(bench.batch._tokenizer).update(_think_start="<think>", _think_start_tokens=tuple(opens))
-    (first,) = bench.ask(([*PROMPT, *opens, 1], None))
-    (second,) = bench.ask(([*PROMPT, *OTHER, *LONG[200:280], *opens, 1], first.blocks))
+    (first,) = bench.ask(([*PROMPT, space, *opens, 1], None))
+    (second,) = bench.ask(([*PROMPT, *OTHER, *LONG[200:280], space, *opens, 1], first.blocks))
     (third,) = bench.ask(([*PROMPT, *OTHER, *LONG[200:280], *QUESTION], second.blocks))
     assert second.tokens_reused == len(PROMPT)
     assert third.tokens_reused == len(PROMPT) + len(OTHER) + 80
