@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from kvpage_server.client.cluster.plan import GONE
+
 from ..event_loop import EventLoop
 from ..memory.blocks import AgentBlocks
 from ..memory.lifetimes import NOT_WRITTEN, Lifetimes
@@ -27,6 +29,7 @@ log = logging.getLogger(__name__)
 Save = Callable[[AgentBlocks], Coroutine[Any, Any, int | None]]  # returns the bytes written, or None if it failed
 UNREACHABLE = FAILING | {"open", "late"}  # reasons of failures that `Reachability` logs
 RETRY_SECONDS = 1.0  # from a failed write to the next write to this tier
+INCOMPLETE_SECONDS = 5.0  # from a save of which one of several servers did not take its part, to the next one
 IDLE_SECONDS = 5.0  # a context is written to its file after this time without a use
 
 
@@ -341,7 +344,8 @@ class Flusher:
     def _earliest(self, entry: CacheEntry, tier: LowerTier) -> float:
         """Return the earliest time.monotonic() at which an entry may be written to a tier."""
         at_once = tier == "page" or entry.leaving or "page" in self._failed
-        return max(0.0 if at_once else entry.used + IDLE_SECONDS, self._failed.get(tier, 0.0))
+        at = max(0.0 if at_once else entry.used + IDLE_SECONDS, self._failed.get(tier, 0.0))
+        return max(at, entry.retry_at) if tier == "page" else at
 
     async def _write(self, agent_id: str, tier: LowerTier) -> bool:
         """Write the agent's context to a tier, if the tier still lacks it. Return False if the write failed."""
@@ -354,11 +358,11 @@ class Flusher:
                 idle = time.monotonic() - entry.used
                 self._pool.share(context.block_ids, agent_id)
             nbytes = await self._save_and_free(tier, partial(self._save, tier, idle, entry.lifetimes), context)
-            self._log_failure(tier)
             with self._lock:
                 entry.on_the_way = False
                 self._note_result(entry, tier, succeeded=nbytes is not None)
                 self._hot.trim(self.failing)
+            self._log_failure(tier)
             self._changed.set()
         return nbytes is not None
 
@@ -389,7 +393,14 @@ class Flusher:
         return nbytes
 
     def _log_failure(self, tier: LowerTier) -> None:
-        """Log the first failure of a tier, and the first success after it. Reachability logs outages of the server."""
+        """Log the first failure of a tier, and the first success after it. Reachability logs outages of the server.
+
+        As long as a save of another context is incomplete, the page server has not succeeded.
+        """
+        with self._lock:
+            incomplete = any(entry.retry_at for entry in self._hot)
+        if tier == "page" and self._pages and incomplete:
+            self._pages.save_failure = self._pages.save_failure or GONE
         reason = self._tiers[tier].save_failure
         place = "the page server" if tier == "page" else "files"
         if reason is None and tier in self._logged:
@@ -405,7 +416,12 @@ class Flusher:
             entry.dirty_since = time.monotonic()  # behind the others, because this context may be the cause
             return
         self._failed.pop(tier, None)
-        entry.kept |= self._tiers[tier].save_failure is None
+        if entry.context.blocks and self._tiers[tier].save_failure:  # one of several servers did not take its part
+            entry.dirty_since = time.monotonic()
+            entry.retry_at = entry.dirty_since + INCOMPLETE_SECONDS
+            return
+        entry.kept = True
+        entry.retry_at = 0.0 if tier == "page" else entry.retry_at
         entry.unwritten_tiers.discard(tier)
         if not entry.unwritten_tiers:
             self._tally.count("dirty_flushes")

@@ -32,9 +32,14 @@ class CacheEntry:
     kept: bool = False  # True once a tier below has stored it, even if that tier has evicted it since
     lifetimes: Lifetimes | None = None  # for which the page server keeps it
     on_the_way: bool = False  # whether it is being written to the page server
+    retry_at: float = 0.0  # time.monotonic() of the next save, after one that was incomplete; 0 otherwise
     used: float = field(default_factory=time.monotonic)
     dirty_since: float = field(default_factory=time.monotonic)
     sizes: dict[int, int] = field(default_factory=dict)  # bytes of its blocks, by id
+
+    def is_unwritable(self, failing: Collection[LowerTier]) -> bool:
+        """Return whether all tiers that lack it are `failing`, or the page server takes only a part of it."""
+        return self.unwritten_tiers <= {*failing, *(["page"] if self.retry_at else [])}
 
 
 class HotTier:
@@ -137,7 +142,7 @@ class HotTier:
 
     def abandon(self, failing: Collection[LowerTier]) -> bool:
         """Drop one leaving context whose tiers are all `failing`. Return whether there was one."""
-        unwritable = next((entry for entry in self if entry.leaving and entry.unwritten_tiers <= set(failing)), None)
+        unwritable = next((entry for entry in self if entry.leaving and entry.is_unwritable(failing)), None)
         if unwritable is None:
             return False
         if not unwritable.kept:
@@ -149,7 +154,7 @@ class HotTier:
         """Return the bytes, by block id, of leaving contexts that a tier can store. They become free when the contexts
         are written, unless the blocks have other references.
         """
-        return _sizes([entry for entry in self if entry.leaving and not entry.unwritten_tiers <= set(failing)])
+        return _sizes([entry for entry in self if entry.leaving and not entry.is_unwritable(failing)])
 
     def drop_clean(self) -> None:
         """Drop all clean contexts that are not pinned."""

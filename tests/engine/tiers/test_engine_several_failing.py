@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import redis
-from contexts import BLOCK, SPEC, some_tokens
+from contexts import BLOCK, SPEC, made, some_tokens
 from homes import Home, home_of
 from pools import pool_of
 from servers import RunningServer, free_port, start_server
@@ -24,8 +24,10 @@ from waiting import eventually, until
 from benchmarks import valkey_cluster
 from benchmarks.valkey_cluster import SLOTS, Cluster
 from engine.pool import BlockPool
+from engine.tiers import flush
 from engine.tiers.pages import PageTier
 from engine.tiers.server.connection import State
+from engine.tiers.store import AgentCacheStore
 
 pool = pool_of(256)
 
@@ -70,6 +72,38 @@ def test_an_unavailable_server_costs_its_pages_only(pool: BlockPool) -> None:
             with start_server(port=port):
                 assert save(tier, tokens=context)
                 assert found(tier) == len(context)
+            tier.close()
+
+
+def test_incomplete_saves_are_completed_when_the_server_is_back(
+    pool: BlockPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(flush, "INCOMPLETE_SECONDS", 0.1)
+    port = free_port()
+    with start_server() as one, ExitStack() as stack:
+        lost = stack.enter_context(start_server(port=port, killed=True))
+        url = f"redis://127.0.0.1:{one.port},redis://127.0.0.1:{port}"
+        store = AgentCacheStore(SPEC, pool, pages=PageTier(url, SPEC, pool, deadline=20))
+        lost.process.kill()
+        lost.process.wait()
+        agents = {f"agent{seed}": some_tokens(seed, 9 * BLOCK) for seed in range(12)}
+        for agent, tokens in agents.items():
+            context = made(pool, agent, tokens)
+            store.save(context)
+            pool.free(context.block_ids, agent)
+        store.flush_dirty()
+        assert store.metrics().dirty_agents > 0
+        assert store.save_failures == {"page": "gone"}
+        assert "written to the page server again" not in caplog.text
+        stack.close()
+        with start_server(port=port):
+            until(lambda: not store.metrics().dirty_agents, "every context is saved")
+            assert store.save_failures == {}
+            assert caplog.text.count("contexts cannot be written to the page server (gone)") == 1
+            assert caplog.text.count("contexts are written to the page server again") == 1
+            store.close()
+            tier = PageTier(url, SPEC, pool, deadline=20)
+            assert all(tier.tokens_of(agent) == len(tokens) for agent, tokens in agents.items())
             tier.close()
 
 
