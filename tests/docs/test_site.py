@@ -46,6 +46,15 @@ def test_links_and_anchors_lead_somewhere(path: Path) -> None:
             assert anchor in anchors(target), f"{link}#{anchor}: there is no such heading"
 
 
+def test_paths_of_the_project_in_code_exist() -> None:
+    named = re.compile(r"`((?:tests|benchmarks|conf|connectors|kvpage_server|engine)/[\w./-]+)`")
+    found = {name for path in MARKDOWN for name in named.findall(FENCE.sub("", path.read_text(encoding="utf-8")))}
+    made = set(re.findall(r"(?:Write|Its test is) `([^`]+)`", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")))
+    assert len(found) > 50
+    absent = {name for name in found - made if "PATH" not in name and not (ROOT / name).exists()}
+    assert absent == set()
+
+
 def listed(index: Path) -> Counter[Path]:
     """Return the pages in a page's lists, which are the navigation of the site."""
     links = re.findall(r"^- \[[^]]*\]\(([\w./-]+\.md)\)", index.read_text(encoding="utf-8"), re.MULTILINE)
