@@ -24,6 +24,8 @@ from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.memory.index import Block
 
 _LEASES_PER_STEP = 1000  # entries of the heap that one call of `settle` processes
+_LEAST_STALE = 1000  # stale entries of the heap that may stay
+_TAKEN_OVER = 4  # entries of the old heap that the removal of a lease takes over
 _MOST_PASSED = 1000  # units with ended lifetimes that one call of `ended` yields, at most
 LONGEST_LEASE = 3_600_000  # milliseconds; to protect a unit for longer, a client pins it
 LONGEST_LIFETIME = 86_400  # seconds
@@ -75,6 +77,8 @@ class Lease:
     due: int = 0  # the time of its entry in the heap; 0 without one
 
 
+_Due = tuple[int, int, Unit, Lease]  # end in monotonic milliseconds, ticket, unit, its lease
+
 _NONE = Lease(0, 0)
 _NOTHING = Bytes(0, 0)
 _NO_LIMIT = Bytes(sys.maxsize, sys.maxsize, sys.maxsize)
@@ -102,7 +106,10 @@ class Leases:
         # that is extended, the entry stays, and there is a new one at its time. An entry is stale if the unit's
         # protection was removed, or if its time is not the lease's `due`. Tickets are consecutive numbers from 1, which
         # make entries with the same end comparable.
-        self._due: list[tuple[int, int, Unit, Lease]] = []
+        self._due: list[_Due] = []
+        # When a third of the entries is stale, a new heap begins, and takes over the valid ones in steps.
+        self._old: list[_Due] = []  # entries to take over
+        self._stale = 0  # number of stale entries since then
         self._tickets = count(1)
 
     def __len__(self) -> int:
@@ -226,8 +233,29 @@ class Leases:
         """Ensure that the heap has an entry for the first end of a lease."""
         first = min(filter(None, (lease.until, lease.kept_until)), default=0)
         if first and (not lease.due or first < lease.due):
+            self._leave_stale(lease)
             lease.due = first
             heapq.heappush(self._due, (first, next(self._tickets), unit, lease))
+
+    def _leave_stale(self, lease: Lease) -> None:
+        """Note that the lease's entry in the heap, if it has one, is stale, and drop some stale entries."""
+        if lease.due:
+            lease.due = 0
+            self._stale += 1
+            if not self._old and self._stale > _LEAST_STALE + len(self._due) // 3:
+                self._due, self._old, self._stale = self._old, self._due, 0
+            self._take_over(_TAKEN_OVER)
+
+    def _take_over(self, most: int) -> None:
+        """Move up to `most` entries from the old heap to the new one, without stale ones."""
+        for _ in range(min(most, len(self._old))):
+            entry = self._old.pop()
+            if self._is_valid(entry):
+                heapq.heappush(self._due, entry)
+
+    def _is_valid(self, entry: _Due) -> bool:
+        due, _, unit, lease = entry
+        return self.by_unit.get(unit) is lease and lease.due == due
 
     def _lease(self, unit: Unit, size: Bytes, most: Bytes) -> Lease | None:
         """Return a unit's `Lease`, which is created if it does not exist; None if it would exceed the limit."""
@@ -263,6 +291,7 @@ class Leases:
         self._ended.pop(unit, None)
         lease = self.by_unit.pop(unit, None)
         if lease is not None:
+            self._leave_stale(lease)
             self._end_lifetime(unit, lease)
             self._count(lease, -lease.size, -lease.on_disk, -lease.in_index)
 
@@ -286,12 +315,14 @@ class Leases:
         """Remove leases and lifetimes that have ended at `now`, in monotonic milliseconds; at most about
         _LEASES_PER_STEP in one call.
         """
+        self._take_over(_LEASES_PER_STEP)
         for _ in range(_LEASES_PER_STEP):
             if not self._due or self._due[0][0] > now:
                 return
-            due, _, unit, lease = heapq.heappop(self._due)
-            if self.by_unit.get(unit) is not lease or lease.due != due:
+            entry = heapq.heappop(self._due)
+            if not self._is_valid(entry):
                 continue
+            _, _, unit, lease = entry
             lease.due, ended = 0, 0
             if lease.until <= now:
                 lease.until = 0
@@ -326,6 +357,7 @@ class Leases:
         """Remove all leases, pins and lifetimes."""
         self.by_unit.clear()
         self._due.clear()
+        self._old.clear()
         self._bytes.clear()
         self._kept.clear()
         self.kept, self.tenants = KeptBytes(), OrderedDict()

@@ -26,6 +26,7 @@ _SMALLER: list[tuple[str, str, list[int]]] = [
     ("kvpage_server.commands.notifying.channels", "_FEW", [1]),
     (_STORE + "evict", "MOST_LEAVE", [1, 5]),
     (_STORE + "eviction.leases", "_LEASES_PER_STEP", [1]),
+    (_STORE + "eviction.leases", "_LEAST_STALE", [0, 3]),
     (_STORE + "eviction.order", "_UNITS_PER_STEP", [1, 7]),
     (_STORE + "eviction.ghosts", "MOST_ROWS", [4]),
     (_STORE + "disk.write_behind", "_VALUES_PER_FREE", [1]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -513,6 +514,20 @@ def test_a_lease_of_a_missing_block_protects_nothing() -> None:
     assert guards.spares(b"key", 60)
     guards.settle(80)
     assert not guards.spares(b"key", 80)
+    assert (guards.bytes, len(guards)) == (0, 0)
+
+
+def test_leases_of_deleted_units_take_little_memory() -> None:
+    guards, size, most = Leases(lambda unit: None), Bytes(1, 1), Bytes(10**6, 10**6)
+    assert guards.lease(b"stays", size, 3_600_000, most)
+    tracemalloc.start()
+    for number in range(10_000):
+        assert guards.lease(b"key", size, 3_600_000 - number, most)
+        guards.removed(b"key")
+    assert tracemalloc.get_traced_memory()[0] < 1_000_000
+    tracemalloc.stop()
+    assert guards.spares(b"stays", 3_599_999)
+    guards.settle(3_600_000)
     assert (guards.bytes, len(guards)) == (0, 0)
 
 
