@@ -20,8 +20,9 @@ import secrets
 import socket
 import time
 from collections import OrderedDict
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import redis
 import redis.asyncio
@@ -34,6 +35,8 @@ from starlette.requests import Request
 from kvpage_server.observe.engines import Engines
 from kvpage_server.observe.observer import Observer
 from kvpage_server.system.process import send_socket
+
+T = TypeVar("T")
 
 # -- Connections to the store ------------------------------------------------------------------------------------------
 #
@@ -81,10 +84,34 @@ class StoreConnector:
             words=words,
             protocol=3,
             socket_timeout=ANSWER_SECONDS,
-            retry=Retry(NoBackoff(), 1),
+            retry=_RetryOnce(NoBackoff(), 1),
             **options,
         )
         return redis.asyncio.Redis(connection_pool=pool)
+
+
+class _Refused(Exception):
+    """Error: the store has refused a login, with `error`."""
+
+    def __init__(self, error: redis.AuthenticationError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class _RetryOnce(Retry):
+    """One retry after a lost connection. A refused login is not repeated, because the store counts wrong passwords."""
+
+    async def call_with_retry(self, do: Callable[[], Awaitable[T]], *rest: Any, **options: Any) -> T:
+        async def attempt() -> T:
+            try:
+                return await do()
+            except redis.AuthenticationError as error:
+                raise _Refused(error) from None
+
+        try:
+            return await super().call_with_retry(attempt, *rest, **options)
+        except _Refused as refused:
+            raise refused.error from None
 
 
 class SocketPairConnection(AbstractConnection):
