@@ -20,6 +20,7 @@ from vllm_process import ENVIRONMENT, PYTHON, QUICK, ROOT, STARTS_WITHIN, needs_
 from waiting import until
 
 from benchmarks.ports import free_port
+from engine.api.openai.schema import ChatBody, CompletionBody
 
 pytestmark = [*needs_vllm, pytest.mark.skipif(QUICK, reason="two starts of vLLM's server take a minute")]
 PROMPT = [i * 7919 % 40_000 + 100 for i in range(400)]  # three blocks and sixteen tokens
@@ -103,3 +104,34 @@ def test_a_server_restores_the_prompt_of_another(tmp_path: Path) -> None:
             until(lambda: second.counts().get(("load", "ok")) == 3, "counts", within=60)
             assert json.loads(second.ask("/reset_prefix_cache?reset_external=true", {})) == {"success": True}
             assert second.complete() == (computed, 0)
+
+
+FIELDS = """
+import json
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+print(json.dumps([[*ChatCompletionRequest.model_fields], [*CompletionRequest.model_fields]]))
+"""
+NEUTRAL = {  # fields that change no answer of a text model, or only together with a field that is refused
+    "cache_salt",
+    "ec_transfer_params",
+    "media_io_kwargs",
+    "mm_payload",
+    "mm_processor_kwargs",
+    "priority",
+    "request_id",
+    "return_mm_kwargs",
+    "routed_experts_prompt_start",
+    "session_id",
+    "spaces_between_special_tokens",
+    "stream_interval",
+    "truncation_side",
+}
+
+
+def test_the_engine_knows_each_field_of_vllms_requests() -> None:
+    """It honours or refuses every field that changes the answer."""
+    shown = subprocess.run([PYTHON, "-c", FIELDS], capture_output=True, text=True, check=True, timeout=STARTS_WITHIN)
+    chat, text = json.loads(shown.stdout.splitlines()[-1])
+    for ours, theirs in ((ChatBody, chat), (CompletionBody, text)):
+        assert {*theirs} - {*ours.model_fields, *ours.unsupported} <= NEUTRAL

@@ -271,6 +271,26 @@ def test_openais_javascript_client_may_ask_from_a_page(engine: RunningEngine) ->
     assert "access-control-allow-origin" not in stranger.headers
 
 
+@pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
+def test_fields_of_other_servers_are_refused_by_name(kind: type[RequestBody]) -> None:
+    given: dict[str, Any] = {
+        "thinking_token_budget": 1,
+        "repetition_detection": {"min_count": 2},
+        "return_token_ids": True,
+        "vllm_xargs": {"a": 1},
+        "samplers": ["top_k"],
+        "top_n_sigma": 1,
+        "custom_logit_processor": "x",
+    }
+    given |= {"include_reasoning": False, "reasoning_format": "none"} if kind is ChatBody else {"prompt_embeds": "x"}
+    for field, value in given.items():
+        with pytest.raises(ApiError, match=f"^{field}: this engine ") as refused:
+            kind.of(ORIGINAL[kind] | {field: value})
+        assert refused.value.param == field
+    neutral = {"return_token_ids": False, "top_n_sigma": -1, "vllm_xargs": {}, "include_reasoning": True}
+    assert kind.of(ORIGINAL[kind] | neutral)
+
+
 @pytest.mark.parametrize("kind", [ChatBody, CompletionBody, ResponseBody, MessagesBody])
 def test_an_error_names_no_type_of_this_program(kind: type[RequestBody]) -> None:
     said: list[str] = []
