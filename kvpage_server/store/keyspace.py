@@ -401,7 +401,8 @@ class Keyspace:
         self._catalogue.drop_idle_scans(elapsed)
         self.arena.trim()
         removed = self.contents.expiry_order.remove_due(now, most, self.contents.expire) if expires else 0
-        goes_on = self.quotas.go_on(), self.eviction_order.hand_over(), self.contents.reunite()
+        corrects = self.leases.follow_wall_clock(unix_ms() - elapsed)
+        goes_on = self.quotas.go_on(), self.eviction_order.hand_over(), self.contents.reunite(), corrects
         return most if any(goes_on) else removed
 
 

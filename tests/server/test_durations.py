@@ -93,6 +93,24 @@ def test_eviction_spares_a_leased_block_after_a_jump(tmp_path: Path, jump: int, 
         assert not client.exists("kv:other0:0:0:0:0")
 
 
+@JUMPS
+def test_a_lifetime_survives_a_jump_and_a_restart(tmp_path: Path, jump: int) -> None:
+    def left(client: redis.Redis) -> int:
+        """Milliseconds to the end of the lifetime on the server's wall clock."""
+        seconds, _ = client.time()
+        return int(ask(client, "KVPAGESTAT", "r", 0, 0, 0, 0)["kept_until_ms"]) - 1000 * seconds
+
+    with started(tmp_path, "--store", "tiered") as (_, client, clock):
+        set_page(client, "r")
+        assert client.execute_command("KVPAGEKEEP", "al", 1, 600, "kv:r:0:0:0:0")[0] == 1
+        clock.jump(jump)
+        until(lambda: 0 < left(client) <= 601_000, "the corrected end")
+    tiered = start_server("--store", "tiered", directory=tmp_path, program=clock.program)
+    with tiered as server, server.client() as client:
+        assert client.info("kvpage")["kept"] == 1
+        assert 0 < left(client) <= 601_000
+
+
 def test_a_block_with_an_ended_lease_is_evicted_after_a_jump(tmp_path: Path) -> None:
     with started(tmp_path, "--maxmemory", "2mb") as (_, client, clock):
         set_page(client, "r", body=bytes(200_000))

@@ -20,12 +20,15 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple, TypeVar
 
+from kvpage_server.page import unix_ms
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.memory.index import Block
+from kvpage_server.system.text import monotonic_ms
 
 _LEASES_PER_STEP = 1000  # entries of the heap that one call of `settle` processes
 _LEAST_STALE = 1000  # stale entries of the heap that may stay
 _TAKEN_OVER = 4  # entries of the old heap that the removal of a lease takes over
+_CLOCK_IS_SET = 1000  # milliseconds by which the wall clock has to differ, for the correction of lifetimes
 _MOST_PASSED = 1000  # units with ended lifetimes that one call of `ended` yields, at most
 LONGEST_LEASE = 3_600_000  # milliseconds; to protect a unit for longer, a client pins it
 LONGEST_LIFETIME = 86_400  # seconds
@@ -110,6 +113,8 @@ class Leases:
         # When a third of the entries is stale, a new heap begins, and takes over the valid ones in steps.
         self._old: list[_Due] = []  # entries to take over
         self._stale = 0  # number of stale entries since then
+        self._ahead = unix_ms() - monotonic_ms()  # milliseconds by which the wall clock is ahead of the monotonic one
+        self._to_correct: list[Unit] = []  # units whose lifetime may have a wrong end on the wall clock, as it was set
         self._tickets = count(1)
 
     def __len__(self) -> int:
@@ -228,6 +233,20 @@ class Leases:
             self._count_kept(lease, -1, -lease.size, -lease.on_disk, -lease.in_index)
             lease.kept_until = lease.ends = lease.seconds = 0
             self.on_lifetime(unit, lease)
+
+    def follow_wall_clock(self, ahead: int) -> bool:
+        """Correct the ends of lifetimes in unix milliseconds, which a restart uses, in steps after the wall clock was
+        set. It is `ahead` milliseconds ahead of the monotonic clock. Return whether more lifetimes are left.
+        """
+        if abs(ahead - self._ahead) >= _CLOCK_IS_SET:
+            self._ahead, self._to_correct = ahead, list(self.by_unit) if self.kept.units else []
+        for _ in range(min(len(self._to_correct), _LEASES_PER_STEP)):
+            unit = self._to_correct.pop()
+            lease = self.of(unit)
+            if lease.kept_until and lease.ends != lease.kept_until + self._ahead:
+                lease.ends = lease.kept_until + self._ahead
+                self.on_lifetime(unit, lease)
+        return bool(self._to_correct)
 
     def _schedule(self, unit: Unit, lease: Lease) -> None:
         """Ensure that the heap has an entry for the first end of a lease."""
@@ -358,6 +377,7 @@ class Leases:
         self.by_unit.clear()
         self._due.clear()
         self._old.clear()
+        self._to_correct.clear()
         self._bytes.clear()
         self._kept.clear()
         self.kept, self.tenants = KeptBytes(), OrderedDict()
