@@ -17,7 +17,7 @@ from kvpage_server.client.raw_commands import RawCommand, integer
 from ..pool import UNLIMITED, BlockPool
 from .cold import SafetensorsCacheAdapter
 from .pages import PageTier
-from .server.connection import OUTAGES, SHORTEST, ServerConnection, State
+from .server.connection import SHORTEST, ServerConnection, State
 from .server.manifest import WRITER
 from .server.restore_planner import Rates
 
@@ -212,7 +212,7 @@ async def publish_statistics(connection: ServerConnection, make_message: Callabl
     for channel in (f"{CHANNEL}:{connection.user}", CHANNEL):
         with suppress(_NotAllowed):
             await _repeat(connection, lambda to=channel: _publish(connection, to, make_message()))  # type: ignore[misc]
-    await _repeat(connection, connection.check)
+    await _repeat(connection, lambda: connection.ask_every(RawCommand(["PING"], lambda _: None)))
 
 
 async def _repeat(connection: ServerConnection, send: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -220,7 +220,7 @@ async def _repeat(connection: ServerConnection, send: Callable[[], Coroutine[Any
     while True:
         failures: list[str] = []
         await connection.attempt(send(), failures.append)
-        soon = failures and connection.breaker.state is State.CLOSED
+        soon = connection.in_doubt or (failures and connection.breaker.state is State.CLOSED)
         await asyncio.sleep(SHORTEST if soon else EVERY_SECONDS)
 
 
@@ -230,21 +230,9 @@ class _NotAllowed(Exception):
 
 async def _publish(connection: ServerConnection, channel: str, message: str) -> None:
     """Publish to every server. Raises an outage if none of them answers, and _NotAllowed."""
-    raw_command, within = RawCommand(["PUBLISH", channel, message], integer), connection.answer_within
-    answered = False
-    outage: BaseException | None = None
-    for node in await connection.server.nodes(deadline=within):
-        try:
-            await connection.server.ask([raw_command], of=node, deadline=within)
-            answered = True
-        except Refused as error:
-            if error.code == "NOPERM":
-                raise _NotAllowed from error
-            outage = error
-        except OUTAGES as error:
-            outage = error
-    if outage and not answered:
-        try:
-            raise outage
-        finally:
-            del outage  # its traceback has this frame: break the cycle
+    try:
+        await connection.ask_every(RawCommand(["PUBLISH", channel, message], integer))
+    except Refused as error:
+        if error.code == "NOPERM":
+            raise _NotAllowed from error
+        raise

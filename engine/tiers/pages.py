@@ -163,8 +163,8 @@ class PageTier:
 
     @property
     def outage(self) -> Outage | None:
-        """The outage of the server that lasts now; None if the server answers."""
-        return self._connection.reachability.outage
+        """The outage of the server, or of one of several, that lasts now; None if all answer."""
+        return self._connection.outage
 
     def do_in_background(self, work: Callable[[ServerConnection], Coroutine[Any, Any, None]]) -> None:
         """Start the coroutine `work(connection)` on the event loop. It is cancelled when the tier is closed."""

@@ -156,6 +156,8 @@ class Reachability:
     from the breaker, which stays closed for login errors and with several servers. A process has a connection for each
     model, and one for responses: the first one that notices the begin or the end of an outage of their server logs it.
 
+    Each of several servers has one, which counts the heartbeats alone.
+
     `failed` and `answered` are called on the loop's thread. `outage` may be read on any thread; it is None without an
     outage.
     """
@@ -193,6 +195,11 @@ class Reachability:
                 log.warning("%s to the page server at %s after %.0f s", event, self._address, self.outage.seconds)
         self.outage, self._failures, self._connected = None, 0, True
 
+    @property
+    def in_doubt(self) -> bool:
+        """Whether the last requests failed, and so few that no outage has begun."""
+        return 0 < self._failures < FAILURES
+
     def close(self) -> None:
         """Stop noticing: another connection may log the next outage."""
         with self._lock:
@@ -220,7 +227,8 @@ class ServerConnection:
         self._failing = frozenset() if self.several else FAILING  # with several servers, the client skips failing ones
         self.connections = CONNECTIONS
         self.breaker = CircuitBreaker()
-        self.reachability = Reachability(shown(url))
+        self.reachability = Reachability(shown(url))  # of several servers: whether the client knows them
+        self._nodes: dict[Hashable, Reachability] = {}  # of each of several servers
         self.rates = Rates()
         self._may_use_no_touch = True  # no refusal of CLIENT NO-TOUCH so far
         self._turns = asyncio.Semaphore(CONCURRENT_ATTEMPTS)
@@ -231,6 +239,17 @@ class ServerConnection:
         """Seconds for a reply. With several servers it is half the deadline, so that the rest is left for the others if
         one does not answer."""
         return self.deadline / 2 if self.several else self.deadline
+
+    @property
+    def outage(self) -> Outage | None:
+        """The outage of the server, or of one of several, that lasts now: the longest; None if all answer."""
+        outages = [one.outage for one in (self.reachability, *list(self._nodes.values()))]
+        return min(filter(None, outages), key=lambda outage: outage.begun, default=None)
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether the next heartbeat should follow soon, because one of several servers did not answer the last one."""
+        return any(one.in_doubt for one in self._nodes.values())
 
     def begin(
         self, work: Coroutine[Any, Any, None], on_end: Callable[[asyncio.Task[None]], None]
@@ -276,11 +295,8 @@ class ServerConnection:
             late = whole.expired()
             why = "late" if late else reason(error)
             on_failure(why)
-            if not late:
-                if why in FAILING or (isinstance(error, Refused) and error.code in LOGIN_ERRORS):
-                    self.reachability.failed(why, error)
-                else:
-                    self.reachability.answered()
+            if not (late or self.several):
+                _note(self.reachability, error)
             if why in self._failing:
                 self.breaker.failed()
             elif not late:
@@ -288,7 +304,8 @@ class ServerConnection:
             return None
         finally:
             work.close()
-        self.reachability.answered()
+        if not self.several:
+            self.reachability.answered()
         self.breaker.succeeded()
         return done
 
@@ -350,6 +367,39 @@ class ServerConnection:
                 if not left:
                     raise
 
+    async def ask_every(self, command: RawCommand) -> None:
+        """Send a command to every server, one after another, and note which of several answer. Raises Refused if one
+        refuses it, and an outage if none answers."""
+        try:
+            nodes = await self.server.nodes(deadline=self.answer_within)
+        except OUTAGES as error:
+            if self.several:
+                _note(self.reachability, error)
+            raise
+        if self.several:
+            self.reachability.answered()
+            for node in self._nodes.keys() - set(nodes):  # which a cluster has replaced
+                self._nodes.pop(node).close()
+        outages: list[Exception] = []
+        for node in nodes:
+            known = self._nodes.setdefault(node, Reachability(f"{node}")) if self.several else None
+            try:
+                await self.ask([command], of=node)
+                if known:
+                    known.answered()
+            except OUTAGES as error:
+                if known:
+                    _note(known, error)
+                if isinstance(error, Refused) and error.code not in LOGIN_ERRORS:
+                    raise
+                outages.append(error)
+                self.progressed()
+        if outages and len(outages) == len(nodes):
+            try:
+                raise outages[0]
+            finally:
+                outages.clear()  # its traceback has this frame: break the cycle
+
     async def scan(self, pattern: str, *, all_of_them: bool = False) -> set[str]:
         """Return the keys that match. Failing servers are left out. Their error is raised if no key was found, or with
         `all_of_them`."""
@@ -389,4 +439,14 @@ class ServerConnection:
     def close(self) -> None:
         """Cancel operations in progress, close the connections, and close the loop. It may be called again."""
         self.loop.close(self.server.close())
-        self.reachability.close()
+        for one in (self.reachability, *self._nodes.values()):
+            one.close()
+
+
+def _note(server: Reachability, error: Exception) -> None:
+    """Count a failed request of a server, which is an answer if its reply is an error, except one of a login."""
+    why = reason(error)
+    if why in FAILING or (isinstance(error, Refused) and error.code in LOGIN_ERRORS):
+        server.failed(why, error)
+    else:
+        server.answered()

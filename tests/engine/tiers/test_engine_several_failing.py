@@ -24,7 +24,7 @@ from waiting import eventually, until
 from benchmarks import valkey_cluster
 from benchmarks.valkey_cluster import SLOTS, Cluster
 from engine.pool import BlockPool
-from engine.tiers import flush
+from engine.tiers import flush, metrics
 from engine.tiers.pages import PageTier
 from engine.tiers.server.connection import State
 from engine.tiers.store import AgentCacheStore
@@ -75,15 +75,20 @@ def test_an_unavailable_server_costs_its_pages_only(pool: BlockPool) -> None:
             tier.close()
 
 
-def test_incomplete_saves_are_completed_when_the_server_is_back(
+def test_saves_are_completed_after_an_outage_of_one_server(
     pool: BlockPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(flush, "INCOMPLETE_SECONDS", 0.1)
+    monkeypatch.setattr(metrics, "EVERY_SECONDS", 0.1)
     port = free_port()
     with start_server() as one, ExitStack() as stack:
         lost = stack.enter_context(start_server(port=port, killed=True))
         url = f"redis://127.0.0.1:{one.port},redis://127.0.0.1:{port}"
-        store = AgentCacheStore(SPEC, pool, pages=PageTier(url, SPEC, pool, deadline=20))
+        pages = PageTier(url, SPEC, pool, deadline=20)
+        pages.do_in_background(lambda connection: metrics.publish_statistics(connection, lambda: "{}"))
+        store = AgentCacheStore(SPEC, pool, pages=pages)
+        with lost.client() as client:
+            until(lambda: "cmdstat_publish" in client.info("commandstats"), "a heartbeat")
         lost.process.kill()
         lost.process.wait()
         agents = {f"agent{seed}": some_tokens(seed, 9 * BLOCK) for seed in range(12)}
@@ -95,10 +100,15 @@ def test_incomplete_saves_are_completed_when_the_server_is_back(
         assert store.metrics().dirty_agents > 0
         assert store.save_failures == {"page": "gone"}
         assert "written to the page server again" not in caplog.text
+        until(lambda: store.outage, "an outage of one server")
+        assert (store.outage and store.outage.reason) == "down"
         stack.close()
         with start_server(port=port):
             until(lambda: not store.metrics().dirty_agents, "every context is saved")
+            until(lambda: store.outage is None, "the end of the outage")
             assert store.save_failures == {}
+            events = re.findall(r"(lost connection|connected again) to the page server at (\S+)", caplog.text)
+            assert events == [(event, f"redis://127.0.0.1:{port}") for event in ("lost connection", "connected again")]
             assert caplog.text.count("contexts cannot be written to the page server (gone)") == 1
             assert caplog.text.count("contexts are written to the page server again") == 1
             store.close()
