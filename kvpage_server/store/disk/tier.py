@@ -58,7 +58,7 @@ from kvpage_server.store.disk.naming import (
 )
 from kvpage_server.store.disk.readers import DiskReader, Scrubber
 from kvpage_server.store.disk.usage import Stored, size_on_disk
-from kvpage_server.store.disk.write_behind import Batch, WriteBehind
+from kvpage_server.store.disk.write_behind import CHANGE, Batch, WriteBehind
 from kvpage_server.store.evict import MemoryAccount
 from kvpage_server.store.eviction.leases import SHARE, Lease
 from kvpage_server.store.eviction.queues import OrderedMap, Unit
@@ -218,6 +218,7 @@ class Loader:
 _VALUES_PER_STEP = 256  # values that are noted in one step
 _LEAST_FREED = 4096  # bytes: the disk has more space than when it was full, if so many were freed since
 _MOST_REFUSED = 256  # values that are dropped in one step, or a unit
+_WITHOUT_BODY = OnDisk, SetExpiry, Lifetime  # types of queued values that leave the size on disk as it is
 
 
 class Changes:
@@ -264,7 +265,7 @@ class Changes:
             if name[:1] == LIFETIME:
                 continue
             unit = (_block_of(value) if value is not None else None) or name
-            sizes[unit] = sizes.get(unit, 0) + size
+            sizes[unit] = sizes.get(unit, 0) + size + CHANGE
             if name in usage or value is None or isinstance(value, SetExpiry | Corrupt):
                 stay.update((unit, block_name_of(name) or unit))
         left = sum(sizes.values())
@@ -300,26 +301,27 @@ class Changes:
         usage = self._stored.usage
         if batch.clears:
             usage.was_cleared()
-        last: object = None
+        last: Block | None = None
         unit = b""
         for number, (name, (value, _)) in enumerate(batch.changes.items(), start=1):
             if not number % _VALUES_PER_STEP:
                 yield
-            if isinstance(value, OnDisk | SetExpiry | Lifetime) or name[:1] == LIFETIME:
-                continue
-            if value is None or isinstance(value, Corrupt):
-                self._removed(name)
-            elif isinstance(value, Slot | ExtentPage) and isinstance(value.unit, Block):
+            if (type(value) is Slot or type(value) is ExtentPage) and type(value.unit) is Block:
                 if value.unit is not last:
                     last, unit = value.unit, name_of_unit(value.unit)
+                    usage.remove_unit(unit)
                     self._coder.add(last)
-                size = size_on_disk(name, value, batch.coded.get(name, 0))
+                size = records.footprint_of(len(last.req_id), batch.coded.get(name) or value.size)
                 usage.add(name, unit, size, again=self._is_queued_again(name))
-            else:
+            elif value is None or isinstance(value, Corrupt):
+                if name[:1] != LIFETIME:
+                    self._removed(name)
+            elif not isinstance(value, _WITHOUT_BODY):
                 if block := block_name_of(name):
                     usage.note_stray(name, block)
                 if self._coder.idle >= 0 and isinstance(value, Extent):
                     self._coder.add(self._contents.index.block(*parse_block(name)))
+                usage.remove_unit(name)
                 size = size_on_disk(name, value, batch.coded.get(name, 0))
                 usage.add(name, name, size, again=self._is_queued_again(name))
 
@@ -343,7 +345,6 @@ def _block_of(value: Value) -> bytes | None:
     return None
 
 
-_LIFETIME_SIZE = 200  # approximate bytes of memory of a queued change of a lifetime, without the unit's name
 _MOST_OFFERED = 1280  # units that may be evicted in one search; examining all of them would block the event loop
 _MOST_DROPPED = 2048  # pages of a block that are dropped from memory in one step
 _SHARE_OF_TEXTS = 0.5  # of maxmemory; above it, short strings are evicted, as they are never on disk only
@@ -539,7 +540,7 @@ class DiskTier(Tier):
         """Queue the lifetime of a unit, or its end."""
         name = name_of_unit(unit)
         value = Lifetime(name, lease.ends, lease.seconds, lease.tenant) if lease.ends else None
-        self.behind.note(LIFETIME + name, value, _LIFETIME_SIZE + len(name))
+        self.behind.note(LIFETIME + name, value, len(name))
 
     def follows(self, blocks: Sequence[Block]) -> None:
         self.account.chains.follow(blocks)

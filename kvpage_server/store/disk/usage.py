@@ -6,15 +6,15 @@ extend is deferred until nothing extends it, see `DiskAccount`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
-from operator import add, attrgetter
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from kvpage_server.core import Slot
 from kvpage_server.store.disk.encoding import SetExpiry, ShortText, Value
 from kvpage_server.store.disk.write_behind import WriteBehind
 from kvpage_server.store.eviction.queues import OrderedMap
-from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Text
+from kvpage_server.store.memory.entry import Entry, Text
 from kvpage_server.store.memory.index import Block, Extent, ExtentPage, OnDisk
 from kvpage_server.store.records import footprint, footprint_of, names_of_keys
 
@@ -70,17 +70,18 @@ class DiskUsage:
             self._replaced[name] = there
             self.replaced += there
 
-    def expect_all(self, names: Iterable[bytes], sizes: Iterable[int]) -> None:
-        """Note queued writes with these footprints, each above 0."""
+    def expect_all(self, sizes: Mapping[bytes, int]) -> None:
+        """Note queued writes with these footprints by name, each above 0."""
         stored, queued, replaced = self._sizes, self._expected, self._replaced
-        new = dict(zip(names, sizes, strict=True))
-        waiting, on_disk = queued.keys() & new.keys(), stored.keys() & new.keys()
-        before = sum(map(queued.__getitem__, waiting)) + sum(map(stored.__getitem__, on_disk - waiting))
-        self.expected += sum(new.values()) - before
-        queued.update(new)
-        for name in on_disk:
-            self.replaced += stored[name] - replaced.get(name, 0)
-            replaced[name] = stored[name]
+        before = [*map(queued.get, sizes)]
+        queued.update(sizes)
+        self.expected += sum(sizes.values()) - sum(filter(None, before))
+        if not all(before):  # values without a queued write: the next commit replaces those on disk
+            there = [(name, was) for name, was in zip(sizes, before, strict=True) if not was and name in stored]
+            for name, was in there:
+                self.expected -= stored[name] if was is None else 0
+                self.replaced += stored[name] - replaced.get(name, 0)
+                replaced[name] = stored[name]
 
     def expect_removals(self, names: Iterable[bytes], *, replaced: bool) -> None:
         """Note queued removals, see `expect`."""
@@ -130,7 +131,10 @@ class DiskUsage:
             self._strays.add(name)
 
     def add(self, name: bytes, unit: bytes, size: int, *, again: bool = False) -> None:
-        """Note a written value of a unit. With `again`, another change of it is queued. A page may replace a stray."""
+        """Note a written value of a unit. With `again`, another change of it is queued. A page may replace a stray.
+
+        The caller calls `remove_unit`, too: the unit is in memory, because it was written from there.
+        """
         if unit != name and name in self._strays:
             self._strays.discard(name)
             self._grow(name, unit, self._sizes.get(name, 0))
@@ -139,8 +143,8 @@ class DiskUsage:
         grown = size - self._sizes.get(name, 0)
         self.used += grown
         self._sizes[name] = size
-        self._grow(name, unit, grown)
-        self.remove_unit(unit)  # the unit is in memory, too, because it was written from there
+        if grown:
+            self._grow(name, unit, grown)
 
     def resize(self, name: bytes, unit: bytes, size: int) -> None:
         """Note that a value on disk has another footprint now, because it was coded or decoded there."""
@@ -260,7 +264,6 @@ class DiskUsage:
 # -- The values on disk, and their queued changes ----------------------------------------------------------------------
 
 _FOOTPRINT, _SIZE, _REQ_ID = attrgetter("footprint"), attrgetter("size"), attrgetter("unit.req_id")  # of a page
-_CHANGE = 300  # approximate bytes of memory of a queued change, with its row, without the name and the value
 
 
 class DiskCounters:
@@ -298,20 +301,21 @@ class Stored:
         if self.maxdisk and not isinstance(value, OnDisk):
             self.usage.expect(name, size_on_disk(name, value))
         if isinstance(value, Text):
-            self.behind.note(name, (value.data, value.expires), value.size + TEXT_OVERHEAD + len(name))
+            self.behind.note(name, (value.data, value.expires), value.size + len(name))
         elif isinstance(value, Extent):
-            self.behind.note(name, value, value.slot.footprint + _change_size(name))
+            self.behind.note(name, value, value.slot.footprint)
         else:
-            self.behind.note(name, value, value.footprint + _change_size(name))
+            self.behind.note(name, value, value.footprint)
 
     def store_pages(self, keys: Sequence[bytes], pages: Sequence[Slot | ExtentPage]) -> None:
         """Queue writes of pages to disk, in one call for all."""
-        names = names_of_keys(keys)
+        new = dict(zip(names_of_keys(keys), zip(pages, map(_FOOTPRINT, pages), strict=True), strict=True))
         if self.maxdisk:
+            if len(new) < len(pages):  # a key is in the batch twice
+                pages = [page for page, _ in new.values()]
             id_sizes = map(len, map(_REQ_ID, pages))
-            self.usage.expect_all(names, map(footprint_of, id_sizes, map(_SIZE, pages)))
-        with_names = map(add, map(_FOOTPRINT, pages), map(len, names))
-        self.behind.note_all(names, pages, map(_CHANGE.__add__, with_names))
+            self.usage.expect_all(dict(zip(new, map(footprint_of, id_sizes, map(_SIZE, pages)), strict=True)))
+        self.behind.note_all(new)
 
     def retime(self, name: bytes, value: Entry) -> None:
         """Queue a value's new expiry if the value will be on disk, or the whole value if its write is queued anyway."""
@@ -322,7 +326,7 @@ class Stored:
         if is_whole and (type(value) is Text or self.behind.waits_again(name)):
             self.store(name, value)
         else:
-            self.behind.note(name, SetExpiry(name, value.expires), _change_size(name))
+            self.behind.note(name, SetExpiry(name, value.expires), len(name))
 
     def remove(self, name: bytes, *, replaced: bool = False) -> None:
         """Queue the removal of a value from disk. A `replaced` one stays there until its replacement is committed.
@@ -338,7 +342,7 @@ class Stored:
             return
         if self.maxdisk:
             self.usage.expect(name, 0, replaced=replaced)
-        self.behind.note(name, None, _change_size(name))
+        self.behind.note(name, None, len(name))
 
     def remove_all(self, names: Iterable[bytes], *, replaced: bool = False) -> None:
         """Queue the removal of several values from disk, see `remove`."""
@@ -350,16 +354,11 @@ class Stored:
         if written:
             if self.maxdisk:
                 self.usage.expect_removals(written, replaced=replaced)
-            self.behind.note_removals(written, [*map(_change_size, written)])
+            self.behind.note_all({name: (None, len(name)) for name in written}, removed=True)
 
     def clear(self) -> tuple[dict[bytes, Any] | OrderedMap[bytes, Any], ...]:
         """Queue the removal of all values from disk. Return the former tables, which the caller may free in steps."""
         return *self.behind.clear(), *self.usage.clear()
-
-
-def _change_size(name: bytes) -> int:
-    """Return the approximate bytes of memory of a queued change, without the value."""
-    return _CHANGE + len(name)
 
 
 def size_on_disk(name: bytes, value: Entry | Extent | ShortText, coded: int = 0) -> int:

@@ -29,6 +29,7 @@ Done = Callable[[Error | None], None]  # receives the error of a commit, or None
 R = TypeVar("R")
 
 _SIZE = itemgetter(1)  # of a queued change, in bytes of memory
+CHANGE = 350  # approximate bytes of memory of a change: its row and objects, and the name of a page
 _VALUES_PER_FREE = 256  # values that are freed in one step
 # Seconds without a job after which the thread returns free memory to the system. It keeps it until then, because the
 # system would have to zero the memory for the next commit.
@@ -41,11 +42,12 @@ log = logging.getLogger("kvpage")
 class Batch(Generic[T]):
     """Dirty values that are committed together, by their names on disk.
 
-    A batch has one change for each value: the last one. Invariants: `size` is the sum of the sizes in `changes`;
-    `removed` has the names whose change is a removal. `position` and `began` are set when the commit begins.
+    A batch has one change for each value: the last one. Invariants: `size` is the sum of the sizes in `changes`, and
+    CHANGE for each; `removed` has the names whose change is a removal. `position` and `began` are set when the commit
+    begins.
     """
 
-    # By name: the new value, None for a removal, and the bytes of memory that the change keeps.
+    # By name: the new value, None for a removal, and the bytes of memory that value and long names keep.
     changes: dict[bytes, tuple[T | None, int]] = field(default_factory=dict)
     size: int = 0  # bytes of memory that all changes keep
     clears: bool = False  # whether the commit first removes all values from the disk
@@ -57,36 +59,27 @@ class Batch(Generic[T]):
     began: float = 0.0  # start of the commit, in monotonic seconds
 
     def note(self, name: bytes, value: T | None, size: int) -> None:
-        """Set the change of a value, None for a removal. `size` is in bytes of memory."""
+        """Set the change of a value, None for a removal. `size` is in bytes of memory, without CHANGE."""
         old = self.changes.get(name)
-        self.size += size - (old[1] if old is not None else 0)
+        self.size += size - (old[1] if old is not None else -CHANGE)
         self.changes[name] = (value, size)
         if value is None:
             self.removed[name] = None
         elif old is not None:
             self.removed.pop(name, None)
 
-    def note_all(self, names: Sequence[bytes], values: Iterable[T], sizes: Iterable[int]) -> None:
-        """Set the changes of several values, none of them a removal."""
+    def note_all(self, new: Mapping[bytes, tuple[T | None, int]], *, removed: bool = False) -> None:
+        """Set the changes of several values, each with its size: all are removals if `removed`, otherwise none is."""
         changes = self.changes
-        new = dict(zip(names, zip(values, sizes, strict=True), strict=True))
-        old = map(changes.__getitem__, changes.keys() & new.keys())
-        self.size += sum(map(_SIZE, new.values())) - sum(map(_SIZE, old))
+        known, old = len(changes), [*map(changes.get, new)]
         changes.update(new)
-        if self.removed:
-            for name in names:
+        grown = sum(map(_SIZE, new.values())) - sum(map(_SIZE, filter(None, old)))
+        self.size += grown + CHANGE * (len(changes) - known)
+        if removed:
+            self.removed.update(dict.fromkeys(new))
+        elif self.removed:
+            for name in new:
                 self.removed.pop(name, None)
-
-    def note_removals(self, names: Sequence[bytes], sizes: Sequence[int]) -> None:
-        """Set the changes of several values to removals."""
-        changes = self.changes
-        get, grown = changes.get, sum(sizes)
-        for name, size in zip(names, sizes, strict=True):
-            if (old := get(name)) is not None:
-                grown -= old[1]
-            changes[name] = (None, size)
-        self.size += grown
-        self.removed.update(dict.fromkeys(names))
 
     def has_whole(self, name: bytes) -> bool:
         """Return whether the batch stores the value, and does not only remove it or change its expiry."""
@@ -95,7 +88,7 @@ class Batch(Generic[T]):
 
     def forget(self, name: bytes) -> None:
         """Remove a value's change, which the batch must have."""
-        self.size -= self.changes.pop(name)[1]
+        self.size -= self.changes.pop(name)[1] + CHANGE
         self.removed.pop(name, None)
 
     def freed(self) -> Iterator[None]:
@@ -369,21 +362,17 @@ class WriteBehind(Generic[T]):
     # -- changes of values ---------------------------------------------------------------------------------------------
 
     def note(self, name: bytes, value: T | None, size: int) -> None:
-        """Queue a changed value, or None for a removed one. The bytes of the value must not change afterwards."""
+        """Queue a changed value, or None for a removed one, see `Batch.note`. The bytes of the value must not change
+        afterwards.
+        """
         self._next.note(name, value, size)
         self.position += 1
         self._changed()
 
-    def note_all(self, names: Sequence[bytes], values: Iterable[T], sizes: Iterable[int]) -> None:
-        """Queue several changed values. `sizes` are in bytes of memory."""
-        self._next.note_all(names, values, sizes)
-        self.position += len(names)
-        self._changed()
-
-    def note_removals(self, names: Sequence[bytes], sizes: Sequence[int]) -> None:
-        """Queue the removal of several values. `sizes` are in bytes of memory."""
-        self._next.note_removals(names, sizes)
-        self.position += len(names)
+    def note_all(self, new: Mapping[bytes, tuple[T | None, int]], *, removed: bool = False) -> None:
+        """Queue several changes, see `Batch.note_all`."""
+        self._next.note_all(new, removed=removed)
+        self.position += len(new)
         self._changed()
 
     def divided(self, names: Iterable[bytes], on_disk: Container[bytes]) -> tuple[list[bytes], list[bytes]]:

