@@ -183,6 +183,7 @@ ROW = _ROW.size  # bytes
 _SHEET_OVERHEAD = 64  # bytes that a sheet with one row takes in addition to the row, its piece and the request id
 _KV_TYPE, _PAGE, _SIZE, _USED = FIELD_AT["kv_type"], FIELD_AT["page"], FIELD_AT["body_size"], HEADER_SIZE + 8
 _CODED_AT = FIELD_AT["reserved"]
+_NEVER = bytes(8)  # the expiry of a row without one
 _PLACE = struct.Struct("<II")  # layer and head; in a header, the page id follows
 _COLUMNS = np.dtype(
     {
@@ -223,9 +224,9 @@ def block_of(key: bytes) -> tuple[bytes, bytes, int]:
 def pack(key: bytes, rows: Mapping[Spot, bytes]) -> bytes:
     """Return the bytes of a sheet with these rows. `key` is its database key."""
     body = b"".join(rows.values())
-    expiries = _columns(body)["expires"]
-    expiring = expiries[expiries > 0]
-    rest = (int(expiring.min()) if len(expiring) else 0).to_bytes(8, "little") + body
+    expiries = {row[HEADER_SIZE:_USED] for row in rows.values()} - {_NEVER}
+    soonest = min(expiries, key=lambda expires: expires[::-1], default=_NEVER)  # numbers in big-endian order
+    rest = soonest + body
     return checksum(rest + key).to_bytes(8, "little") + rest
 
 
@@ -268,24 +269,29 @@ def body_of(rows: bytes, spot: Spot) -> Body | None:
     while found >= 0:
         start = found - _PAGE + _PLACE.size
         if start % ROW == 0 and rows[start + _KV_TYPE] == kv_type:
-            _, _, _, size, coded, _, _, digest, first = _ROW.unpack_from(rows, start)
-            return Body(size, digest, first, b"", coded)
+            return body_in(rows[start : start + ROW])
         found = rows.find(pattern, found + 1)
     return None
 
 
-def row_of(record: Record) -> bytes:
-    """Return the record of a page as a row of a sheet. The record's `meta` is the page's header."""
-    body = record.body
-    header = _with_coded(record.meta, body.coded) if body.coded else record.meta
-    return header + _TIMES.pack(record.expires, record.used, body.digest, body.first)
+def row_of(header: bytes, expires: int, used: int, body: Body) -> bytes:
+    """Return the description of a page as a row of a sheet."""
+    if body.coded:
+        header = _with_coded(header, body.coded)
+    return header + _TIMES.pack(expires, used, body.digest, body.first)
+
+
+def body_in(row: bytes) -> Body:
+    """Return the place of the body of a page's row."""
+    _, _, _, size, coded, _, _, digest, first = _ROW.unpack(row)
+    return Body(size, digest, first, b"", coded)
 
 
 def record_of(name: bytes, row: bytes) -> Record:
     """Return the contents of a page's row as a record with this name."""
-    _, _, _, size, coded, expires, used, digest, first = _ROW.unpack(row)
-    header = _with_coded(row[:HEADER_SIZE], 0) if coded else row[:HEADER_SIZE]
-    return Record(name, header, expires, used, Body(size, digest, first, b"", coded))
+    body, (expires, used, _, _) = body_in(row), _TIMES.unpack_from(row, HEADER_SIZE)
+    header = _with_coded(row[:HEADER_SIZE], 0) if body.coded else row[:HEADER_SIZE]
+    return Record(name, header, expires, used, body)
 
 
 def _with_coded(header: bytes, coded: int) -> bytes:

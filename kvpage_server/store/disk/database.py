@@ -659,19 +659,22 @@ class Disk:
         if code is not None:
             self.coded = self.coded.plus(stored)
             self._note_format(txn, CODED_FORMAT)
-        record = Record(write.name, write.meta, write.expires, write.used, stored)
         if place is not None and has_row:
             key, spot = place
-            sheets.of(key)[spot] = records.row_of(record)
+            sheets.of(key)[spot] = records.row_of(write.meta, write.expires, write.used, stored)
         else:
+            record = Record(write.name, write.meta, write.expires, write.used, stored)
+            sheets.any_strays |= place is not None
             txn.put(database_key(write.name), bytes(record), db=self._records)
         return stored.coded
 
     def _delete(self, txn: _Txn, sheets: Sheets, name: bytes, place: _Place) -> None:
         if place is not None and (row := sheets.of(place[0]).pop(place[1], None)):
-            body = records.record_of(name, row).body
+            body = records.body_in(row)
             self._delete_pieces(txn, body)
             self.coded = self.coded.plus(body, -1)
+            return
+        if place is not None and not sheets.any_strays:
             return
         key = database_key(name)
         old = txn.pop(key, db=self._records)
@@ -695,8 +698,7 @@ class Disk:
     def _retime(self, txn: _Txn, sheets: Sheets, change: SetExpiry, place: _Place) -> None:
         if place is not None and (row := sheets.of(place[0]).get(place[1])):
             record = records.record_of(change.name, row)
-            record.expires = change.expires
-            sheets.of(place[0])[place[1]] = records.row_of(record)
+            sheets.of(place[0])[place[1]] = records.row_of(record.meta, change.expires, record.used, record.body)
             return
         key = database_key(change.name)
         data = txn.get(key, db=self._records)

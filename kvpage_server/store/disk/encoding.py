@@ -107,6 +107,9 @@ Value = Slot | ExtentPage | Extent | ShortText | OnDisk | Corrupt | SetExpiry | 
 
 def change_of(name: bytes, value: Value) -> Change:
     """Return the change that stores a value. For a value that is on disk only, it changes the expiry."""
+    if type(value) is Slot or type(value) is ExtentPage:
+        header = bytes(value.header) if type(value.unit) is Block else b""
+        return Write(name, header, value.body, value.expires, unix_ms(), _CHECKSUM.unpack(header)[0] if header else 0)
     if isinstance(value, SetExpiry):
         return value
     if isinstance(value, Lifetime):
@@ -117,12 +120,7 @@ def change_of(name: bytes, value: Value) -> Change:
         return Write(name, _encode_shape(value), value.slot.body, value.expires, unix_ms(), value.digest)
     if isinstance(value, OnDisk):
         return SetExpiry(name, value.expires)
-    if isinstance(value, Corrupt):
-        return Quarantine(name)
-    if type(value.unit) is not Block:
-        return Write(name, b"", value.body, value.expires, unix_ms())
-    header = bytes(value.header)
-    return Write(name, header, value.body, value.expires, unix_ms(), _CHECKSUM.unpack(header)[0])
+    return Quarantine(name)
 
 
 def _encode_shape(extent: Extent) -> bytes:
@@ -181,6 +179,9 @@ def code_for_disk(write: Write) -> memoryview | bytes | None:
 # -- The sheets that a transaction changes -----------------------------------------------------------------------------
 
 
+_PAGE_NAME = records.name_of_key(b"kv:")  # beginning of the names of pages
+
+
 class Sheets:
     """Sheets of a write transaction: read at their first use, changed in memory, and written once by `flush`."""
 
@@ -188,6 +189,9 @@ class Sheets:
         self._txn = txn
         self._records = records
         self._rows: dict[bytes, dict[Spot, bytes]] = {}  # by database key and spot
+        # Whether a record may have the name of a page: then it is the record of a stray.
+        cursor = txn.cursor(records)
+        self.any_strays = cursor.set_range(_PAGE_NAME) and cursor.key().startswith(_PAGE_NAME)
         self.damaged = False  # whether a sheet was damaged, so that the pieces of its pages are unknown
 
     def of(self, key: bytes) -> dict[Spot, bytes]:
