@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import Field, dataclass, field, fields
+from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -391,10 +392,7 @@ class Config:
 
         A share of maxmemory is at least the size of one large page.
         """
-        if isinstance(self.maxmemory_clients, str):
-            share = int(self.maxmemory_clients.rstrip("%"))
-            return max((self.maxmemory or _NO_LIMIT_COUNTS_AS) * share // 100, _LARGE_PAGE_COMMAND)
-        return self.maxmemory_clients
+        return _client_memory(self.maxmemory_clients, self.maxmemory)
 
     @property
     def largest_command(self) -> int:
@@ -422,6 +420,14 @@ class Config:
             name = " ".join(line[:1]).split()[:1]
             place = self.places[i] if i < len(self.places) else " ".join(["user", *name])
             yield place, [os.fsencode(word) for word in line]
+
+
+@lru_cache(maxsize=16)  # it is asked for whenever bytes arrive
+def _client_memory(most: int | str, maxmemory: int) -> int:
+    """Return `Config.client_memory` for the values of maxmemory-clients and maxmemory."""
+    if isinstance(most, str):
+        return max((maxmemory or _NO_LIMIT_COUNTS_AS) * int(most.rstrip("%")) // 100, _LARGE_PAGE_COMMAND)
+    return most
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str, list[str]]]:

@@ -134,6 +134,8 @@ def _decodes(code: Coded, into: memoryview) -> bool:
 # -- Scrubbing: reads of all values at a limited rate, to find damage before a client reads the value ------------------
 
 _RECORDS_PER_TRANSACTION = 16  # database records that one transaction reads
+# Checks and seconds before the thread waits. Each wait is an exchange of the interpreter's lock with the event loop.
+_CHECKS_PER_WAIT, _LEAST_WAIT = 16, 0.05
 
 log = logging.getLogger("kvpage")
 
@@ -153,6 +155,7 @@ class Scrubber:
         self._disk = disk
         self._damaged = damaged
         self._loop = asyncio.get_running_loop()
+        self._checks, self._wait = 0, 0.0  # since the thread has waited: checks, and the seconds that it has to wait
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="disk-scrubber", daemon=True)
         self._thread.start()
@@ -183,14 +186,19 @@ class Scrubber:
                     return
 
     def _check(self, name: bytes) -> bool:
-        """Check one value, then wait to keep the rate. Return False if the scrubber has to stop."""
+        """Check one value, and wait to keep the rate. Return False if the scrubber has to stop."""
         try:
             size = self._disk.check(name)
         except Damaged:
             self._report(name)
             size = 0
         self.checked += size
-        return not self._stopping.wait((size + 1) / self.rate)
+        self._checks += 1
+        self._wait += (size + 1) / self.rate
+        if self._checks < _CHECKS_PER_WAIT and self._wait < _LEAST_WAIT:
+            return not self._stopping.is_set()
+        wait, self._checks, self._wait = self._wait, 0, 0.0
+        return not self._stopping.wait(wait)
 
     def _report(self, name: bytes) -> None:
         self._loop.call_soon_threadsafe(self._damaged, name)
