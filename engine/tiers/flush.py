@@ -297,6 +297,8 @@ class Flusher:
                     context, label=publication.label, answering=publication.answering
                 )
                 failed = saved is None
+                if saved and saved.whole and publication.label is not None:
+                    self._tally.count("unnamed_written")
                 if saved and publication.lifetimes:
                     kept = await self._pages.keep_async(context, publication.lifetimes)
                     publication.lifetimes.report(kept)

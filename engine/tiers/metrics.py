@@ -88,7 +88,7 @@ class StoreMetrics:
     hedges: int  # cold loads that started because a fetch was slow
     hedges_won: int  # of these, loads that took the file
     published: int  # prompts whose blocks were written before their answer was complete
-    unnamed_written: int  # contexts without a name that were queued for the page server
+    unnamed_written: int  # contexts without a name that the page server has
     unnamed_left: int  # contexts without a name that were not worth writing
     hot_agents: int
     hot_bytes: int

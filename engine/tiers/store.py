@@ -269,8 +269,8 @@ class AgentCacheStore:
             lifetimes.report(kept)
         if claim:
             claim.published()
-        if label is not None and self._pages:
-            self._tally.count("unnamed_written" if written else "unnamed_left")
+        if label is not None and self._pages and not written:
+            self._tally.count("unnamed_left")
         if written:
             on_end = claim.release if claim else None
             publication = self._publication(adopted, label, on_end, lifetimes, answering=claim is not None)
@@ -726,7 +726,6 @@ class AgentCacheStore:
     def _write_reused(self, context: AgentBlocks, lifetimes: Lifetimes) -> None:
         """Write a context of the tree, because a second prompt has reused a part that is in no tier below."""
         if self._keep == "worth" and self._pages:
-            self._tally.count("unnamed_written")
             self._write(context, lifetimes.of_context(self._tree.lifetimes(context)))
 
     def _write(self, context: AgentBlocks, lifetimes: Lifetimes | None = None) -> bool:

@@ -784,6 +784,16 @@ def unnamed(store: AgentCacheStore, pool: BlockPool, tokens: tuple[int, ...], *,
     return loaded.reach
 
 
+def test_contexts_that_no_server_takes_are_not_counted_as_written(
+    stores: Callable[..., AgentCacheStore], pool: BlockPool
+) -> None:
+    store = stores(f"redis://127.0.0.1:{free_port()}", keep="all")
+    unnamed(store, pool, TOKENS)
+    store.flush_dirty()
+    metrics = store.metrics()
+    assert (metrics.unnamed_written, metrics.unnamed_left) == (0, 0)
+
+
 def test_a_context_without_a_name_is_written_if_it_is_worth_it(
     stores: Callable[..., AgentCacheStore], pool: BlockPool
 ) -> None:
