@@ -11,7 +11,7 @@ from tests.simulation.acting.peers import Asked, shown
 from tests.simulation.acting.process import Process
 from tests.simulation.model.model import Model
 from tests.simulation.model.pages import block_of
-from tests.simulation.model.replies import A_NUMBER, Err, May, between, is_error
+from tests.simulation.model.replies import A_NUMBER, ANYTHING, Err, May, between, is_error
 from tests.simulation.model.rights import keys_used
 from tests.simulation.model.values import Cell, Doubt, Value
 from tests.simulation.programs import batches
@@ -49,7 +49,7 @@ class Unfinished:
                 other = before | {key: cells[i] for key, cells in options.items() if i < len(cells)}
                 if other not in asked.doubt.variants:
                     asked.doubt.variants.append(other)
-        elif asked.words[0].lower() == b"kvpagedel" and asked.expected == 0:
+        elif asked.words[0].lower() == b"kvpagedel" and asked.expected in (0, ANYTHING):
             asked.doubt = Doubt([{}, {}], pending=True)  # there may be pages before it is done
 
     def resolve(self, asked: Asked, reply: Any) -> None:
