@@ -29,7 +29,7 @@ from .calls import FORCED, INSTEAD, MARKED, CallError, OfferedTool, Written, com
 from .errors import invalid
 from .reading import REASONING, Markup
 from .schema import ChatBody, CompletionFields, Message, ResponseFormat, Tool
-from .templates import ControlTokens, Renderer, TemplateFailedError, takes_text
+from .templates import CallFormat, ControlTokens, Renderer, TemplateFailedError, call_format, short_id
 
 SHORT = 1000  # characters of a text that is encoded on the event loop, in half a millisecond
 LETTERS_A_TOKEN = 16  # nearly every token has fewer characters
@@ -77,7 +77,7 @@ class Prompts:
         self._renderer = renderer
         self._sanitize = sanitize
         self._controls: dict[str | None, ControlTokens] = {}  # by template
-        self._text_arguments: dict[str | None, bool] = {}  # by template: whether it takes a call's arguments as text
+        self._call_formats: dict[str | None, CallFormat] = {}  # by template
         self._thread = TenantThread(ThreadPoolExecutor(1, f"prompts {spec.name}"))
         # long prompts on the thread; while there are any, the event loop does not use the tokenizer
         self._long: set[Future[Any]] = set()
@@ -274,8 +274,8 @@ class Prompts:
         return self._controls[template]
 
     def _plain(self, message: Message, i: int, template: str | None, tools: Offered) -> dict[str, Any]:
-        """Return message number `i` for the template: the content as text, and the arguments of calls in the format
-        that the template expects.
+        """Return message number `i` for the template: the content as text, and the arguments and ids of calls in the
+        format that the template expects.
 
         Raises ApiError for arguments that are not JSON.
         """
@@ -289,17 +289,20 @@ class Prompts:
             function, param = call["function"], f"messages[{i}].tool_calls[{j}].function.arguments"
             function["arguments"] = function["arguments"].strip() or "{}"
             arguments = _parsed(function["arguments"], param)
-            if not self._takes_text(template, tools):
+            if not self._call_format(template, tools).text:
                 function["arguments"] = arguments
+        for named in (plain, *plain.get("tool_calls", ())):
+            for name in ("id", "tool_call_id"):
+                if name in named and self._call_format(template, tools).short_ids:
+                    named[name] = short_id(named[name])
         return plain
 
-    def _takes_text(self, template: str | None, tools: Offered) -> bool:
-        """Return whether the template expects the arguments of calls as text, and not as an object."""
-        if template not in self._text_arguments:
-            self._text_arguments[template] = takes_text(
+    def _call_format(self, template: str | None, tools: Offered) -> CallFormat:
+        if template not in self._call_formats:
+            self._call_formats[template] = call_format(
                 lambda messages: self._rendered(messages, template, tools), TemplateFailedError
             )
-        return self._text_arguments[template]
+        return self._call_formats[template]
 
     def _of_text(self, prompt: str | Sequence[int], suffix: str) -> list[int]:
         if isinstance(prompt, str):

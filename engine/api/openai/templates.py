@@ -5,6 +5,7 @@ Three parts: control tokens in the text of a conversation, the format of tool ar
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -15,13 +16,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 # -- control tokens ----------------------------------------------------------------------------------------------------
 #
@@ -87,39 +89,51 @@ class ControlTokens:
         return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))  # as `encode_part` does
 
 
-# -- tool arguments ----------------------------------------------------------------------------------------------------
+# -- tool calls --------------------------------------------------------------------------------------------------------
 #
 # In OpenAI's API, the arguments of a tool call are a text with JSON. Most templates expect an object, and write it as
-# JSON or item by item. Others, such as DeepSeek's, expect the text. `takes_text` detects the format: it renders a short
-# conversation with a call.
+# JSON or item by item. Others, such as DeepSeek's, expect the text. Mistral's refuse ids of calls that are not nine
+# letters and digits. `call_format` detects that: it renders a short conversation with a call.
 
 _OBJECT = {"kvpage": "probe"}
 _NAME = "probe"
-_ID = "probe0000"  # Mistral's ids have nine characters
+_SHORT_ID = "probe0000"
 
 
-def takes_text(render: Callable[[list[dict[str, Any]]], str], refusals: type[Exception]) -> bool:
-    """Return whether a template expects the arguments of calls as a text, and not as an object.
+def short_id(id_: str) -> str:
+    """Return the id of a call for a template that takes only short ones: as it is, or nine characters of its hash."""
+    if len(id_) == len(_SHORT_ID) and id_.isascii() and id_.isalnum():
+        return id_
+    return hashlib.sha256(id_.encode(errors="replace")).hexdigest()[: len(_SHORT_ID)]
+
+
+class CallFormat(NamedTuple):
+    """The format of tool calls that a template expects."""
+
+    text: bool = False  # the arguments as a text, and not as an object
+    short_ids: bool = False
+
+
+def call_format(render: Callable[[list[dict[str, Any]]], str], refusals: type[Exception]) -> CallFormat:
+    """Return the format of tool calls that a template expects.
 
     `render` renders messages with the template. `refusals` is the class of its exceptions.
     """
-    try:
-        return repr(_OBJECT) in render(_conversation(_OBJECT))  # with an object, it would write Python instead of JSON
-    except refusals:
-        pass
-    try:
-        render(_conversation(json.dumps(_OBJECT)))
-    except refusals:
-        return False
-    return True
+    for id_ in (f"call_{'0' * 24}", _SHORT_ID):
+        for arguments in (_OBJECT, json.dumps(_OBJECT)):
+            with suppress(refusals):
+                text = render(_conversation(arguments, id_))
+                # With an object, a template that expects text writes Python instead of JSON.
+                return CallFormat(arguments is not _OBJECT or repr(_OBJECT) in text, id_ == _SHORT_ID)
+    return CallFormat()
 
 
-def _conversation(arguments: object) -> list[dict[str, Any]]:
-    call = {"id": _ID, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+def _conversation(arguments: object, id_: str) -> list[dict[str, Any]]:
+    call = {"id": id_, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
     return [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": _NAME, "tool_call_id": _ID, "content": "b"},
+        {"role": "tool", "name": _NAME, "tool_call_id": id_, "content": "b"},
     ]
 
 

@@ -110,6 +110,21 @@ def test_arguments_of_calls_have_the_templates_form(renderer: Renderer, name: st
         assert "{}" in rendered(prompts, calling(empty)) or name == "GLM 4.5"
 
 
+def test_ids_of_calls_have_the_templates_length(renderer: Renderer) -> None:
+    """The templates of Mistral 7B v0.3 and of later models refuse ids without nine letters and digits."""
+    refuses = "{% if ID|length != 9 %}{{ raise_exception('ids with length 9') }}{% endif %}{{ ID }}"
+    result = "{% if m.role == 'tool' %}=" + refuses.replace("ID", "m.tool_call_id") + "{% endif %}"
+    arguments = "{{ call.function.arguments | tojson }}" + refuses.replace("ID", "call.id")
+    prompts = letters(renderer, TEXT + result + CALLS.replace("ARGUMENTS", arguments) + END)
+    written = rendered(prompts, calling("{}"))
+    assert len({*re.findall("(?<=[}=])[0-9a-z]{9}", written)}) == 1, "call and result have the same id"
+    conversation = calling("{}")
+    conversation[1]["tool_calls"][0]["id"] = conversation[2]["tool_call_id"] = "VvvODy9mT"
+    assert rendered(prompts, conversation).count("VvvODy9mT") == 2
+    without_length = TEXT + CALLS.replace("ARGUMENTS", "{{ call.function.arguments | tojson }}{{ call.id }}") + END
+    assert "[weather {}call_1]" in rendered(letters(renderer, without_length), calling("{}"))
+
+
 @pytest.mark.parametrize("content", ["\ud800", "a\udfffb"])
 def test_half_surrogates_in_arguments_are_refused(renderer: Renderer, content: str) -> None:
     prompts = letters(renderer, TEXT + CALLS.replace("ARGUMENTS", TEMPLATES["Qwen 3"]) + END)
