@@ -56,8 +56,7 @@ def enforce_limits(client: Client) -> None:
     connections together exceed maxmemory-clients, call `close_connections`.
     """
     connection, config = client.connection, client.server.config
-    limit = output_limit(client)
-    if limit.hard and connection.outgoing > limit.hard:
+    if (outgoing := connection.outgoing) and 0 < output_limit(client).hard < outgoing:
         close_overflown(client)
     elif connection.incoming > config.client_query_buffer_limit:
         size = plural(connection.incoming, "byte")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -51,11 +51,6 @@ class Damaged(Exception):
 def name_of_key(key: bytes) -> bytes:
     """Return the name on disk of a string or a page: `k` and its key."""
     return b"k" + key
-
-
-def names_of_keys(keys: Iterable[bytes]) -> list[bytes]:
-    """Return the names on disk of strings or pages, see `name_of_key`."""
-    return [*map(b"k".__add__, keys)]
 
 
 def name_of_block(req_id: bytes, page: int) -> bytes:

@@ -7,7 +7,6 @@ extend is deferred until nothing extends it, see `DiskAccount`.
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 from kvpage_server.core import Slot
@@ -16,7 +15,7 @@ from kvpage_server.store.disk.write_behind import WriteBehind
 from kvpage_server.store.eviction.queues import OrderedMap
 from kvpage_server.store.memory.entry import Entry, Text
 from kvpage_server.store.memory.index import Block, Extent, ExtentPage, OnDisk
-from kvpage_server.store.records import footprint, footprint_of, names_of_keys
+from kvpage_server.store.records import footprint, footprint_of
 
 
 class DiskUsage:
@@ -263,8 +262,6 @@ class DiskUsage:
 
 # -- The values on disk, and their queued changes ----------------------------------------------------------------------
 
-_FOOTPRINT, _SIZE, _REQ_ID = attrgetter("footprint"), attrgetter("size"), attrgetter("unit.req_id")  # of a page
-
 
 class DiskCounters:
     """Counters of loads, demotions, evictions and damage since the start."""
@@ -309,12 +306,14 @@ class Stored:
 
     def store_pages(self, keys: Sequence[bytes], pages: Sequence[Slot | ExtentPage]) -> None:
         """Queue writes of pages to disk, in one call for all."""
-        new = dict(zip(names_of_keys(keys), zip(pages, map(_FOOTPRINT, pages), strict=True), strict=True))
+        new: dict[bytes, tuple[Any, int]] = {
+            b"k" + key: (page, page.footprint) for key, page in zip(keys, pages, strict=True)
+        }
         if self.maxdisk:
-            if len(new) < len(pages):  # a key is in the batch twice
-                pages = [page for page, _ in new.values()]
-            id_sizes = map(len, map(_REQ_ID, pages))
-            self.usage.expect_all(dict(zip(new, map(footprint_of, id_sizes, map(_SIZE, pages)), strict=True)))
+            sizes = dict[bytes, int]()
+            for name, (page, _) in new.items():
+                sizes[name] = footprint_of(len(page.unit.req_id), page.size)
+            self.usage.expect_all(sizes)
         self.behind.note_all(new)
 
     def retime(self, name: bytes, value: Entry) -> None:
