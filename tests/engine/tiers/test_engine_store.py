@@ -784,7 +784,7 @@ def unnamed(store: AgentCacheStore, pool: BlockPool, tokens: tuple[int, ...], *,
     return loaded.reach
 
 
-def test_contexts_that_no_server_takes_are_not_counted_as_written(
+def test_contexts_that_no_server_takes_count_as_not_written(
     stores: Callable[..., AgentCacheStore], pool: BlockPool
 ) -> None:
     store = stores(f"redis://127.0.0.1:{free_port()}", keep="all")
