@@ -41,6 +41,7 @@ from mlx_lm.models.cache import LRUPromptCache
 from kvpage_connectors.mlx_lm_one_pass import OnePassGenerator
 from kvpage_connectors.reasons import Reasons, guarded
 from kvpage_server.address import with_credentials
+from kvpage_server.system.text import plural
 
 log = logging.getLogger("kvpage")
 
@@ -70,6 +71,7 @@ class StoredContexts:
         self._lock = threading.Lock()  # of `_fetched` and `_waiting`
         self._writer = ThreadPoolExecutor(1, "kvpage-write")
         self._waiting: dict[Future[None], int] = {}  # bytes of contexts that are not written yet
+        self._failed = 0  # contexts that the server did not take
 
     @guarded(lambda: None)
     def fetch(self, tokens: Sequence[int], beyond: int) -> None:
@@ -122,8 +124,12 @@ class StoredContexts:
         """Wait a while for contexts that are not written yet, then close the connections."""
         with self._lock:
             waiting = list(self._waiting)
-        if lost := wait(waiting, CLOSE_SECONDS).not_done:
-            log.warning("%d %s not written", len(lost), "context" if len(lost) == 1 else "contexts")
+        if lost := len(wait(waiting, CLOSE_SECONDS).not_done):
+            log.warning("%s not written", plural(lost, "context"))
+        if failed := self._failed:
+            log.warning(
+                "%s could not be saved since the start; a next turn saves its context again", plural(failed, "context")
+            )
         self._writer.shutdown(wait=False, cancel_futures=True)
         self._pages.close()
 
@@ -145,7 +151,10 @@ class StoredContexts:
     def _write(self, tokens: Sequence[int], cache: Sequence[Any], states: Mapping[int, Arrays]) -> None:
         context = self._blocks(tokens, cache, states)
         try:
-            self._pages.publish(context)
+            saved = self._pages.publish(context)
+            if saved is None or not saved.whole:
+                self._failed += 1
+                self.reasons.count("save", self._pages.save_failure or "gone", len(context.blocks))
         finally:
             self._free(context)
 

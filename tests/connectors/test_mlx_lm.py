@@ -202,6 +202,15 @@ def test_a_finished_context_is_copied_by_the_writer(server: RunningServer, monke
     assert np.array_equal(of.continuation(restored, 280), of.continuation(of.computed(280), 280))
 
 
+def test_contexts_that_cannot_be_saved_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    of, cache = family("llama"), StoredPromptCache(f"redis://127.0.0.1:{free_port()}")
+    cache.attach(KEY, of.model, TOKENIZER)
+    cache.insert_cache(KEY, TOKENS[:280], of.computed(280))
+    cache.close()
+    assert "kvpage: save missed 2 blocks, reason: down" in caplog.text
+    assert "1 context could not be saved since the start" in caplog.text
+
+
 def test_memory_that_has_more_than_the_store_is_used(server: RunningServer) -> None:
     of = family("llama")
     cache = StoredPromptCache(server.url)
