@@ -25,7 +25,7 @@ from waiting import eventually, until
 
 from kvpage_server import __version__, core
 from kvpage_server.cli import main
-from kvpage_server.client import PageClient
+from kvpage_server.client import AsyncPageClient, PageClient
 from kvpage_server.page import DType, PageKey, encode_page
 
 ROOT = next(parent for parent in Path(__file__).parents if (parent / "pyproject.toml").exists())
@@ -575,6 +575,14 @@ def test_a_url_with_an_unknown_option_is_refused(options: str, why: str) -> None
     assert why in errors
     with pytest.raises(ValueError, match=why):
         PageClient(f"redis://127.0.0.1:1?{options}")
+
+
+@pytest.mark.parametrize("url", ["redis://h:1", "rediss://h:1,redis://h:2", "valkey-cluster://h:1", "unix:///none"])
+def test_an_unknown_option_of_a_client_is_refused_at_once(url: str) -> None:
+    for kind in (PageClient, AsyncPageClient):
+        with pytest.raises(ValueError, match="unknown option 'nonsense' of a client"):
+            kind(url, nonsense=1, socket_timeout=1)
+        kind(url, socket_timeout=1, client_name="x", max_connections=3)
 
 
 def test_a_url_with_a_wrong_port_is_named_without_its_password() -> None:

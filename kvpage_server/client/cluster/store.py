@@ -37,7 +37,7 @@ from kvpage_server.client.page import (
     sized_blocks,
 )
 from kvpage_server.client.raw_commands import BlockCommands, Kept, RawCommand, integer, up_to
-from kvpage_server.client.wire.connection import Deadline, PagePool
+from kvpage_server.client.wire.connection import Deadline, PagePool, PageTCPConnection, PageTLSConnection, check_options
 from kvpage_server.client.wire.reply import ARRIVED, OTHER_SIZE, Answer, Place
 from kvpage_server.page import HEADER_SIZE, BlockShape, PageHeader, PageKey, unix_ms
 
@@ -530,8 +530,9 @@ def several(url: str, verify: bool, options: dict[str, Any]) -> Several | None:
     address = Address(url) if urlsplit(url).scheme in SCHEMES else None
     options = {**options, **(address.options if address else {})}  # the URL's options have priority, as in redis-py
     silence = options.pop("node_deadline", SILENCE)
+    replicas = address is not None and options.pop("read_from_replicas", False)
+    check_options(options, PageTCPConnection, PageTLSConnection)
     if address:
-        replicas = options.pop("read_from_replicas", False)
         peers = Peers(address.url, options, silence, address.seeds)
         return Several(ClusterCalls(Router(address, replicas), verify, Counter()), peers)
     servers = servers_of(url)

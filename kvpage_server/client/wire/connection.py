@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from inspect import signature
 from numbers import Real
 from typing import Any, TypeVar, cast
 from urllib.parse import parse_qs, urlsplit
@@ -283,7 +284,7 @@ class PageUnixConnection(PageConnection, UnixDomainSocketConnection):
 # messages.
 _QUIETLY: dict[str, Any] = {"maint_notifications_config": MaintNotificationsConfig(enabled=False)}
 _OF_TCP_ALONE = ("host", "port", "socket_keepalive", "socket_keepalive_options", "socket_type")
-_CLASSES = {"rediss": PageTLSConnection, "unix": PageUnixConnection}
+_CLASSES: dict[str, Any] = {"rediss": PageTLSConnection, "unix": PageUnixConnection}
 
 
 class PagePool(ConnectionPool):
@@ -407,6 +408,16 @@ def check_url(url: str) -> None:
         raise ValueError(f"unknown option {name!r:.60} in a server's URL; allowed: {', '.join(sorted(allowed))}")
 
 
+def check_options(names: Iterable[str], *kinds: type) -> None:
+    """Raise ValueError if no constructor of the classes, nor of PagePool, has an option. redis-py itself raises
+    TypeError for it at the first connection.
+    """
+    classes = {base for kind in (*kinds, PagePool) for base in kind.__mro__ if "__init__" in vars(base)}
+    allowed = {name for one in classes - {object} for name in signature(one.__init__).parameters}  # type: ignore[misc]
+    if unknown := sorted({*names} - allowed):
+        raise ValueError(f"unknown option {unknown[0]!r:.60} of a client")
+
+
 _NO_LIMIT = 2**31
 
 
@@ -416,13 +427,15 @@ def page_pool(url: str, options: dict[str, Any]) -> PagePool:
     Raises ValueError for another URL, or one with an unknown option.
     """
     check_url(url)
+    kind = _CLASSES.get(urlsplit(url).scheme, PageTCPConnection)
+    check_options(options, kind)
     options = {
         "max_connections": _NO_LIMIT,  # redis-py 8 has 100
         "retry": Retry(NoBackoff(), 1),  # one retry, because a restarted server has closed the pool's connections
         **_QUIETLY,
         **options,
     }
-    return PagePool.from_url(url, connection_class=_CLASSES.get(urlsplit(url).scheme, PageTCPConnection), **options)
+    return PagePool.from_url(url, connection_class=kind, **options)
 
 
 def plain_client(url: str, **options: Any) -> redis.Redis:
