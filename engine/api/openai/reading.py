@@ -51,6 +51,10 @@ class Markup:
             for state, marks in self._with_calls.items()
         }
         self.endless = not tokenizer.tool_call_end  # whether calls have no end mark
+        marks = f"{tokenizer.think_start}{tokenizer.think_end}"
+        added = tokenizer.added_tokens_decoder.items()
+        # Tokens that end a message or begin an answer. A mark of reasoning before one of them is a part of a message.
+        self._turns = {id_ for id_, token in added if token.content.strip() and token.content not in marks}
 
     def marks(self, state: str, *, calls: bool) -> Marks:
         """Return the marks that end `state`. Without `calls`, marks of tool calls are plain text."""
@@ -67,14 +71,14 @@ class Markup:
 
     def start(self, prompt: Sequence[int]) -> str:
         """Return the state in which the answer to `prompt` (token ids) begins: REASONING if the prompt ends within
-        reasoning, usually NORMAL.
+        reasoning that its last turn opens, usually NORMAL.
         """
         if initial := self._tokenizer.response_initial_state:
             return str(initial)
         if not self._tokenizer.has_thinking:
             return NORMAL
         opened, closed = self._tokenizer.rfind_think_start(prompt), self._tokenizer.rfind_think_end(prompt)
-        return REASONING if opened > closed else NORMAL
+        return REASONING if opened > closed and self._turns.isdisjoint(prompt[opened:]) else NORMAL
 
 
 def _transitions(tokenizer: TokenizerWrapper) -> dict[str, dict[str, str]]:

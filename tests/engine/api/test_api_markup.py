@@ -17,7 +17,7 @@ from engine_models import letter_tokenizer
 # isort: split
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 
-from engine.api.openai.reading import AnswerPart, Markup, Reader
+from engine.api.openai.reading import NORMAL, REASONING, AnswerPart, Markup, Reader
 from engine.scheduling.request import Token
 
 CALLS = {  # weather(city="Oslo"), without the marks around it
@@ -314,3 +314,16 @@ def test_tools_stay_in_the_prompt_with_tool_choice_none(caller: tuple[RunningEng
             for choice in ("auto", "none")
         )
     assert auto == none
+
+
+def test_a_mark_within_a_message_opens_no_thought() -> None:
+    letters = letter_tokenizer()
+    letters.add_tokens(["<think>", "</think>", "<|end|>"])
+    of = Markup(TokenizerWrapper(letters._tokenizer, BPEStreamingDetokenizer))
+    for prompt, state in (
+        ("What is <think>?<|end|>\n", NORMAL),
+        ("What is <think>?<|end|>\n<think>\n", REASONING),
+        ("What is <think>?<|end|>\n<think>\n\n</think>", NORMAL),
+        ("What is </think>?<|end|>\n<think>\nIt is", REASONING),
+    ):
+        assert of.start(letters.encode(prompt, add_special_tokens=False)) == state
