@@ -458,7 +458,7 @@ class Contents:
         if replaced:
             expiry_order.keys -= replaced
         self.eviction_order.units.used_all(blocks)
-        for block in blocks:
+        for block in blocks if key_bytes else ():  # those of new keys have grown
             if block.pages > _LARGE:  # as `note_size`, without the cost of a call
                 self.has_large_blocks = True
         for block in beside:
