@@ -64,8 +64,9 @@ def log_start(server: Server, addresses: list[str], http: list[str], token: str)
         logger.info("  disk    %s, %s, appendfsync %s", path, most, config.appendfsync)
         space = server.tiered.account
         if maxdisk and space.used > space.limit:
+            effect = "each write evicts some" if space.may_evict else "writes are refused until values are deleted"
             held, fit = human(space.used), human(space.limit)
-            logger.warning("  disk    %s of values, and maxdisk has space for %s: each write evicts some", held, fit)
+            logger.warning("  disk    %s of values, and maxdisk has space for %s: %s", held, fit, effect)
     logger.info("  access  %s", _access(server))
     if http:
         if not users.default.no_password:

@@ -308,7 +308,8 @@ def test_a_store_larger_than_a_lowered_maxdisk_is_reported(tmp_path: Path) -> No
         found = result(doctor.limits, *lowered, url=server.url)
         assert (found.state, "maxdisk is 16.0 MiB, and values take 38." in found.found) == ("warning", True)
         assert "more than maxdisk by 22." in kvpage("status", url=server.url)[1]
-        assert re.search(r" W   disk    38\.[0-9]+M of values, and maxdisk has space for 12\.00M: ", server.log)
+        line = r" W   disk    38\.[0-9]+M of values, and maxdisk has space for 12\.00M: writes are refused until values"
+        assert re.search(line, server.log)
     found = result(doctor.disk_space, *lowered)
     assert (found.state, "more than maxdisk, 16.0 MiB" in found.found) == ("warning", True)
 

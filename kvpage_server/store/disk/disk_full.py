@@ -164,10 +164,14 @@ class DiskAccount(Account):
         return int(self.stored.maxdisk * _SHARE_OF_DISK)
 
     @property
+    def may_evict(self) -> bool:
+        """Whether the policy may evict any value that is stored now."""
+        rules = self.contents.eviction_order.rules
+        return rules.evicts_any or (rules.evicts_expiring and bool(self.contents.expiry_order.keys))
+
+    @property
     def most(self) -> int:
-        rules, expiring = self.contents.eviction_order.rules, self.contents.expiry_order.keys
-        may_evict = rules.evicts_any or (rules.evicts_expiring and expiring)
-        return int(self.stored.maxdisk * _SHARE_FOR_NOW) if may_evict else self.limit
+        return int(self.stored.maxdisk * _SHARE_FOR_NOW) if self.may_evict else self.limit
 
     @property
     def used(self) -> int:
