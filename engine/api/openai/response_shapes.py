@@ -110,6 +110,8 @@ class ResponseReply:
     def closing(self, answer: Answer) -> Iterable[Reply]:
         if not self._silent:
             yield from self._events(self._reader.finish(answer.finish_reason))
+            if not self._output:  # the next turn needs the answer's message, also if it is empty
+                yield from self._extend("message", "output_text", "")
         whole = self._silent or answer.finish_reason != "length"
         yield from self._close("completed" if whole else "incomplete")
 
@@ -202,8 +204,9 @@ class ResponseReply:
             yield self._of_item("response.content_part.added", content_index=0, part={**part})
             self._output[-1]["content"].append(part)
         self._output[-1]["content"][0]["text"] += text
-        logprobs: Reply = {"logprobs": []} if kind == "message" else {}
-        yield self._of_item(f"response.{content}.delta", content_index=0, delta=text, **logprobs)
+        if text:
+            logprobs: Reply = {"logprobs": []} if kind == "message" else {}
+            yield self._of_item(f"response.{content}.delta", content_index=0, delta=text, **logprobs)
 
     def _start(self, kind: str, fields: Reply) -> Iterable[Reply]:
         yield from self._close("completed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ import pytest
 import redis
 from api_engines import SMOLLM2, RunningEngine, start_engine, write_caller, write_tiny
 from documented_fields import undocumented
+from engine_models import letter_tokenizer
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from openai.types.responses import (
     EasyInputMessageParam,
     FunctionToolParam,
@@ -31,10 +34,13 @@ from openai.types.responses.response_input_param import FunctionCallOutput
 from servers import RunningServer, free_port, start_server
 from waiting import until
 
+from engine.agent_engine import Answer, Reuse
 from engine.api.anthropic import schema as anthropic
 from engine.api.openai import response_schema as schema
 from engine.api.openai.errors import ApiError, invalid, renamed
+from engine.api.openai.reading import Markup, Reader
 from engine.api.openai.response_schema import ResponseBody
+from engine.api.openai.response_shapes import Notes, ResponseReply
 from engine.api.openai.schema import RequestBody
 
 DOCS = (Path(__file__).parents[3] / "docs" / "responses.md").read_text(encoding="utf-8")
@@ -156,6 +162,30 @@ def test_a_stream_has_the_items_of_the_whole_response(responses: openai.OpenAI) 
     assert last.response.incomplete_details
     assert last.response.incomplete_details.reason == "max_output_tokens"
     assert responses.responses.retrieve(last.response.id).output_text == text
+
+
+def test_an_empty_answer_is_a_message_of_the_next_turn() -> None:
+    async def store(*_: object) -> None: ...
+
+    body = ResponseBody.of({"model": "tiny", "input": "Hello"})
+    reader = Reader(Markup(TokenizerWrapper(letter_tokenizer()._tokenizer)), [1], [])
+    reply = ResponseReply("resp_1", body, None, reader, Notes([], lambda _: None), store)
+    answer = Answer(0, "nobody", "", (), "stop", None, 1, Reuse())
+    assert [event["type"].removeprefix("response.") for event in reply.closing(answer)] == [
+        "output_item.added",
+        "content_part.added",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+    ]
+    items = asyncio.run(reply.whole([], [answer], [answer]))["output"]
+    earlier = [{"type": "message", "role": "user", "content": "Hello"}, *items]
+    following = ResponseBody.of({"model": "tiny", "input": "More"}).chat(earlier)
+    assert [(one.role, one.content) for one in following.messages] == [
+        ("user", "Hello"),
+        ("assistant", ""),
+        ("user", "More"),
+    ]
 
 
 def test_a_tool_is_called_and_its_result_is_read(tmp_path: Path) -> None:
