@@ -55,6 +55,11 @@ def each(
     return found
 
 
+def another_step() -> Wait:
+    """Return a Wait for the command's next step. Other clients get their turn before, unless it runs in EXEC."""
+    return Wait(lambda then: asyncio.get_running_loop().call_soon(then), now=lambda: None)
+
+
 def in_thread(work: Callable[[], T]) -> Steps[T]:
     """Run `work` on a thread, and return its result or raise its exception. It is used for files and certificates.
 

@@ -260,6 +260,7 @@ class CommandRunner:
         self._caller = caller_of(client, parser)
         self._postponed: Command | None = None  # a command that waits for the end of a pause, or for its values
         self._hold: object = None  # keeps the values of the postponed command in memory until it has run
+        self._room: object = None  # keeps space for the postponed command until it is called again
         self.is_busy = False  # whether a command is running
 
     @property
@@ -332,6 +333,7 @@ class CommandRunner:
             queued = memory.unqueue() if is_unqueued(command) else 0
         self.is_busy = True
         client.unanswered = client.silence != 0
+        self._room = None  # the command takes the space that was reserved for it, or claims it again
         try:
             reply = execute(client, command)
         except (Postponed, Paused) as error:
@@ -349,9 +351,9 @@ class CommandRunner:
     def _postpone(self, command: Command, size: int, why: Postponed | Paused) -> None:
         """Keep a command until it can run. `why` is the reason; its words have `size` bytes in the arena."""
         self._postponed, self._memory.postponed = command, size
-        self._hold = (why.hold or self._hold) if isinstance(why, Postponed) else None
+        self._hold, self._room = (why.hold or self._hold, why.room) if isinstance(why, Postponed) else (None, None)
         self._memory.settle()
 
     def drop(self) -> None:
         """Drop the command of a closed connection that has not run yet."""
-        self._postponed = self._hold = None
+        self._postponed = self._hold = self._room = None

@@ -8,10 +8,11 @@ has failed because the disk or `maxdisk` was used up.
 Without a tier below, a unit that leaves memory is evicted: its keys are removed. With a tier, a unit that is also on
 disk is demoted: its bytes leave memory, and its keys stay. Protected and held units are spared.
 
-A write is admitted once, before its first step. Disk and quotas return the sizes of its parts, and a `Reservation` of
-these makes room in each account. If the parts are stored in steps, other writers count the space of the next parts as
-used. If the write splits extents, each split is admitted in its own step, before a part is stored, because its entries
-take memory of the index.
+A write is admitted before its first step. Disk and quotas return the sizes of its parts, and a `Reservation` of these
+makes room in each account. If it has to evict more than MOST_LEAVE keys, it is admitted again in its next step
+(`MoreRoom`), and a `Claim` reserves its space until then. If the parts are stored in steps, other writers count the
+space of the next parts as used. If the write splits extents, each split is admitted in its own step, before a part is
+stored, because its entries take memory of the index.
 
 Memory is not reserved. `MemoryAccount.shrink` evicts units until memory is below its limit. If memory is full, it is
 called before a command that stores values (`free_memory` in `commands/dispatch`), before values are loaded from disk,
@@ -23,9 +24,9 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from itertools import chain, filterfalse, takewhile
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeVar
 
 from kvpage_server.page import HEADER_SIZE, BlockShape
 from kvpage_server.store.contents import Contents, Source, unit_of
@@ -34,6 +35,8 @@ from kvpage_server.store.eviction.quotas import Quota, Rule, block_name, counted
 from kvpage_server.store.memory.entry import is_page
 from kvpage_server.store.memory.index import Block
 from kvpage_server.system.text import monotonic_ms
+
+T = TypeVar("T")
 
 
 class Account(ABC):
@@ -44,7 +47,8 @@ class Account(ABC):
 
     def __init__(self, contents: Contents) -> None:
         self.contents = contents
-        self.reserved = 0  # for the next parts of batches that are stored in steps
+        self.reserved = 0  # for the next parts of batches that are stored in steps, and for writes that wait for room
+        self.credit = 0  # bytes that such writes have evicted, if it `shrinks_in_steps`
 
     @property
     @abstractmethod
@@ -65,7 +69,7 @@ class Account(ABC):
         """Return the greatest `used` with which no unit is evicted before `size` more bytes are stored."""
         limit = self.limit
         goal = limit - self.reserved - size if limit else sys.maxsize
-        return max(goal, self.used - 2 * size) if self.shrinks_in_steps else goal
+        return max(goal, self.used - max(2 * size - self.credit, 0)) if self.shrinks_in_steps else goal
 
     def refuses(self, size: int) -> bool:
         """Return whether `size` more bytes do not even fit below `most`."""
@@ -156,6 +160,44 @@ def units_of(contents: Contents, values: Iterable[PendingWrite]) -> set[Unit]:
 
 Sizes = dict[Account, int]  # bytes that a write, or a part of it, adds to accounts; negative if it frees some
 
+MOST_LEAVE = 250  # keys evicted or demoted in one call, because other clients wait meanwhile
+
+
+class MoreRoom(Exception):
+    """Signal that a write has evicted MOST_LEAVE keys, and needs more space: it has to be admitted again in its next
+    step. Nothing of it was stored. `total` has its sizes.
+    """
+
+    def __init__(self, total: Sizes) -> None:
+        super().__init__("the write has to evict more units")
+        self.total = total
+
+
+class Claim:
+    """Space that is reserved for a write between two steps of its admission, as long as the object exists. Without it,
+    the writes of others could take all that the write evicts.
+    """
+
+    def __init__(self, lacking: MoreRoom) -> None:
+        self._total = {account: size for account, size in lacking.total.items() if size > 0}
+        for account, size in self._total.items():
+            account.reserved += size
+
+    def __del__(self) -> None:
+        for account, size in self._total.items():
+            account.reserved -= size
+
+
+def in_room(write: Callable[[], T]) -> Generator[tuple[()], None, T]:
+    """Call `write`, which admits a write, and return its result. After MoreRoom, call it again in another step."""
+    while True:
+        try:
+            return write()
+        except MoreRoom as lacking:
+            claim = Claim(lacking)
+        yield ()
+        del claim
+
 
 class Reservation:
     """Space for a write, from its admission until its last part is stored.
@@ -173,8 +215,9 @@ class Reservation:
         self._parts = deque(parts)
         self._extended = extended
 
-    def make_room(self, stay: Callable[[], Collection[Unit]]) -> Self:
-        """Evict units until all parts fit in their accounts together. Raise OverLimit as `make_room` does.
+    def make_room(self, stay: Callable[[], Collection[Unit]], *, in_steps: bool = True) -> Self:
+        """Evict units until all parts fit in their accounts together. Raise OverLimit as `make_room` does and, with
+        `in_steps`, MoreRoom.
 
         `stay` returns the units that the write extends or replaces. They are not evicted.
         """
@@ -184,13 +227,19 @@ class Reservation:
                 total[account] = total.get(account, 0) + size
         lacking = [(account, size) for account, size in total.items() if account.used > account.evicts_above(size)]
         if lacking:
-            units = stay()
+            units, left = stay(), MOST_LEAVE if in_steps else sys.maxsize
             for account, size in lacking:
-                for _ in make_room(account, size, units):
-                    pass
+                used, goal = account.used, account.evicts_above(size)
+                for unit in make_room(account, size, units):
+                    left -= unit.pages if isinstance(unit, Block) else 1
+                    if left <= 0 and account.used > goal:
+                        account.credit += used - account.used
+                        raise MoreRoom(total)
         for account, size in lacking:
             if size > 0 and account in self._extended and account.used > account.evicts_above(size):
                 raise OverLimit(account, size)
+        for account, size in total.items():
+            account.credit = max(account.credit - 2 * max(size, 0), 0)
         return self
 
     def __enter__(self) -> Self:
@@ -215,7 +264,6 @@ class Reservation:
 # The index does not count against `maxmemory`. It may take as much again, and at least LEAST_INDEX. Above that, units
 # are evicted, also with a tier, because the keys of a demoted unit stay in the index.
 
-MOST_LEAVE = 250  # keys evicted or demoted in one call, because other clients wait meanwhile
 LEAST_INDEX = 64 << 20  # bytes that the index may take in any case
 
 

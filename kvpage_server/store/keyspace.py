@@ -30,7 +30,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice, tee
+from itertools import islice, starmap, tee
 from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
@@ -52,6 +52,7 @@ from kvpage_server.store.evict import (
     QuotaAccounts,
     Reservation,
     Sizes,
+    in_room,
     units_of,
 )
 from kvpage_server.store.eviction.leases import LONGEST_LIFETIME, SHARE, Bytes
@@ -268,7 +269,8 @@ class Keyspace:
     def admit(self, coming: Iterable[PendingWrite]) -> None:
         """Evict values until the disk and the quotas have space for new values.
 
-        Raise OverLimit if the policy may not evict enough; the new values must not be stored then.
+        Raise OverLimit if the policy may not evict enough, MoreRoom if the write has to be admitted again in its next
+        step; the new values must not be stored then.
         """
         writes = [*coming]
         bound = 3 * sum(value.size for value in writes)  # a short string takes three times its bytes on disk
@@ -301,7 +303,7 @@ class Keyspace:
         """Evict values until disk and quotas have space for pages that are stored in this step. Memory was checked
         before the command, by `free_memory` of the dispatcher. `admit_in_steps` is for batches of several steps.
 
-        Raise OverLimit as `admit`, and TooManyPages if a block would get too many pages.
+        Raise OverLimit and MoreRoom as `admit`, and TooManyPages if a block would get too many pages.
         """
         slots, disk = pages.slots, self.disk
         if self.contents.has_large_blocks:
@@ -340,15 +342,33 @@ class Keyspace:
         """
         if not (self.is_limited or self.leases.by_unit):
             return Reservation()
-        found, extended = list[Sizes](), set[Account]()
+        if not self.eviction_order.has_quotas:
+            most = yield from self._counted(batches)
+            if most and self.disk.has_space(sum(count for count, _ in most), sum(size for _, size in most)):
+                return Reservation(starmap(self.disk.most_for, most))
+        found, extended, units = list[Sizes](), set[Account](), set[Unit]()
         for sizes in self._sizes(map(self._pending, batches), extended):
             found.append(sizes)
             yield ()
-        pages = chain.from_iterable(map(self._pending, batches))
-        return Reservation(found, extended).make_room(lambda: units_of(self.contents, pages))
+        for batch in batches:
+            units |= units_of(self.contents, self._pending(batch))
+            yield ()
+        return (yield from in_room(lambda: Reservation(found, extended).make_room(lambda: units)))
+
+    def _counted(self, batches: Collection[NewPages]) -> Generator[tuple[()], None, list[tuple[int, int]]]:
+        """Return the number of pages of each batch and the bytes of their bodies, in steps; an empty list if some of
+        their blocks are protected, or have to be split.
+        """
+        found = list[tuple[int, int]]()
+        for pages in batches:
+            if self.has_extents(pages) or (self.leases.by_unit and self.protection.protects_any(pages)):
+                return []
+            found.append((len(pages), sum(map(_SIZE, pages.slots))))
+            yield ()
+        return found
 
     def set_block(self, req_id: bytes, page: int, extent: Extent) -> None:
-        """Admit and store a block as an extent, see `Contents.set_block`. Raise OverLimit as `admit`."""
+        """Admit and store a block as an extent, see `Contents.set_block`. Raise OverLimit and MoreRoom as `admit`."""
         self.protection.admit_block(req_id, page, extent.shape.nbytes)
         of_block = (part.sizes_of_block(req_id, page, extent.shape) for part in (self.disk, self.quotas))
         block = self.index.block(req_id, page)
@@ -371,7 +391,8 @@ class Keyspace:
         `admit` does.
         """
         in_index: Sizes = {self.memory.index: self._catalogue.costs.of_pages(block)}
-        Reservation([on_disk, self.quotas.sizes_of_split(block), in_index]).make_room(lambda: {block})
+        parts = [on_disk, self.quotas.sizes_of_split(block), in_index]
+        Reservation(parts).make_room(lambda: {block}, in_steps=False)
 
     def chain(self, blocks: Sequence[Block]) -> None:
         """Note that each of these blocks extends the one before it, without which an engine cannot use it."""

@@ -31,7 +31,7 @@ from kvpage_server.store.contents import unit_on_disk
 from kvpage_server.store.disk.fetching import BorrowedReads
 from kvpage_server.store.disk.prefetch import Hold, Needed, Prefetcher, TooMuch
 from kvpage_server.store.disk.tier import DiskTier
-from kvpage_server.store.evict import OverLimit
+from kvpage_server.store.evict import Claim, OverLimit
 from kvpage_server.store.memory.entry import Entry
 from kvpage_server.store.memory.index import ExtentPage, OnDisk
 
@@ -45,13 +45,14 @@ _SIZE, _UNIT, _HEADER = attrgetter("size"), attrgetter("unit"), attrgetter("head
 
 class Postponed(Exception):
     """The signal that a command cannot run yet: the session calls it once more after `wait`. `hold` keeps the values
-    that were loaded for it in memory until then.
+    that were loaded for it in memory until it has run, `room` reserves space for it until it is called.
     """
 
-    def __init__(self, wait: Wait, hold: Hold | None = None) -> None:
+    def __init__(self, wait: Wait, hold: Hold | None = None, room: Claim | None = None) -> None:
         super().__init__("the command has to wait")
         self.wait = wait
         self.hold = hold
+        self.room = room
 
 
 def prepare(client: Client, spec: Spec, words: Command) -> None:

@@ -145,9 +145,10 @@ def _run_when_ready(client: Client, spec: Spec, words: Command) -> Steps[Reply]:
             return run_part(client, spec, words)
         except Postponed as postponed:
             postponed.__traceback__ = None  # its frames refer to it, and to the words
-            wait = postponed.wait
+            wait, room = postponed.wait, postponed.room
         del hold
         yield wait
+        del room  # the space that it reserves is for the next call
 
 
 def _steps(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterator[Reply]:

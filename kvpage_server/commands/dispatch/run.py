@@ -22,12 +22,13 @@ from kvpage_server.commands.specs import (
     refuse_to_write,
     too_many,
 )
+from kvpage_server.commands.steps import another_step
 from kvpage_server.core import Argument, Callee, Caller, Command, Parser
 from kvpage_server.core.pieces import Piece
 from kvpage_server.glob import PatternTooLong
 from kvpage_server.resp import Raw, Reply, ReplyError, Stream, Wait, bare, encode
 from kvpage_server.store.contents import TooManyPages
-from kvpage_server.store.evict import OverLimit
+from kvpage_server.store.evict import Claim, MoreRoom, OverLimit
 
 # -- MONITOR and SLOWLOG -----------------------------------------------------------------------------------------------
 
@@ -107,12 +108,13 @@ _INTERNAL = "ERR internal error, the server's log says more"
 def run(client: Client, spec: Spec, words: Command) -> Reply:
     """Call the function of a command that passed all checks, and return its reply; errors are replies, too.
 
-    The call is counted. `words` are all words of the command. Raises Postponed if the function itself has to wait.
+    The call is counted. `words` are all words of the command. Raises Postponed if the function itself has to wait; the
+    call is counted when it is repeated.
     """
     server = client.server
     if server.monitors:
         show_monitors(client, spec, words)
-    calls = server.stats.calls[spec.name]
+    calls, counts = server.stats.calls[spec.name], True
     started = monotonic_ns()
     try:
         if spec.writes_keys:
@@ -124,12 +126,13 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
             reply = _noted(client, spec, words, reply)
         return in_steps(client, spec, reply) if type(reply) is Stream else reply
     except Exception as error:  # noqa: BLE001 - it becomes an error reply
+        counts = not isinstance(error, (Postponed, MoreRoom))
         return error_reply(client, spec, words, error)
     finally:
         client.finished = ended = monotonic_ns()
         took = ended - started
         calls.nanoseconds += took
-        calls.histogram[took.bit_length()] += 1
+        calls.histogram[took.bit_length()] += counts
         if took >= server.slow_from:
             note_slow(client, spec, words, took)
 
@@ -155,13 +158,16 @@ def _noted(client: Client, spec: Spec, words: Command, reply: Reply) -> Reply:
 
 def error_reply(client: Client, spec: Spec, words: Command, error: Exception) -> ReplyError:
     """Return the error reply for an exception of a command, count it, and log unexpected exceptions. If `error` is a
-    Postponed, it is raised.
+    Postponed, it is raised. After MoreRoom, Postponed is raised: the space is reserved until the command is called
+    again.
 
     The exception's traceback is removed, because its frames keep the command's words in memory.
     """
-    if not isinstance(error, (*_REFUSALS, Postponed, MemoryError)):
+    if not isinstance(error, (*_REFUSALS, Postponed, MoreRoom, MemoryError)):
         log.error("%r failed; the connection goes on", words[0], exc_info=error)
     error.__traceback__ = error.__context__ = None
+    if isinstance(error, MoreRoom):
+        raise Postponed(another_step(), room=Claim(error))
     if isinstance(error, Postponed):
         raise error
     if isinstance(error, MemoryError):

@@ -217,6 +217,11 @@ class DiskAccount(Account):
         used = usage.expected + usage.replaced + self._with_replaced.reserved
         return used + 2 * bound <= self.stored.maxdisk * _SHARE_OF_DISK
 
+    def most_for(self, count: int, size: int) -> Sizes:
+        """Return upper bounds of `sizes`, for pages for which `has_space` holds."""
+        bound = size + size // 4096 + count * records.PAGE_BOUND
+        return {self: bound, self._with_replaced: 2 * bound}
+
     def sizes(self, parts: Iterable[Collection[PendingWrite]]) -> Iterator[Sizes]:
         """Yield the sizes of each part of a batch, whose parts are stored in order."""
         before = dict[bytes, int]()  # sizes of values in earlier parts

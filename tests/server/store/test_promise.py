@@ -5,15 +5,17 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
-from servers import RunningServer, start_server
+from servers import RunningServer, start_server, with_constants
 from stored_pages import Here
 from wire import encode_command
 
+from kvpage_server.commands.dispatch.checks import Postponed
 from kvpage_server.commands.dispatch.run import run
 from kvpage_server.commands.families.server.config import apply
 from kvpage_server.commands.specs import find
@@ -230,6 +232,68 @@ def test_space_freed_by_a_part_is_not_reserved() -> None:
         reservation.release_part()
         assert space.reserved == 2
     assert space.reserved == 0
+
+
+# -- a write that evicts many units does so in steps -----------------------------------------------------------------
+
+ROOM = 400_000  # bytes of the quota
+
+
+def test_a_write_keeps_the_space_that_it_evicts_in_steps() -> None:
+    here = tenant(ROOM, "allkeys-lru")
+    for number in range(2000):
+        here.call("SET", f"kv:t:{number}", b"x" * 300)
+    calls, ended = 0, 2001
+    while True:
+        before = here.keyspace.counters.evicted
+        try:
+            assert here.call("SET", "kv:t:large", bytes(ROOM * 9 // 10)) == b"+OK\r\n"
+            break
+        except Postponed as postponed:
+            assert reserved(here) > ROOM * 9 // 10
+            for _ in range(2):  # others evict, too, before they store
+                with suppress(Postponed):
+                    here.call("SET", "kv:t:other", b"x" * 300)
+                    ended += 1
+            assert here.keyspace.counters.evicted <= before + 3 * evict.MOST_LEAVE
+            postponed.room = None
+            calls += 1
+    assert calls
+    assert sum(here.server.stats.calls["set"].histogram) == ended
+    assert account(here).used <= ROOM
+    assert reserved(here) == 0
+
+
+def test_commands_that_evict_in_steps_reply_as_others() -> None:
+    program = with_constants("kvpage_server.store.evict", MOST_LEAVE=5)
+    options = ("--store", "memory", "--quota", "*", str(ROOM))
+    with start_server(*options, program=program) as server, server.client() as client:
+        large, half = bytes(ROOM * 3 // 4), bytes(ROOM * 3 // 8)
+        block = ("KVBLOCKSET", "tb", 0, 1, 1, 1, 0, 1, 0, 8, len(large), large)
+        writes: list[tuple[tuple[Any, ...], Any]] = [
+            (("SET", "a", large), True),
+            (("SET", "new", large, "GET"), None),
+            (("GETSET", "new2", large), None),
+            (("MSET", "b", half, "c", half), True),
+            (("KVPAGESET", *page("tp", 0, len(large))), b"OK"),
+            (batch("tm", 100, len(half) // 50), b"OK"),
+            (batch("tn", 200, len(half) // 100), b"OK"),
+            (block, b"OK"),
+        ]
+        for number, (words, expected) in enumerate(writes):
+            client.mset({f"{number}:{i}": b"x" * 300 for i in range(500)})
+            misses = client.info("stats")["keyspace_misses"]
+            assert client.execute_command(*words) == expected, words[0]
+            assert client.info("stats")["keyspace_misses"] - misses == (expected is None)
+        client.mset({f"again:{i}": b"x" * 300 for i in range(500)})
+        with client.pipeline() as transaction:
+            transaction.set("a", large)
+            transaction.execute_command(*block)
+            transaction.execute_command(*writes[4][0])
+            assert transaction.execute() == [True, b"OK", b"OK"]
+        assert client.info("quotas")["quota0"]["bytes"] <= ROOM
+        assert client.set("all", bytes(ROOM - 200))
+        assert client.dbsize() == 1
 
 
 # -- two clients of a server, at once ------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from kvpage_server.commands.context import MANY_BYTES, Client
 from kvpage_server.commands.dispatch.checks import fetched, hash_first, wait_for_checksums
 from kvpage_server.commands.families.keys.value import (
     admit,
+    admit_one,
     check_growth,
     copy_large,
     length_of,
@@ -134,6 +135,8 @@ def set_(client: Client, args: list[Argument]) -> Reply:
     keyspace = client.server.keyspace
     if options.get:
         copy_large(client, [(key, args[1])])
+        if options.only_if != (b"XX" if keyspace.contents.find(key) is None else b"NX"):
+            admit_one(client, key, args[1])
     old = keyspace.reader.read(key) if options.get else keyspace.contents.find(key)
     if options.get:
         hash_first(client, old)
@@ -210,7 +213,7 @@ def setnx(client: Client, args: list[Argument]) -> Reply:
 def getset(client: Client, args: list[Argument]) -> Reply:
     """Set a key's value, without an expiry. Return the old value, or null."""
     key = plain(args[0])
-    copy_large(client, [(key, args[1])])
+    admit_one(client, key, args[1])
     entry = client.server.keyspace.reader.read(key)
     hash_first(client, entry)
     reply = string_of(entry)

@@ -6,7 +6,6 @@ page; any other value is a plain string.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Sequence
 from itertools import filterfalse
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.checks import Postponed
-from kvpage_server.commands.steps import IN_THREAD_FROM, STEP, wait_for_thread
+from kvpage_server.commands.steps import IN_THREAD_FROM, STEP, another_step, wait_for_thread
 from kvpage_server.core import Argument, NewPages, Slot
 from kvpage_server.core.arguments import PageName
 from kvpage_server.core.pieces import Piece
@@ -31,7 +30,7 @@ from kvpage_server.page import (
     decode_page,
     page_named,
 )
-from kvpage_server.resp import Reply, ReplyError, Wait
+from kvpage_server.resp import Reply, ReplyError
 from kvpage_server.store.contents import BlockGrowth, check_split
 from kvpage_server.store.evict import PendingWrite
 from kvpage_server.store.eviction.quotas import text_size
@@ -95,6 +94,13 @@ def store(client: Client, key: bytes, value: Argument, expires: int = 0) -> None
         keyspace.contents.set_page(*page, expires)
 
 
+def admit_one(client: Client, key: bytes, value: Argument) -> None:
+    """Make space for SET's value before the command counts a read, because it may be called again. Raises as
+    `pages_of` and `admit`.
+    """
+    admit(client, [(key, value, *pages_of(client, [(key, value)]))])
+
+
 def split_before(client: Client, keys: Sequence[bytes], *, stores: bool = False) -> None:
     """Prepare a change of several keys, of which some may not exist if it `stores`: raise Postponed after the split of
     a block that was stored whole, until the remaining ones have at most MAX_SINGLE_PAGES pages in all, which one step
@@ -115,7 +121,7 @@ def split_before(client: Client, keys: Sequence[bytes], *, stores: bool = False)
         first = next(iter(blocks))
         client.keyspace.split_block(first.req_id, first.page)
         if first.extent is None:  # otherwise it is on disk only, and the change raises NotLoaded
-            raise Postponed(Wait(lambda then: asyncio.get_running_loop().call_soon(then), now=lambda: None))
+            raise Postponed(another_step())
 
 
 def check_growth(client: Client, pages: Sequence[PageParts | None]) -> None:
@@ -138,7 +144,8 @@ def put(client: Client, key: bytes, value: Argument, page: PageParts | None) -> 
 
 def admit(client: Client, values: Iterable[tuple[bytes, Argument, PageParts | None]]) -> None:
     """Evict values until disk and quotas have space for values that are stored together. Each is a key, a value, and
-    the result of `pages_of` for them. Raises OverLimit if not enough may be evicted.
+    the result of `pages_of` for them. Raises OverLimit if not enough may be evicted, MoreRoom if the command has to be
+    called again.
     """
     keyspace = client.server.keyspace
     if keyspace.is_limited or keyspace.leases.by_unit:

@@ -45,6 +45,7 @@ from kvpage_server.page import (
 )
 from kvpage_server.resp import OK, Raw, Reply, ReplyError, Stream
 from kvpage_server.store.disk.prefetch import Prefetcher
+from kvpage_server.store.evict import in_room
 from kvpage_server.store.keyspace import BLOCK_PAGES_PER_STEP, read_block, stored_shape
 from kvpage_server.store.memory.index import Block, Extent, OnDisk
 
@@ -76,17 +77,29 @@ def kvblockset(client: Client, args: list[Argument]) -> Reply:
     if slot.size != shape.nbytes:
         raise ReplyError(f"ERR body must be {shape.nbytes} bytes for this shape, got {slot.size}")
     with_checksum = client.server.config.page_checksums
+    small = slot.digest != 0 or not with_checksum
 
     def store() -> Steps[Reply]:
         """Hash the body in steps, unless it was hashed as it arrived. Then store it in one step."""
         digest = 0
         if with_checksum:
             digest = slot.digest or (yield from hash_in_steps(slot.body))
+        yield from _stored(client, req_id, page, Extent(shape, slot, digest, unix_ms(), ttl), small=small)
         slot.digest = 0
-        keyspace.set_block(req_id, page, Extent(shape, slot, digest, unix_ms(), ttl))
         return OK
 
-    return stepwise(store(), small=slot.digest != 0 or not with_checksum)
+    return stepwise(store(), small=small)
+
+
+def _stored(client: Client, req_id: bytes, page: int, extent: Extent, *, small: bool) -> Steps[None]:
+    """Admit a block, and store it in one step. If the command is `small`, raise MoreRoom if many units have to be
+    evicted before, so that it is called again; otherwise evict them in steps.
+    """
+    store = partial(client.keyspace.set_block, req_id, page, extent)
+    if small:
+        store()
+    else:
+        yield from in_room(store)
 
 
 @lru_cache(maxsize=256)  # all blocks of a model have the same shape
@@ -320,7 +333,7 @@ def kvblocksetcoded(client: Client, args: list[Argument]) -> Reply:
     coded = code.body if isinstance(code, Slot) else memoryview(plain(code))
     if shape.nbytes > _MOST_RATIO * len(coded):  # before memory is allocated
         raise ReplyError(f"ERR a block of {shape.nbytes} bytes does not have a code of {len(coded)}")
-    keyspace = client.keyspace
+    keyspace, small = client.keyspace, shape.nbytes < IN_THREAD_FROM
 
     def store() -> Steps[Reply]:
         """Decode the body, in a thread if it is long. Then store it in one step."""
@@ -334,16 +347,16 @@ def kvblocksetcoded(client: Client, args: list[Argument]) -> Reply:
             return checksum(slot.body)
 
         try:
-            found = (yield from in_thread(decoded)) if shape.nbytes >= IN_THREAD_FROM else decoded()
+            found = decoded() if small else (yield from in_thread(decoded))
         except PageError as error:
             raise ReplyError(f"ERR {error}") from None
         if found != int(digest, 16):
             raise ReplyError("ERR the decoded body does not match its digest")
         kept = found if client.server.config.page_checksums else 0
-        keyspace.set_block(req_id, page, Extent(shape, slot, kept, unix_ms(), ttl))
+        yield from _stored(client, req_id, page, Extent(shape, slot, kept, unix_ms(), ttl), small=small)
         return OK
 
-    return stepwise(store(), small=shape.nbytes < IN_THREAD_FROM)
+    return stepwise(store(), small=small)
 
 
 @_block(

@@ -43,6 +43,7 @@ from kvpage_server.resp import OK, Raw, Reply, ReplyError, Stream
 from kvpage_server.store.contents import NEVER_STORED, OVER_QUOTA, BlockGrowth
 from kvpage_server.store.disk.borrowed_reads import VALUES_PER_COPY
 from kvpage_server.store.disk.prefetch import Needed, Prefetcher
+from kvpage_server.store.evict import MoreRoom
 from kvpage_server.store.eviction.ghosts import Ghost
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.memory.entry import Entry, Page, coded_size_of, has_bytes, header_of, is_only_on_disk, is_page
@@ -161,7 +162,11 @@ def kvpageset(client: Client, args: list[Argument]) -> Reply:
         page = new_pages(client, args, 0, 1, unix_ms())
     except PageError as error:
         raise ReplyError(f"ERR {error}") from None
-    client.keyspace.admit_batch(page)
+    try:
+        client.keyspace.admit_batch(page)
+    except MoreRoom:  # the command is called again, and the body is not hashed again
+        page.slots[0].digest = PageHeader.parse(page.slots[0].header).checksum
+        raise
     client.keyspace.contents.set_pages(page)
     return OK
 
@@ -220,7 +225,10 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
     batch = _pages_of_batch(client, args, 0, count, count, now)
     if len(batch) < count or client.keyspace.has_extents(batch):
         return Stream(None, _store_in_steps(client, args, count, deque([batch]), now))
-    client.keyspace.admit_batch(batch)
+    try:
+        client.keyspace.admit_batch(batch)
+    except MoreRoom:  # many units have to be evicted before, which takes several steps
+        return Stream(None, _store_in_steps(client, args, count, deque([batch]), now))
     client.keyspace.contents.set_pages(batch)
     return OK
 
