@@ -404,12 +404,15 @@ def _stop(stopping: asyncio.Event, number: int) -> None:
 
 
 def _write_pid(path: Path) -> None:
-    """Write the pidfile. Raises ConfigError."""
+    """Write the pidfile. Raises ConfigError, and leaves no new file then."""
+    is_new = not path.exists()
     try:
         with open(path, "w", opener=open_private, encoding="utf-8") as file:
             restrict_permissions(file.fileno())
             file.write(f"{os.getpid()}\n")
     except OSError as error:
+        if is_new:
+            path.unlink(missing_ok=True)
         raise ConfigError(f"pidfile: {path} cannot be written: {error.strerror}") from None
 
 

@@ -63,6 +63,9 @@ from kvpage_server.system.process import usable_memory
 _LONGEST_SOCKET = 107 if sys.platform == "linux" else 103  # bytes of a unix socket's path at most
 
 
+_LEAST_SPACE = 4096  # bytes that a new file needs
+
+
 def check_paths(config: Config) -> None:
     """Check that the configured files and directories can be written, without changing them, and that the server
     would not write over another file.
@@ -80,7 +83,7 @@ def check_paths(config: Config) -> None:
         if kind == "ipc" and not path.startswith(("@", "*")):  # which ZMQ makes without a name of a file
             _check_socket(name, Path(path))
     if config.store == "tiered" and "dir" not in config.chosen:
-        _check_directory("dir", Path.cwd())
+        _check_directory("dir", Path.cwd(), for_new=not Path(FILE).exists())
 
 
 def check_separate(config: Config) -> None:
@@ -117,7 +120,7 @@ def _is_pidfile(path: Path) -> bool:
 
 def _check_file(name: str, path: Path) -> None:
     if not path.exists():
-        _check_directory(name, path.parent)
+        _check_directory(name, path.parent, for_new=True)
     elif path.is_dir():
         raise ConfigError(f"{name}: {path} is a directory")
     elif not path.is_file() and not path.is_char_device():  # /dev/null is allowed; a pipe would wait for its reader
@@ -137,13 +140,15 @@ def _check_socket(name: str, path: Path) -> None:
     _check_directory(name, path.absolute().parent)
 
 
-def _check_directory(name: str, path: Path) -> None:
+def _check_directory(name: str, path: Path, *, for_new: bool = False) -> None:
+    """Check that a file can be created in a directory; `for_new`: that it can be written, too, as a start will."""
     if not path.is_dir():
         raise ConfigError(f"{name}: {path} {'is not a directory' if path.exists() else 'does not exist'}")
     try:
-        TemporaryFile(dir=path).close()  # os.access returns True for root and /proc, where no file can be created
+        with TemporaryFile(dir=path) as file:  # os.access returns True for root and /proc, where no file can be created
+            file.write(bytes(_LEAST_SPACE) if for_new else b"")
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # existing files can still be used
+        if for_new or error.errno not in (errno.ENOSPC, errno.EDQUOT):  # existing files can still be used
             raise ConfigError(f"{name}: no file can be created in {path}: {error.strerror}") from None
 
 

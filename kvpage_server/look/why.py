@@ -63,7 +63,7 @@ def stat(store: QueriedStore, args: argparse.Namespace) -> bool:
     ttl = "none" if left < 0 else f"{for_people(left / 1000)} left of {page['ttl']} s"
     leases = [
         ("leased", f"{for_people(lease / 1000)} left" if lease else "no"),
-        ("protected", protection_text(protection_of(page)) or "no"),
+        ("protected", protection_text(protection_of(page)) or ("by the lease" if lease else "no")),
     ]
     rows = [
         ("content", f"{plane}, {matrix}, {plural(page['bytes'], 'byte')}"),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
@@ -406,6 +407,22 @@ class TestLog:
             assert refused("--check-config", *words) == "metrics-port: 9399 is another port of this server, too"
         elsewhere = ["--bind", "127.0.0.1", "--metrics-bind", "127.0.0.2"]
         assert run("--check-config", "--port", "9399", "--metrics-port", "9399", *elsewhere).returncode == 0
+
+    def test_check_config_finds_a_full_file_system(self, tmp_path: Path) -> None:
+        with small_disk(tmp_path / "small", megabytes=1) as disk:
+            (disk / "d").mkdir()
+            with suppress(OSError), (disk / "others").open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+            full = "No space left on device"
+            assert (
+                refused("--check-config", "--dir", str(disk / "d"))
+                == f"dir: no file can be created in {disk}/d: {full}"
+            )
+            pidfile = ["--pidfile", str(disk / "pid"), "--store", "memory"]
+            for check in (["--check-config"], []):
+                assert refused(*check, *pidfile) == f"pidfile: no file can be created in {disk}: {full}"
+            assert not (disk / "pid").exists()
 
     def test_check_config_tries_the_addresses_of_kv_events(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("mine", encoding="utf-8")

@@ -157,7 +157,7 @@ def test_stat_shows_a_page(server: RunningServer, client: redis.Redis) -> None:
     assert lines["position"] == "layer 1, head 2, page 0"
     assert lines["TTL"].startswith("59 min 5")
     assert lines["leased"].startswith("5")
-    assert (lines["protected"], lines["tier"]) == ("no", "memory")
+    assert (lines["protected"], lines["tier"]) == ("by the lease", "memory")
 
 
 def test_stat_of_a_missing_page(server: RunningServer, client: redis.Redis) -> None:
