@@ -28,8 +28,8 @@ class Monitors:
 
     @property
     def there(self) -> list[Conversation]:
-        """Return the clients that monitor now."""
-        return [talk for talk in self._model.talks if talk.monitors and not talk.gone]
+        """Return the clients that monitor now and have not switched their replies off."""
+        return [talk for talk in self._model.talks if talk.monitors and talk.silent >= 0 and not talk.gone]
 
     def ran(self, there: list[Conversation], client: Client, words: Words, queued: list[Words], reply: Any) -> None:
         """A command was run, or refused, while those were there. `queued`: the commands that EXEC has run."""

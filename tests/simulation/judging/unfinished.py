@@ -82,14 +82,14 @@ class Unfinished:
             self._may_not_be_told(asked)
         if doubt not in store.doubts:  # all of it is settled
             if not is_error(reply):
-                self._learn_evicted(doubt)
+                self._learn_evicted(asked, doubt)
             return
         store.doubts.remove(doubt)
         if len(store.log) > asked.end:
-            store.note_late(asked.at, doubt)
+            store.note_late(asked.at, {key for variant in doubt.variants for key in variant})
         if not is_error(reply):
             self._learn_times(asked, doubt)
-            self._learn_evicted(doubt)
+            self._learn_evicted(asked, doubt)
             return
         self._model.need_not_tell(doubt.variants[0])
         for talk in self._model.talks:
@@ -159,8 +159,8 @@ class Unfinished:
             store.forget(key)
         asked.also_stored += len(gone)
 
-    def _learn_evicted(self, doubt: Doubt) -> None:
-        """Values evicted before a command in steps reached them are absent."""
+    def _learn_evicted(self, asked: Asked, doubt: Doubt) -> None:
+        """Values evicted before a command in steps reached them are absent, unless it has stored them afterwards."""
         keyspace, store = self._process.server.keyspace, self._model.store
         there = set(keyspace.listing.names()) if doubt.evicted else set()
         store.sure = False
@@ -168,6 +168,7 @@ class Unfinished:
             store.fog.discard(key)
             store._set(key, replace(cell, expires=keyspace.contents.expires_of(key)) if cell and key in there else None)
         store.sure = True
+        store.note_late(asked.at, doubt.evicted)
 
     def _learn_times(self, asked: Asked, doubt: Doubt) -> None:
         """Take over when pages expire that a command in steps has stored and nobody has changed since."""

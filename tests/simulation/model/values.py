@@ -285,9 +285,9 @@ class Store:
                 self.late.append((len(self.log) + 1, key, past))
         self.doubts = [doubt for doubt in self.doubts if any(doubt.variants)]
 
-    def note_late(self, start: int, doubt: Doubt) -> None:
-        """Note that changes from `start` on happened at some moment between then and now."""
-        past: dict[bytes, list[Cell]] = {key: [] for variant in doubt.variants for key in variant}
+    def note_late(self, start: int, keys: Iterable[bytes]) -> None:
+        """Note that changes of these keys from `start` on happened at some moment between then and now."""
+        past: dict[bytes, list[Cell]] = {key: [] for key in keys}
         for key, *cells in self.log[start:]:
             if key in past:
                 past[key] += cells
