@@ -86,7 +86,8 @@ def show_monitors(client: Client, spec: Spec, words: Command) -> None:
     now = time.time_ns() // 1000
     line = Raw(b"+%d.%06d [0 %b] %b\r\n" % (now // 1_000_000, now % 1_000_000, client.address.encode(), quoted))
     for monitor in client.server.monitors:
-        if monitor.silence >= 0:  # as in Redis, CLIENT REPLY OFF applies to these lines, too
+        ends = monitor is client and spec.name in ("reset", "quit")  # no line follows their reply
+        if not ends and monitor.silence >= 0:  # as in Redis, CLIENT REPLY OFF applies to these lines, too
             monitor.push(line)
 
 

@@ -93,6 +93,14 @@ def test_a_new_monitor_sees_its_own_next_command(server: RunningServer) -> None:
         assert (shown, reply[-15:]) == (b"$4\r\nseen\r\n", b'"ECHO" "seen"\r\n')
 
 
+def test_no_line_of_monitor_follows_reset_and_quit(server: RunningServer) -> None:
+    with Wire(server.port) as wire:
+        wire.send(b"".join(encode_command([word]) for word in (b"MONITOR", b"RESET", b"PING", b"MONITOR", b"QUIT")))
+        assert [wire.reply() for _ in range(5)] == [b"+OK\r\n", b"+RESET\r\n", b"+PONG\r\n", b"+OK\r\n", b"+OK\r\n"]
+        with pytest.raises(EOFError):
+            wire.reply()
+
+
 def test_client_reply_off_silences_a_monitor(server: RunningServer) -> None:
     with Wire(server.port) as wire, Wire(server.port) as other:
         wire.send(encode_command([b"MONITOR"]) + encode_command([b"CLIENT", b"REPLY", b"OFF"]))
