@@ -155,6 +155,12 @@ class Value:
     json: Any = None  # schema of the JSON values
     others: tuple[str, ...] = ()  # for EITHER, the types of the JSON values
 
+    @property
+    def fixed(self) -> Sequence[str]:
+        """The only texts; empty if all are allowed that match the schema."""
+        fixed: Sequence[str] = [self.text["const"]] if "const" in self.text else self.text.get("enum", ())
+        return fixed
+
     def is_json(self, written: str) -> bool:
         """Return whether a written value is JSON, and not a text."""
         return self.kind == JSON or any(re.fullmatch(_NOT_TEXT[other], written) for other in self.others)
@@ -316,6 +322,11 @@ class Calls:
         """Raise ConstraintError for a value that the format cannot write."""
         if unknown := sorted(value.text.keys() - _OF_TEXTS - _NOTES):
             raise ConstraintError(f"{unknown[0]}: the format {self.name!r} has no constraint of texts by it")
+        tail = ((self.format.text or ("",))[-1] + self.format.value_end).rstrip(_LINE)
+        for text in value.fixed:
+            if (text + tail).find(tail) < len(text):
+                ends = f"{text!r:.100} contains {tail!r}, which ends a text in the format {self.name!r}"
+                raise ConstraintError(f"{'const' if 'const' in value.text else 'enum'}: {ends}")
         others = set() if value.kind == TEXT else _types(_resolved(value.json, definitions))
         if not self.format.nested and others & {"array", "object"}:
             raise ConstraintError(f"the format {self.name!r} has no grammar for lists and objects in arguments")
@@ -326,9 +337,9 @@ class Calls:
         if value.kind != JSON:
             assert of.text is not None
             tail = of.text[1] + of.value_end
-            fixed = [value.text["const"]] if "const" in value.text else value.text.get("enum")
-            if fixed:
-                texts = " | ".join(_literal(constraints, text) for text in fixed)
+            if value.fixed:
+                # The spelling of a token, such as that which ends an answer, is plain text here.
+                texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in value.fixed)
                 text = f"({texts}) {_literal(constraints, tail)}"
             else:
                 rules[rule.upper()], text = self._free_text(constraints, value, tail, rule.upper())

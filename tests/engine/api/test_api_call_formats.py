@@ -156,6 +156,28 @@ def test_mlx_lm_reads_the_same_calls(kind: str, marks: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_fixed_texts_with_marks_are_written_or_refused(kind: str) -> None:
+    """Marks of the format, and the token that ends an answer, which are plain text here."""
+    tokenizer = tokenizer_of(kind)
+    constraints = Constraints(tokenizer, len(tokenizer), [END])
+    form = Calls(tokenizer, []).format
+    tail = "" if not form.key or form.text is None else form.text[1] + form.value_end
+    for text in (*TOKENS.get(kind, []), f"x{tokenizer.decode([END])}y", 'q"\\', "", *filter(None, [tail.strip("\0")])):
+        schema = {"type": "object", "properties": {"a": {"enum": [text]}}, "required": ["a"]}
+        offered = [OfferedTool("f", schema, 0)]
+        if tail and tail.strip("\0") in text:
+            with pytest.raises(CallError, match=r"enum: .* ends a text"):
+                compile_calls(tokenizer, constraints, offered, FORCED, several=False)
+            continue
+        made = compile_calls(tokenizer, constraints, offered, FORCED, several=False)
+        assert made
+        call, ended = written(tokenizer, made[0]._matcher, 1)
+        assert ended
+        ((_, arguments),) = read(tokenizer, made[1], call)
+        assert json.loads(arguments) == {"a": text}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_marked_call_is_one_call(kind: str) -> None:
     """Formats whose first mark is one token constrain calls from this mark on."""
     tokenizer = tokenizer_of(kind)
