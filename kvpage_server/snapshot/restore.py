@@ -397,7 +397,7 @@ class _Restore:
                         made = plan(part, read_part(data, contents, part), age_ms)
                         self._restored.expired += made.expired
                         for key in made.corrupt:
-                            corrupt.add(f"{key} in {file.name}: {NOT_WRITTEN}")
+                            corrupt.add(f"{key:.300} in {file.name}: {NOT_WRITTEN}")
                         yield sum(piece.end - piece.start for piece in part), made
             except BadFile as error:
                 corrupt.add(f"{file.name}: {error}")
@@ -481,7 +481,7 @@ class _Restore:
         failures = self._restored.no_room if error.code == "OOM" else self._restored.refused
         alone = f" It has {nbytes} bytes, and maxmemory is {self._maxmemory}." if nbytes > self._maxmemory > 0 else ""
         for key in keys:
-            failures.add(f"{text_of(key)}: {error}{alone}")
+            failures.add(f"{text_of(key):.300}: {error}{alone}")
 
     def _note_write(self, write: _Write) -> None:
         self._waiting.append(write)

@@ -299,7 +299,7 @@ class RunningStore:
         return lost
 
     def exist(self, keys: Sequence[bytes]) -> list[bool | Refused]:
-        """Return for each key whether it exists, or Refused if the user may not read it."""
+        """Return for each key whether it exists, or Refused if the user may not read it, or the server refuses it."""
         replies = self._query([command(b"TYPE", key) for key in keys])
         return [reply if isinstance(reply, Refused) else reply != b"none" for reply in replies]
 
@@ -313,13 +313,14 @@ class RunningStore:
         return found
 
     def _query(self, commands: Sequence[bytes]) -> list[Any]:
-        """Send commands together, and return their replies. A reply may be a Refused with NOPERM.
+        """Send commands together, and return their replies. A reply may be a Refused with NOPERM, or with ERR for a key
+        that is too long.
 
         Raises other errors.
         """
         replies = self._ask(list(commands), len(commands), with_errors=True)
         for reply in replies:
-            if isinstance(reply, Refused) and reply.code != "NOPERM":
+            if isinstance(reply, Refused) and reply.code not in ("NOPERM", "ERR"):
                 raise reply
         return replies
 

@@ -127,6 +127,22 @@ def test_the_good_entries_of_a_bad_file_are_restored(server: RunningServer, clie
     assert client.dbsize() == COUNT + 1
 
 
+@named("options", [(), ("--replace",)], ids=["", "replace"])
+def test_a_key_that_is_too_long_costs_itself(
+    server: RunningServer, client: redis.Redis, copied: Path, options: tuple[str, ...]
+) -> None:
+    header = {"string:" + "k" * 4_200_000: tensor(), "string:good": tensor(data_offsets=[5, 10])}
+    forge(copied / BAD, header, VALUE + VALUE)
+    name_in_summary(copied)
+    client.flushall()
+    code, shown, errors = kvpage("restore", str(copied), "--url", server.url, *options)
+    assert (code, errors) == (1, "")
+    (line,) = (line for line in shown.splitlines() if "only a value may be longer than 4194304 bytes" in line)
+    assert len(line) < 500
+    assert client.get("good") == VALUE
+    assert client.dbsize() == COUNT + 1
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
 def test_an_unreadable_file_costs_itself(server: RunningServer, client: redis.Redis, copied: Path) -> None:
     forge(copied / BAD, {"string:bad": tensor()})
