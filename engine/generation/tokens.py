@@ -93,6 +93,17 @@ def encode_part(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))  # without a warning of its length
 
 
+def encode_after(tokenizer: Any, text: str) -> list[int]:
+    """Return the token ids of a text that continues another one, without the space that SentencePiece adds before a
+    first word.
+    """
+    for separator in ("\n", "\x01"):  # the second for texts with whose beginning the first is one token
+        before, whole = encode_part(tokenizer, separator), encode_part(tokenizer, separator + text)
+        if whole[: len(before)] == before:
+            return whole[len(before) :]
+    return encode_part(tokenizer, text)
+
+
 # -- Fill in the middle: prompts for a text between two others, for models that have tokens for it ---------------------
 
 # The tokens before the text, before its continuation, and before the answer, by family.
@@ -128,11 +139,7 @@ class Infill:
         plain = encode_part(tokenizer, before)
         special = beginning[: len(beginning) - len(plain)] if beginning[len(beginning) - len(plain) :] == plain else []
         encode(tokenizer, after)  # raises an exception if it is not valid Unicode
-        # A continuation has no space before its first word, which SentencePiece would add.
-        line = encode_part(tokenizer, "\n")
-        behind = encode_part(tokenizer, "\n" + after)
-        behind = behind[len(line) :] if behind[: len(line)] == line else encode_part(tokenizer, after)
-        texts = [[self.prefix, *plain], [self.suffix, *behind]]
+        texts = [[self.prefix, *plain], [self.suffix, *encode_after(tokenizer, after)]]
         if self.suffix_first:
             texts.reverse()
         return [*special, *texts[0], *texts[1], *self.middle]

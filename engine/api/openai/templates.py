@@ -34,7 +34,6 @@ from typing import Any, NamedTuple, cast
 
 MARK = "\ufdd1"  # a noncharacter, which Unicode reserves for use within a program
 ROLES = ("user", "tool")
-_BEFORE = "\n"  # encoded before each piece, and then removed: SentencePiece adds a space before a text's first word
 
 
 class ControlTokens:
@@ -76,17 +75,13 @@ class ControlTokens:
         """Return the token ids of a rendered conversation: split it at the marks, remove them, and encode each
         piece.
         """
-        first, *rest = text.split(MARK)
-        tokens = self._encode(first)
-        if rest:
-            before = self._encode(_BEFORE)
-            for piece in rest:
-                made = self._encode(_BEFORE + piece)
-                tokens += made[len(before) :] if made[: len(before)] == before else self._encode(piece)
-        return tokens
+        from ...generation.tokens import encode_after, encode_part  # the process below imports nothing of this package
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))  # as `encode_part` does
+        first, *rest = text.split(MARK)
+        tokens = encode_part(self._tokenizer, first)
+        for piece in rest:
+            tokens += encode_after(self._tokenizer, piece)
+        return tokens
 
 
 # -- tool calls --------------------------------------------------------------------------------------------------------

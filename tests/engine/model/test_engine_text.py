@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -15,8 +16,11 @@ from chat_families import BYTE_LEVEL, FAMILIES, reused
 # isort: split
 from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from engine.generation.text import AnswerText, Detokenizer, TokenText, rendering, template_writes_space
+from engine.generation.tokens import encode_after, encode_part
 
 SMOLLM2 = Path(__file__).parents[3] / "models" / "smollm2"
 TEXTS = ["def f(n):\n    return n", " Paris, of course.", "a→ü🦭b  c", "  two\n\n three ", "naïve 日本語\t\x00end"]
@@ -96,6 +100,21 @@ def test_text_of_generate_is_that_of_mlx_lm(kind: Kind) -> None:
     for _ in range(200):
         tokens = draw.choices(range(len(tokenizer)), k=12)
         assert read(TokenText(tokenizer).as_generated(), tokens) == read(tokenizer.detokenizer, tokens)
+
+
+def test_a_continuation_of_a_text_gets_no_space() -> None:
+    """Also if a token has a line end and the letters after it."""
+    definition = json.loads(sentence_piece()._tokenizer.backend_tokenizer.to_str())
+    space, vocabulary = "\N{LOWER ONE EIGHTH BLOCK}", definition["model"]["vocab"]
+    prepend = {"type": "Prepend", "prepend": space}
+    definition["normalizer"] = {"type": "Sequence", "normalizers": [prepend, definition["normalizer"]]}
+    for before in ("\n", space):
+        vocabulary.setdefault(before + "s", len(vocabulary))
+        definition["model"]["merges"].insert(0, [before, "s"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(definition)))
+    for text in ("s>y", " s", "\ns", "", "🦭"):
+        tokens = [*encode_part(tokenizer, "<"), *encode_after(tokenizer, text)]
+        assert tokenizer.decode(tokens).lstrip() == "<" + text
 
 
 @all_kinds
