@@ -228,8 +228,10 @@ def _all(many: int) -> Iterator[Scene]:
             yield Scene(
                 f"{name.decode()} {shown}, {what}", [b"CONFIG", b"SET", name, value], before, rest=1.0, after=undone
             )
-        lowered = [*before, [b"CONFIG", b"SET", b"maxmemory", b"64kb"]]
-        yield Scene(f"when maxmemory was lowered, {what}", [b"SET", b"key", b"value"], lowered, after=undone)
+        for name, value in ((b"maxmemory", b"64kb"), (b"quota", b"* 64kb")):
+            lowered = [*before, [b"CONFIG", b"SET", name, value]]
+            shown = f"when {name.decode()} was lowered, {what}"
+            yield Scene(shown, [b"SET", b"key", b"value"], lowered, after=undone)
     deleted = [_strings(many), [b"DEL", *_strings(many)[1::2]]]
     yield Scene("after as many deletions", [b"KVLOST", b"*", b"COUNT", b"1000000"], deleted)
 
