@@ -47,6 +47,7 @@ SHORT = frozenset(  # what `make test` looks at; `make soak` looks at all
         ),
         *("ACL SETUSER short patterns", "ACL SETUSER commands", "MGET who has short patterns, a thousand keys"),
         *("KEYS who has short patterns, all keys", "SET when maxmemory was lowered, strings", "PUBLISH many listen"),
+        "SET when quota was lowered, strings",
         *("CLIENT LIST many connections", "CLIENT TRACKING prefixes", "SLOWLOG GET a long log"),
         "KVBLOCKSET a block of 8,000 pages whose events somebody hears",
         *("KVMAP MGET present, long", "KVMAP BLOCKMGET as many blocks as it may name", "KVMAP RELEASE unknown"),

@@ -98,7 +98,8 @@ def admit_one(client: Client, key: bytes, value: Argument) -> None:
     """Make space for SET's value before the command counts a read, because it may be called again. Raises as
     `pages_of` and `admit`.
     """
-    admit(client, [(key, value, *pages_of(client, [(key, value)]))])
+    (page,) = pages_of(client, [(key, value)])
+    admit(client, [(key, value, page)])
 
 
 def split_before(client: Client, keys: Sequence[bytes], *, stores: bool = False) -> None:
