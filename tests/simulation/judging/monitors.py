@@ -15,6 +15,7 @@ from tests.simulation.model.model import Conversation, Model, Words
 
 _LINE = re.compile(rb"\d+\.\d{6} \[0 (.*?)\] (.*)", re.DOTALL)
 _NOT_SHOWN = frozenset(("admin", "skip_monitor"))
+_LAST = frozenset(("reset", "quit"))  # a client that monitors is not shown these of its own
 _LONGEST = 1024  # bytes of a word that is shown
 _SPELT = {b'"': b'\\"', b"\\": b"\\\\", b"\n": b"\\n", b"\r": b"\\r", b"\t": b"\\t", b"\a": b"\\a", b"\b": b"\\b"}
 
@@ -47,6 +48,8 @@ class Monitors:
                 continue
             text = b" ".join(map(_quoted, shown(spec, command, _LONGEST)))
             for talk in there:
+                if talk.client is client and spec.name in _LAST:
+                    continue
                 (talk.to_show if is_shown else talk.may_show).append((client.address.encode(), text))
 
     def is_shown(self, peer: Peer, reply: Any) -> bool:
