@@ -233,8 +233,7 @@ class PageTier:
         context.validate(self._spec)
         if not context.blocks:
             return Saved(0, 0, 0)
-        manifest, parts = await self.loop.on_block_thread(lambda: self._parts(context, context.stored_states))
-        return await self._report_save(self._save(manifest, parts, used))
+        return await self._report_save(self._save(context, used))
 
     async def _deletion(self, agent_id: str, used: float) -> tuple[bytes | None, bool]:
         """Return the mark of an agent's deletion, None without one and UNKNOWN if that one of several servers does not
@@ -246,14 +245,15 @@ class PageTier:
         left, mark = await self._connection.ask(commands, gone=UNKNOWN)
         return mark, left not in (UNKNOWN, -1, -2) and 0 <= DELETION_SECONDS - left / 1000 < idle
 
-    async def _save(self, manifest: ContextManifest, parts: block_writer.Parts, used: float) -> Saved:
+    async def _save(self, context: AgentBlocks, used: float) -> Saved:
         """Write the blocks of an agent's context, its manifest, and the records that name the blocks, unless the agent
         was deleted after `used` or is deleted meanwhile. The records do not name the blocks of the agent's context
         before any more, except blocks that others use.
         """
-        connection, spec, agent_id = self._connection, self._spec, manifest.agent_id
+        connection, spec, agent_id = self._connection, self._spec, context.agent_id
         before: bytes | None = None
-        mark, deleted = await self._deletion(agent_id, used)
+        mark, deleted = await self._deletion(agent_id, used)  # at first: a later deletion changes the mark
+        manifest, parts = await self.loop.on_block_thread(lambda: self._parts(context, context.stored_states))
 
         def made(stored: bytes | None) -> bytes:
             nonlocal before
