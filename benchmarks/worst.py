@@ -146,13 +146,13 @@ def _pages(many: int) -> Iterator[Scene]:
     yield Scene("again", stored, [stored])
     yield Scene("in blocks", stored, blocks)
     yield Scene("in cold blocks", stored, blocks, cold=True)
-    for command in (b"KVPAGEMGET", b"KVPAGEMEXISTS"):
-        yield Scene("absent", [command, count, *arguments])
-        yield Scene("present", [command, count, *arguments], [stored])
-        yield Scene("in blocks", [command, count, *arguments], blocks)
-        yield Scene("absent beside blocks", [command, count, *others], blocks)
-        yield Scene("cold", [command, count, *arguments], [large], cold=True)
-        yield Scene("in cold blocks", [command, count, *arguments], blocks, cold=True)
+    for reading in (b"KVPAGEMGET", b"KVPAGEMEXISTS"):
+        yield Scene("absent", [reading, count, *arguments])
+        yield Scene("present", [reading, count, *arguments], [stored])
+        yield Scene("in blocks", [reading, count, *arguments], blocks)
+        yield Scene("absent beside blocks", [reading, count, *others], blocks)
+        yield Scene("cold", [reading, count, *arguments], [large], cold=True)
+        yield Scene("in cold blocks", [reading, count, *arguments], blocks, cold=True)
     for command in ([b"DEL"], [b"EXISTS"], [b"MGET"], [b"KVPAGEKEEP", b"t", b"1", b"1000"]):
         yield Scene("pages", [*command, *keys], [stored])
         yield Scene("pages in blocks", [*command, *keys], blocks)
