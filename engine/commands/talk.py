@@ -160,7 +160,7 @@ def chat(args: argparse.Namespace) -> int:
 
     Return 1 if a line was left out or the context could not be saved, else 0. Raises Failure.
     """
-    from ..generation.text import rendering, template_writes_space
+    from ..generation.text import history_adds_space, rendering
 
     messages = _transcript(args)
     if isinstance(sys.stdin, TextIOWrapper):
@@ -170,7 +170,7 @@ def chat(args: argparse.Namespace) -> int:
     try:
         if not engine.tokenizer.has_chat_template:
             raise Failure(f"{engine.model_id} has no chat template; `kvpage-engine generate --raw` goes on with a text")
-        keeps_space = not template_writes_space(rendering(engine.tokenizer))
+        keeps_space = not history_adds_space(engine.tokenizer, rendering(engine.tokenizer))
         while line := _line():
             if not _is_unicode(line):
                 left_out = True

@@ -332,7 +332,8 @@ class Constraints:
             try:
                 self._compiled = LLTokenizer(definition, n_vocab=self._vocabulary, eos_token=self._ends)
             except BaseException as error:
-                if type(error).__name__ != "PanicException":  # of llguidance, at a token of a thousand bytes
+                # ValueError: a decoder that llguidance does not know; PanicException: a token of a thousand bytes
+                if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
                     raise
                 raise ConstraintError(f"this model's tokenizer cannot constrain answers: {error}") from error
         return self._compiled

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer, TokenizerWrapper
 from tokenizers.pre_tokenizers import ByteLevel
 
+from .tokens import encode_after, encode_part
+
 LONGEST_CHARACTER = 4  # bytes of UTF-8
 CONTEXT = 8  # tokens before a token that may change its spelling, for a tokenizer of an unknown kind
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -106,18 +108,23 @@ def rendering(tokenizer: TokenizerWrapper) -> Callable[[list[dict[str, Any]], bo
     )
 
 
-def template_writes_space(render: Callable[[list[dict[str, Any]], bool], str]) -> bool:
-    """Return whether the chat template puts a space before an answer, in addition to the answer's own.
+def history_adds_space(tokenizer: Any, render: Callable[[list[dict[str, Any]], bool], str]) -> bool:
+    """Return whether the chat template, or the tokenizer after a special token, puts a space before an answer in the
+    history, in addition to the answer's own.
 
-    If it does, the API removes a space at the beginning of an answer from the reply, so that the next prompt has the
-    same tokens. `render` is a function from `rendering`. If it raises an exception, return False.
+    If so, the API removes a space at the beginning of an answer from the reply, so that the next prompt has the same
+    tokens. `render` is a function from `rendering`. If it raises an exception, return False.
     """
-    asked, answered = {"role": "user", "content": "a"}, {"role": "assistant", "content": " b"}
+    asked = {"role": "user", "content": "a"}
     try:
-        prompt, whole = render([asked], True), render([asked, answered], False)
+        prompt = render([asked], True)
+        kept, dropped = (render([asked, {"role": "assistant", "content": text}], False) for text in (" b", "b"))
     except Exception:  # noqa: BLE001 - templates raise all kinds of errors
         return False
-    return bool(whole.startswith(prompt + "  b"))
+    if kept.startswith(prompt + "  b"):
+        return True
+    written = [*encode_part(tokenizer, prompt), *encode_after(tokenizer, " b")]
+    return encode_part(tokenizer, dropped)[: len(written)] == written != encode_part(tokenizer, kept)[: len(written)]
 
 
 class _Known:

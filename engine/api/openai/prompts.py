@@ -21,7 +21,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
 from ...generation.structure import Constraint, ConstraintError, Constraints, compiling_thread
-from ...generation.text import TokenText, template_writes_space
+from ...generation.text import TokenText, history_adds_space
 from ...generation.tokens import PromptError, encode, encode_part, infill_of
 from ...scheduling import TenantThread
 from ...spec import ModelCacheSpec
@@ -113,7 +113,7 @@ class Prompts:
 
     @property
     def keeps_space(self) -> bool:
-        """Whether an answer in a conversation keeps its first space: see `template_writes_space`."""
+        """Whether an answer in a conversation keeps its first space: see `history_adds_space`."""
         return self._keeps_space is not False
 
     async def constraint(self, body: CompletionFields, tenant: str = "") -> tuple[Constraint | None, Written | None]:
@@ -229,8 +229,8 @@ class Prompts:
             self._check_fits(len(text), "messages")
         tokens = controls.encode(text) if controls else encode_part(self._tokenizer, text)
         if self._keeps_space is None:
-            self._keeps_space = not template_writes_space(
-                lambda messages, asks: self._rendered(messages, template, offered, asks=asks)
+            self._keeps_space = not history_adds_space(
+                self._tokenizer, lambda messages, asks: self._rendered(messages, template, offered, asks=asks)
             )
         return self._fitting(tokens, "messages") if answered else tokens
 

@@ -20,6 +20,7 @@ from engine_models import letter_tokenizer
 # isort: split
 import mlx.core as mx
 from pydantic import create_model
+from tokenizers.decoders import BPEDecoder, Metaspace, WordPiece
 
 from engine.generation.structure import (
     ConstraintError,
@@ -240,6 +241,15 @@ def test_a_constraint_without_a_text_is_refused() -> None:
     process = Constraints(letter_tokenizer(), 97, [96]).compile(of_choice(["a"])).processor(0)
     with pytest.raises(ConstraintError, match="left its constraint"):
         process(mx.array([5]), mx.zeros((1, 97)))
+
+
+@pytest.mark.parametrize("decoder", [Metaspace(), WordPiece(), BPEDecoder(), None])
+def test_a_decoder_that_cannot_constrain_is_refused(decoder: Any) -> None:
+    """`Prompts.prepare` ignores the error: the model is served, and a request with a constraint is 400."""
+    tokenizer = letter_tokenizer()
+    tokenizer._tokenizer.backend_tokenizer.decoder = decoder
+    with pytest.raises(ConstraintError, match="cannot constrain answers"):
+        Constraints(tokenizer, 97, [96]).prepare()
 
 
 def test_the_time_of_an_answers_masks_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

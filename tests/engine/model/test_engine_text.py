@@ -11,19 +11,20 @@ from typing import Any
 
 import chat_families
 import pytest
-from chat_families import BYTE_LEVEL, FAMILIES, reused
+from chat_families import BYTE_LEVEL, FAMILIES, SENTENCE_PIECE, Family, reused
 
 # isort: split
-from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
+from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, SPMStreamingDetokenizer, TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from engine.generation.text import AnswerText, Detokenizer, TokenText, rendering, template_writes_space
+from engine.generation.text import AnswerText, Detokenizer, TokenText, history_adds_space, rendering
 from engine.generation.tokens import encode_after, encode_part
 
 SMOLLM2 = Path(__file__).parents[3] / "models" / "smollm2"
 TEXTS = ["def f(n):\n    return n", " Paris, of course.", "a→ü🦭b  c", "  two\n\n three ", "naïve 日本語\t\x00end"]
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # as SentencePiece spells it
 PADDING = 100_000  # an id past every vocabulary here
 
 
@@ -102,13 +103,18 @@ def test_text_of_generate_is_that_of_mlx_lm(kind: Kind) -> None:
         assert read(TokenText(tokenizer).as_generated(), tokens) == read(tokenizer.detokenizer, tokens)
 
 
+def prefixing(tokenizer: TokenizerWrapper) -> dict[str, Any]:
+    """The definition of a SentencePiece tokenizer that writes a space before a first word and after special tokens."""
+    definition: dict[str, Any] = json.loads(tokenizer._tokenizer.backend_tokenizer.to_str())
+    prepend = {"type": "Prepend", "prepend": SPACE}
+    return {**definition, "normalizer": {"type": "Sequence", "normalizers": [prepend, definition["normalizer"]]}}
+
+
 def test_a_continuation_of_a_text_gets_no_space() -> None:
     """Also if a token has a line end and the letters after it."""
-    definition = json.loads(sentence_piece()._tokenizer.backend_tokenizer.to_str())
-    space, vocabulary = "\N{LOWER ONE EIGHTH BLOCK}", definition["model"]["vocab"]
-    prepend = {"type": "Prepend", "prepend": space}
-    definition["normalizer"] = {"type": "Sequence", "normalizers": [prepend, definition["normalizer"]]}
-    for before in ("\n", space):
+    definition = prefixing(sentence_piece())
+    vocabulary = definition["model"]["vocab"]
+    for before in ("\n", SPACE):
         vocabulary.setdefault(before + "s", len(vocabulary))
         definition["model"]["merges"].insert(0, [before, "s"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(definition)))
@@ -170,7 +176,7 @@ def test_an_unreadable_character_delays_no_text_for_long() -> None:
 def best(tokenizer: TokenizerWrapper, answer: str) -> tuple[int, int, int]:
     """The tokens of an answer that the next turn reuses: with its first space, without it, and by the engine's rule."""
     dropped = answer.removeprefix(" ")
-    kept = dropped if template_writes_space(rendering(tokenizer)) else answer
+    kept = dropped if history_adds_space(tokenizer, rendering(tokenizer)) else answer
     first, second, ruled = (reused(tokenizer, answer, text)[0] for text in (answer, dropped, kept))
     return first, second, ruled
 
@@ -203,13 +209,25 @@ def test_next_turn_reuses_most_with_the_templates_space(name: str) -> None:
     tokenizer = FAMILIES[name].wrapper()
     for answer, (kept, dropped) in zip((" Paris is the city.", "    return n"), REUSED[name], strict=True):
         assert best(tokenizer, answer) == (kept, dropped, max(kept, dropped))
-    assert template_writes_space(rendering(tokenizer)) == (
+    assert history_adds_space(tokenizer, rendering(tokenizer)) == (
         name in ("Mixtral 8x7B", "DeepSeek LLM, DeepSeek V2", "Vicuna")
     )
+
+
+@pytest.mark.parametrize(("begin", "drops"), [("<AI>", True), ("<AI>:", False), ("AI: ", False)])
+def test_a_space_of_the_tokenizer_is_dropped(begin: str, drops: bool) -> None:
+    """The tokenizer writes a space before an answer that is directly after a special token."""
+    family = Family(SENTENCE_PIECE, "<user>{}", begin, f"{begin!r} + content", "</s>")
+    definition = Tokenizer.from_str(json.dumps(prefixing(family.wrapper())))
+    fast = PreTrainedTokenizerFast(tokenizer_object=definition, eos_token="</s>", chat_template=family.template)
+    tokenizer = TokenizerWrapper(fast, SPMStreamingDetokenizer)
+    for answer in (" Paris is the city.", "    return n"):
+        kept, dropped, ruled = best(tokenizer, answer)
+        assert (ruled, dropped > kept) == (max(kept, dropped), drops)
 
 
 def test_a_template_that_raises_keeps_the_first_space() -> None:
     tokenizer = FAMILIES["DeepSeek V3"].wrapper()
     tokenizer._tokenizer.chat_template = "{{ raise_exception('no') }}"
-    assert not template_writes_space(rendering(tokenizer))
+    assert not history_adds_space(tokenizer, rendering(tokenizer))
     assert FAMILIES["DeepSeek V3"].tokenizer == BYTE_LEVEL
