@@ -396,7 +396,9 @@ class Constraint:
         return bounded
 
     def _of_text(self, prompt: int, after: Sequence[int]) -> Callable[[mx.array, mx.array], mx.array]:
-        """Return a processor for a constraint that begins with the answer, or `after` these tokens."""
+        """Return a processor for a constraint that begins with the answer, or `after` these tokens. Before them the
+        answer cannot end: the next of them is as likely as the end.
+        """
         matcher, seen = self._matcher.deep_copy(), prompt
         before: list[int] | None = [] if after else None  # the last tokens of the reasoning
 
@@ -407,7 +409,8 @@ class Constraint:
             if before is not None:
                 before = [*before, *more][-len(after) :]
                 if before != [*after]:
-                    return logits
+                    found = next(i for i in reversed(range(len(after))) if before[len(before) - i :] == [*after[:i]])
+                    return self._unended(logits, after[found])
                 before, more = None, []
             if more and more[-1] in self._ends:
                 return logits  # the answer has ended, and this token is not used
@@ -416,6 +419,14 @@ class Constraint:
             return self._masked(matcher, logits)
 
         return process
+
+    def _unended(self, logits: mx.array, instead: int) -> mx.array:
+        """Return logits without the tokens that end an answer; token `instead` is at least as likely as they were."""
+        ends = np.zeros(logits.shape[-1], bool)
+        ends[self._ends] = True
+        other = mx.where(mx.array(ends), -mx.inf, logits)
+        likeliest = mx.max(mx.where(mx.array(ends), logits, -mx.inf), axis=-1, keepdims=True)
+        return mx.where(mx.arange(logits.shape[-1]) == instead, mx.maximum(logits, likeliest), other)
 
     def _of_calls(self, prompt: int) -> Callable[[mx.array, mx.array], mx.array]:
         """Return a processor for a constraint that begins with a token."""

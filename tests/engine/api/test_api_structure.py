@@ -220,17 +220,19 @@ def test_a_constraint_begins_after_the_reasoning() -> None:
     tokenizer = letter_tokenizer()
     letters = {tokenizer.convert_ids_to_tokens(i): i for i in range(97)}
     process = Constraints(tokenizer, 97, [96]).compile(of_regex("b")).processor(2, [letters["z"], letters["y"]])
-    logits = mx.zeros((1, 97))
+    logits = mx.where(mx.arange(97) == 96, 1.0, mx.zeros((1, 97)))  # the end is the likeliest token
 
     def allowed(answer: str) -> set[str]:
         tokens = mx.array([0, 1, *(letters[letter] for letter in answer)])
         masked = process(tokens, logits)[0].tolist()
-        return {letter for letter, i in letters.items() if masked[i] == 0}
+        assert all(value in (0, 1, -mx.inf) for value in masked)
+        likeliest[:] = [letter for letter, i in letters.items() if masked[i] == 1]
+        return {letter for letter, i in letters.items() if masked[i] >= 0}
 
-    assert len(allowed("")) == 97
-    assert len(allowed("z")) == 97
-    assert len(allowed("zx")) == 97
-    assert len(allowed("zxz")) == 97
+    likeliest: list[str] = []
+    for reasoning, closing in (("", "z"), ("z", "y"), ("zx", "z"), ("zxz", "y")):
+        assert allowed(reasoning) == letters.keys() - {tokenizer.eos_token}  # the answer cannot end within it
+        assert likeliest == [closing]
     assert allowed("zxzy") == {"b"}
     assert allowed("zxzyb") == {tokenizer.eos_token}
 
