@@ -41,7 +41,6 @@ Values = tuple[object, ...]
 _IN_BOTH: dict[str, Values] = {
     # Fields of vLLM, SGLang, llama.cpp, mlx-lm, and services.
     "adapters": (),
-    "add_special_tokens": (),
     "allowed_token_ids": (),
     "bad_words": ([],),
     "custom_logit_processor": (),
@@ -61,7 +60,7 @@ _IN_BOTH: dict[str, Values] = {
     "lora": ([],),
     "lora_path": (),
     "mirostat": (0,),
-    "n_predict": (),
+    "n_predict": (),  # of llama.cpp, where it has precedence over `max_tokens`, also if it is -1 (no limit)
     "n_probs": (0,),
     "no_stop_trim": (False,),
     "presence_context_size": (),
@@ -104,6 +103,7 @@ IN_CHATS: dict[str, Values] = {
     "verbosity": (),
     "web_search_options": (),
     # Fields of other servers.
+    "add_special_tokens": (False,),
     "chat_template": (),
     "documents": ([],),
     "echo": (False,),
@@ -117,7 +117,7 @@ IN_CHATS: dict[str, Values] = {
     "thinking": (),
     "thinking_budget": (),
 }
-IN_TEXTS: dict[str, Values] = _IN_BOTH
+IN_TEXTS: dict[str, Values] = {**_IN_BOTH, "add_special_tokens": (True,)}
 IN_MESSAGES: dict[str, Values] = {
     "audio": (),
     "function_call": (),

@@ -283,12 +283,13 @@ def test_fields_of_other_servers_are_refused_by_name(kind: type[RequestBody]) ->
         "custom_logit_processor": "x",
     }
     given |= {"include_reasoning": False, "reasoning_format": "none"} if kind is ChatBody else {"prompt_embeds": "x"}
+    given["add_special_tokens"] = kind is ChatBody
     for field, value in given.items():
         with pytest.raises(ApiError, match=f"^{field}: this engine ") as refused:
             kind.of(ORIGINAL[kind] | {field: value})
         assert refused.value.param == field
     neutral = {"return_token_ids": False, "top_n_sigma": -1, "vllm_xargs": {}, "include_reasoning": True}
-    assert kind.of(ORIGINAL[kind] | neutral)
+    assert kind.of(ORIGINAL[kind] | neutral | {"add_special_tokens": kind is not ChatBody})
 
 
 @pytest.mark.parametrize("kind", [ChatBody, CompletionBody, ResponseBody, MessagesBody])
