@@ -16,7 +16,8 @@ SERVER = {"kvpage_server.client", "kvpage_server.page", "kvpage_server.address"}
 MAY_ALSO = {
     "vllm_policy.py": {"kvpage_server.store.eviction"},
     "mlx_lm_command.py": {"kvpage_server.system.program"},  # a command as those of the server, at Ctrl-C
-    "mlx_lm.py": {"engine", "engine.memory", "engine.tiers"},  # its contexts are those of the engine
+    # its contexts are those of the engine, and so are the texts of its log
+    "mlx_lm.py": {"engine", "engine.memory", "engine.tiers", "kvpage_server.system.text"},
 }
 MODULES = sorted(ROOT.glob("*.py"))
 

@@ -131,7 +131,9 @@ NEUTRAL = {  # fields that change no answer of a text model, or only together wi
 
 def test_the_engine_knows_each_field_of_vllms_requests() -> None:
     """It honours or refuses every field that changes the answer."""
-    shown = subprocess.run([PYTHON, "-c", FIELDS], capture_output=True, text=True, check=True, timeout=STARTS_WITHIN)
+    shown = subprocess.run(
+        [PYTHON, "-c", FIELDS], capture_output=True, encoding="utf-8", check=True, timeout=STARTS_WITHIN
+    )
     chat, text = json.loads(shown.stdout.splitlines()[-1])
     for ours, theirs in ((ChatBody, chat), (CompletionBody, text)):
         assert {*theirs} - {*ours.model_fields, *ours.unsupported} <= NEUTRAL
