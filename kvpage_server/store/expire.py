@@ -3,8 +3,9 @@
 
 Each second has a bucket: a list of every key whose expiry was set to that second. A heap orders the seconds. A bucket
 is processed when its second is over. An entry of a bucket is stale if the key's expiry was changed later. When stale
-entries outnumber the others, all entries are examined, a few with each new one, and stale ones are dropped. Costs:
-amortised O(1) to add a key and to return an expired one, plus O(log seconds) for a new second.
+entries outnumber the others, or may have many bytes, all entries are examined, a few with each new one, and stale ones
+are dropped. Costs: amortised O(1) to add a key, also O(KiB of the key), and to return an expired one, plus O(log
+seconds) for a new second.
 
 A caller may add keys between two results of an iterator: the load of a block adds its pages. That may extend, replace
 or drop any bucket, so an iterator looks up its bucket again for every key.
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 _SLACK = 1024  # stale entries that are kept in any case
+_SLACK_KIB = 16_384  # KiB of long keys that may be noted in any case before all entries are examined again
 _EXAMINED = 2  # entries that are examined with each new one
 _EXAMINED_AT_ONCE = 4096  # entries that `remove_due` examines
 _SPARED_FOR = 3_000  # milliseconds until a spared key is examined again
@@ -35,6 +37,7 @@ class ExpiryOrder:
         self._spared: dict[int, list[bytes]] = {}  # spared keys by the second of their expiry; they are in no bucket
         self._again = 0  # the next time at which spared keys return to the buckets, in monotonic milliseconds
         self._notes = 0  # number of entries in the buckets and of spared keys, stale ones included
+        self._kib = 0  # KiB of the long keys that were noted since the last examination of all entries began
         self.keys = 0  # number of keys that have an expiry; `Contents` updates it
         self._unexamined: list[int] = []  # seconds whose buckets are to be examined for stale entries
         # The bucket that is examined now: its second, the entries that are left, and the keys of the others, which are
@@ -45,10 +48,12 @@ class ExpiryOrder:
 
     def note(self, key: bytes, expires: int) -> None:
         """Add a key that expires at `expires`, in unix milliseconds."""
-        self.note_all([key], expires)
+        kib = len(key) >> 10
+        self._kib += kib
+        self.note_all([key], expires, kib)
 
-    def note_all(self, keys: Sequence[bytes], expires: int) -> None:
-        """Add keys that expire at `expires`, in unix milliseconds."""
+    def note_all(self, keys: Sequence[bytes], expires: int, more: int = 0) -> None:
+        """Add keys that expire at `expires`, in unix milliseconds. Examine `more` entries in addition."""
         second = expires // 1000
         bucket = self._buckets.get(second)
         if bucket is None:
@@ -56,7 +61,7 @@ class ExpiryOrder:
             heapq.heappush(self._seconds, second)
         bucket += keys
         self._notes += len(keys)
-        self._tidy(_EXAMINED * len(keys))
+        self._tidy(_EXAMINED * len(keys) + more)
 
     def remove_due(self, now: int, most: int, remove: Callable[[bytes], None]) -> int:
         """Call `remove`, which removes a key from the store, for up to `most` keys that `due` yields. Return their
@@ -137,7 +142,8 @@ class ExpiryOrder:
         """Continue to examine all entries, up to about `most` of them; begin if stale ones outnumber the others."""
         if self._unexamined or self._left:
             self._drop_stale(most)
-        elif self._notes > 2 * self.keys + _SLACK:
+        elif self._notes > 2 * self.keys + _SLACK or self._kib > self.keys + _SLACK_KIB:
+            self._kib = 0
             self._put_back()
             self._unexamined = list(self._buckets)
             if len(self._seconds) > 2 * len(self._buckets) + _SLACK:
@@ -175,4 +181,4 @@ class ExpiryOrder:
         self._seconds.clear()
         self._spared.clear()
         self._unexamined, self._left, self._seen = [], [], set()
-        self._notes = self.keys = 0
+        self._notes = self._kib = self.keys = 0

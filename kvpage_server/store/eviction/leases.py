@@ -112,7 +112,7 @@ class Leases:
         self._due: list[_Due] = []
         # When a third of the entries is stale, a new heap begins, and takes over the valid ones in steps.
         self._old: list[_Due] = []  # entries to take over
-        self._stale = 0  # number of stale entries since then
+        self._stale = 0  # number of stale entries since then; long keys count as one more for each KiB
         self._ahead = unix_ms() - monotonic_ms()  # milliseconds by which the wall clock is ahead of the monotonic one
         self._to_correct: list[Unit] = []  # units whose lifetime may have a wrong end on the wall clock, as it was set
         self._tickets = count(1)
@@ -252,18 +252,19 @@ class Leases:
         """Ensure that the heap has an entry for the first end of a lease."""
         first = min(filter(None, (lease.until, lease.kept_until)), default=0)
         if first and (not lease.due or first < lease.due):
-            self._leave_stale(lease)
+            self._leave_stale(unit, lease)
             lease.due = first
             heapq.heappush(self._due, (first, next(self._tickets), unit, lease))
 
-    def _leave_stale(self, lease: Lease) -> None:
-        """Note that the lease's entry in the heap, if it has one, is stale, and drop some stale entries."""
+    def _leave_stale(self, unit: Unit, lease: Lease) -> None:
+        """Note that the entry of a unit's lease in the heap, if it has one, is stale, and drop some stale entries."""
         if lease.due:
+            kib = 0 if isinstance(unit, Block) else len(unit) >> 10
             lease.due = 0
-            self._stale += 1
+            self._stale += 1 + kib
             if not self._old and self._stale > _LEAST_STALE + len(self._due) // 3:
                 self._due, self._old, self._stale = self._old, self._due, 0
-            self._take_over(_TAKEN_OVER)
+            self._take_over(_TAKEN_OVER + kib)
 
     def _take_over(self, most: int) -> None:
         """Move up to `most` entries from the old heap to the new one, without stale ones."""
@@ -310,7 +311,7 @@ class Leases:
         self._ended.pop(unit, None)
         lease = self.by_unit.pop(unit, None)
         if lease is not None:
-            self._leave_stale(lease)
+            self._leave_stale(unit, lease)
             self._end_lifetime(unit, lease)
             self._count(lease, -lease.size, -lease.on_disk, -lease.in_index)
 

@@ -26,6 +26,7 @@ from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, is_page, stor
 from kvpage_server.store.memory.index import Block
 
 _MOST_NAMES = 1 << 17  # names whose quota is cached; more clear the cache
+_MOST_BYTES = 16 << 20  # of these names
 
 
 def block_name(req_id: bytes) -> bytes:
@@ -129,6 +130,7 @@ class Quotas:
         for rule, quota in zip(rules, self._quotas, strict=True):
             self._patterns.add(rule.pattern, quota, rule.matches)
         self._names: dict[bytes, Quota | None] = {}  # cached results of `named`
+        self._name_bytes = 0  # of these names
 
     def __len__(self) -> int:
         return len(self.every)
@@ -166,8 +168,10 @@ class Quotas:
         try:
             return self._names[name]
         except KeyError:
-            if len(self._names) >= _MOST_NAMES:
+            if len(self._names) >= _MOST_NAMES or self._name_bytes > _MOST_BYTES:
                 self._names.clear()
+                self._name_bytes = 0
+            self._name_bytes += len(name)
             matching = self._patterns.matching(name)
             found = self._names[name] = min(matching, key=self._numbers.__getitem__, default=None)
             return found

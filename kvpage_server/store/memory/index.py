@@ -140,8 +140,9 @@ class OnDisk:
 # the whole scan, because positions do not change. It also finds deleted keys, which the caller filters out. A key that
 # was deleted and set again is in the list twice. So is a page that was stored by itself, and later in an extent.
 #
-# When more than half of a list's keys are deleted, the list gets no more keys, and the next scan creates a new one.
-# Cursors into the last few lists stay valid. Any other cursor starts a new scan, which repeats keys but skips none.
+# When more than half of a list's keys are deleted, or the list got many bytes of new keys, the list gets no more keys,
+# and the next scan creates a new one. Cursors into the last few lists stay valid. Any other cursor starts a new scan,
+# which repeats keys but skips none.
 #
 # Costs: O(keys) to create a list, which happens at most once in as many deletions, or after REST_AFTER without a scan;
 # O(1) for each key that is added or returned.
@@ -149,6 +150,7 @@ class OnDisk:
 _PLACE_BITS = 40  # low bits of a cursor: the number of positions left; the bits above are the list's generation
 _OLD_LISTS = 2  # lists before the current one whose cursors stay valid
 _SLACK = 1024  # deleted keys that a list may have in any case
+_SLACK_KIB = 4096  # KiB of long new keys that a list may get in any case
 REST_AFTER = 300_000  # milliseconds without a scan after which the lists are dropped
 
 
@@ -164,13 +166,15 @@ class ScanOrder(Generic[T]):
         self._lists: dict[int, list[T]] = {}  # by generation: the current list and up to _OLD_LISTS before it
         self._generation = random.randrange(1, 1 << 22)  # random, so that cursors of an earlier process are invalid
         self.current: list[T] | None = None  # the list that gets new keys; None while no client scans
+        self._kib = 0  # KiB of the long keys that the current list got since its creation
         self._last_used = 0  # the last scan, in monotonic milliseconds
 
     def add(self, name: T) -> None:
         """Add a new key to the current list, which must exist."""
         assert self.current is not None
         self.current.append(name)
-        if len(self.current) > 2 * self._count() + _SLACK:
+        self._kib += len(name) >> 10 if isinstance(name, bytes) else 0
+        if len(self.current) > 2 * self._count() + _SLACK or self._kib > self._count() + _SLACK_KIB:
             self.current = None
 
     def visit(self, cursor: int, count: int, now: int) -> tuple[int, list[T]]:
@@ -197,7 +201,7 @@ class ScanOrder(Generic[T]):
     def _begin(self) -> tuple[int, int]:
         """Return the generation and the length of the list for a new scan, which is created if necessary."""
         if self.current is None or len(self.current) > 2 * self._count() + _SLACK:
-            self.current = self._everything()
+            self.current, self._kib = self._everything(), 0
             self._generation += 1
             self._lists[self._generation] = self.current
             for old in list(self._lists)[: -1 - _OLD_LISTS]:

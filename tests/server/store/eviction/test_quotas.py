@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -652,3 +653,25 @@ def test_a_bad_quota_is_refused_with_the_line_and_the_reason(
         with pytest.raises(redis.ResponseError) as received:
             client.execute_command("CONFIG", "SET", "quota", value)
         assert str(received.value).endswith(complaint)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("SET", "%s", "v"), ("SET", "%s", "v", "EX", "900"), ("KVPAGEKEEP", "al", "1", "600", "%s"), ("SCAN", "0")],
+    ids=["string", "expiry", "lifetime", "scan"],
+)
+def test_long_keys_that_were_deleted_take_little_memory(words: tuple[str, ...]) -> None:
+    """250 keys of 256 KiB: a copy of each would be 62 MiB."""
+    here = Here()
+    here.server.config.change("quota", "kv:t* 20mb")
+    apply(here.server, ["quota"])
+    tracemalloc.start()
+    try:
+        for number in range(250):
+            key = f"{number}:".ljust(1 << 18, "y")
+            here.call("SET", key, "v")
+            here.call(*(key if word == "%s" else word for word in words))
+            assert here.call("DEL", key) == b":1\r\n"
+        assert tracemalloc.get_traced_memory()[0] < 40 << 20
+    finally:
+        tracemalloc.stop()
