@@ -25,12 +25,12 @@ class RawCommand(NamedTuple):
 
     `read` gets bytes or a memoryview of a string, an int, None, a list or a dict; its result is the decoded reply. It
     raises WrongReply for a reply that does not fit. Without `read`, the reply is returned unchanged. With several
-    servers, the word at position `key` selects the server.
+    servers, `key` selects the server: a key, or the position of the word that is one.
     """
 
     words: Sequence[Word]
     read: Callable[[Any], Any] = lambda reply: reply
-    key: int = 1
+    key: int | bytes = 1
 
 
 class Kept(NamedTuple):
@@ -43,6 +43,8 @@ class Kept(NamedTuple):
 
 def key_of(raw_command: RawCommand) -> bytes:
     """Return the key of a command, which selects the server. Raises Unsupported if there is none."""
+    if isinstance(raw_command.key, bytes):
+        return raw_command.key
     if len(raw_command.words) <= raw_command.key:
         raise Unsupported(f"several servers can't be asked for anything without a key, got {raw_command.words[0]!r}")
     return encoded(raw_command.words[raw_command.key])

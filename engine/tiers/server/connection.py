@@ -10,8 +10,9 @@ from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping, Se
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, ClassVar, TypeVar, cast
+from urllib.parse import urlsplit
 
 from redis.driver_info import DriverInfo
 
@@ -28,8 +29,10 @@ from kvpage_server.client import (
 )
 from kvpage_server.client.cluster.nodes import SILENCE
 from kvpage_server.client.cluster.plan import GONE, RAISES
+from kvpage_server.client.cluster.side_by_side import segment_of
+from kvpage_server.client.cluster.topology import SCHEMES
 from kvpage_server.client.commands import Coding
-from kvpage_server.client.raw_commands import RawCommand, Word, ok, scanned, text, texts
+from kvpage_server.client.raw_commands import RawCommand, Word, key_of, ok, scanned, text, texts
 
 from ...event_loop import EventLoop
 from .restore_planner import Rates
@@ -230,7 +233,8 @@ class ServerConnection:
         self.reachability = Reachability(shown(url))  # of several servers: whether the client knows them
         self._nodes: dict[Hashable, Reachability] = {}  # of each of several servers
         self.rates = Rates()
-        self._may_use_no_touch = True  # no refusal of CLIENT NO-TOUCH so far
+        # False after a refusal of CLIENT NO-TOUCH, and for a cluster, which may not answer on the same connection
+        self._may_use_no_touch = urlsplit(url).scheme not in SCHEMES
         self._turns = asyncio.Semaphore(CONCURRENT_ATTEMPTS)
         self.loop = EventLoop(owner)
 
@@ -323,15 +327,26 @@ class ServerConnection:
         return answers
 
     async def ask_untouched(self, raw_commands: Iterable[RawCommand], *, gone: Any = RAISES) -> list[Any]:
-        """Send commands that do not count as uses of their keys, if a single server permits CLIENT NO-TOUCH to the
-        user."""
+        """Send commands that do not count as uses of their keys, if the server permits CLIENT NO-TOUCH to the user. On
+        a cluster, they count."""
         raw_commands = list(raw_commands)
-        if not self.several and self._may_use_no_touch:
-            on, off = (RawCommand(["CLIENT", "NO-TOUCH", word], ok) for word in ("ON", "OFF"))
+        if self._may_use_no_touch:
+            asked, places = list[RawCommand](), list[int]()
+            for key, some in groupby(raw_commands, _segment) if self.several else [(b"", iter(raw_commands))]:
+                on, off = (RawCommand(["CLIENT", "NO-TOUCH", word], ok, key) for word in ("ON", "OFF"))
+                asked.append(on)
+                for one in some:
+                    places.append(len(asked))
+                    asked.append(one)
+                asked.append(off)
             try:
-                return (await self.ask([on, *raw_commands, off]))[1:-1]
-            except Refused:
+                answers = await self.ask(asked, gone=gone)
+            except Refused as error:
+                if error.code not in ("NOPERM", "ERR"):
+                    raise
                 self._may_use_no_touch = False
+            else:
+                return [answers[place] for place in places]
         return await self.ask(raw_commands, gone=gone)
 
     async def ask_one(self, read: Callable[[Any], T], *words: Word) -> T:
@@ -441,6 +456,10 @@ class ServerConnection:
         self.loop.close(self.server.close())
         for one in (self.reachability, *self._nodes.values()):
             one.close()
+
+
+def _segment(raw_command: RawCommand) -> bytes:
+    return segment_of(key_of(raw_command))
 
 
 def _note(server: Reachability, error: Exception) -> None:

@@ -16,6 +16,7 @@ from contexts import BLOCK, SPEC, is_true, made, some_tokens
 from homes import Home, homes_and_tiers
 from pools import pool_of
 from test_kvpage_cli import kvpage
+from waiting import until
 
 from engine.pool import BlockPool
 from engine.tiers.pages import PageTier
@@ -71,6 +72,28 @@ def test_common_prefixes_are_shared_and_found_by_tokens(tier: PageTier, other: P
     assert (saved.blocks_written, saved.blocks_present) == (4, 9)
     assert found(tier, "bob") == len(longer)
     assert found(tier, "nobody", some_tokens(2, 50)) == 0
+
+
+def test_looking_at_agents_is_no_use_of_them(home: Home, tier: PageTier) -> None:
+    if home.cluster:
+        pytest.skip("CLIENT NO-TOUCH is for one connection")
+    assert save(tier)
+
+    def idle() -> int:
+        seen = (
+            (client, key)
+            for client in home.clients
+            for kind in ("manifest", "seal")
+            for key in client.keys(f"{kind}:*")
+        )
+        return min(client.object("idletime", key) for client, key in seen)
+
+    until(lambda: idle() >= 1, "a second without a use")
+    assert tier.has("alice")
+    assert tier.tokens_of("alice") == len(TOKENS)
+    assert tier.is_whole("alice")
+    assert tier.why_removed("alice", TOKENS) is None
+    assert idle() >= 1
 
 
 def json_of(*words: str, url: str, expected: int = 0) -> dict[str, Any]:
