@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvpage_server.client.cluster.plan import GONE
 
@@ -26,7 +26,15 @@ from .server.connection import FAILING
 
 log = logging.getLogger(__name__)
 
-Save = Callable[[AgentBlocks], Coroutine[Any, Any, int | None]]  # returns the bytes written, or None if it failed
+
+class Written(NamedTuple):
+    """The result of a save."""
+
+    nbytes: int
+    whole: bool  # False if one of several servers did not take its part
+
+
+Save = Callable[[AgentBlocks], Coroutine[Any, Any, Written | None]]  # returns None if it failed
 UNREACHABLE = FAILING | {"open", "late"}  # reasons of failures that `Reachability` logs
 RETRY_SECONDS = 1.0  # from a failed write to the next write to this tier
 INCOMPLETE_SECONDS = 5.0  # from a save of which one of several servers did not take its part, to the next one
@@ -216,9 +224,9 @@ class Flusher:
         """Write all dirty contexts to all their tiers before returning. With an agent, write only its context, even if
         it is clean, because the server may have evicted blocks of it. This is a use of the context.
 
-        A page server that fails is tried once, even while its circuit breaker is open. Every file is tried, because the
-        failure of one does not concern the others. If one of several servers lacks a part of a context, the context is
-        written again.
+        A page server that does not answer is tried once, even while its circuit breaker is open. Every file is tried,
+        because the failure of one does not concern the others. If one of several servers lacks a part of a context, the
+        context is written again.
         """
         self._loop.run(self._flush(agent_id))
 
@@ -234,8 +242,8 @@ class Flusher:
     # -- on the loop's thread --------------------------------------------------------------------------------------
 
     async def _flush(self, agent_id: str | None) -> None:
-        """Write all publications, then all dirty contexts or the one of `agent_id`, to all tiers. After a failure of
-        the page server, write no further context to it.
+        """Write all publications, then all dirty contexts or the one of `agent_id`, to all tiers. If the page server
+        does not answer, write no further context to it.
         """
         if self._pages:
             self._pages.breaker.retry()
@@ -257,7 +265,7 @@ class Flusher:
         for agent_id in dirty:
             for tier in self._tiers:
                 if tier not in failed and not await self._write(agent_id, tier) and tier == "page":
-                    failed.add(tier)
+                    failed |= {tier} if self._tiers[tier].save_failure in UNREACHABLE else set()
 
     async def _run(self) -> None:
         """Write contexts as they become due, until `close`."""
@@ -290,7 +298,7 @@ class Flusher:
                 self._pool.share(publication.context.block_ids, publication.context.agent_id)
             failed = False
 
-            async def save(context: AgentBlocks) -> int | None:
+            async def save(context: AgentBlocks) -> Written | None:
                 nonlocal failed
                 assert self._pages
                 saved = await self._pages.publish_async(
@@ -302,14 +310,16 @@ class Flusher:
                 if saved and publication.lifetimes:
                     kept = await self._pages.keep_async(context, publication.lifetimes)
                     publication.lifetimes.report(kept)
-                return saved.nbytes if saved else None
+                return Written(saved.nbytes, saved.whole) if saved else None
 
-            written = await self._save_and_free("page", save, publication.context) is not None
+            result = await self._save_and_free("page", save, publication.context)
+            written = result is not None
             self._log_failure("page")
             with self._lock:
                 ended = [publication]
-                if written:
-                    self._tally.count("published")
+                if result:
+                    if result.whole:
+                        self._tally.count("published")
                     self._failed.pop("page", None)
                 else:
                     self._failed["page"] = time.monotonic() + RETRY_SECONDS
@@ -359,51 +369,56 @@ class Flusher:
                 context, entry.on_the_way = entry.context, tier == "page"
                 idle = time.monotonic() - entry.used
                 self._pool.share(context.block_ids, agent_id)
-            nbytes = await self._save_and_free(tier, partial(self._save, tier, idle, entry.lifetimes), context)
+            written = await self._save_and_free(tier, partial(self._save, tier, idle, entry.lifetimes), context)
             with self._lock:
                 entry.on_the_way = False
-                self._note_result(entry, tier, succeeded=nbytes is not None)
+                self._note_result(entry, tier, succeeded=written is not None)
                 self._hot.trim(self.failing)
             self._log_failure(tier)
             self._changed.set()
-        return nbytes is not None
+        return written is not None
 
     async def _save(
         self, tier: LowerTier, idle: float, lifetimes: Lifetimes | None, context: AgentBlocks
-    ) -> int | None:
+    ) -> Written | None:
         if tier == "cold":
             assert self._cold
-            return await self._loop.on_file_thread(partial(self._cold.save, context))
+            nbytes = await self._loop.on_file_thread(partial(self._cold.save, context))
+            return None if nbytes is None else Written(nbytes, whole=True)
         assert self._pages
         saved = await self._pages.save_async(context, idle)
         if lifetimes:
             keeps = saved is not None and saved.whole
             lifetimes.report(await self._pages.keep_async(context, lifetimes) if keeps else NOT_WRITTEN)
-        return saved.nbytes if saved else None
+        return Written(saved.nbytes, saved.whole) if saved else None
 
-    async def _save_and_free(self, tier: LowerTier, save: Save, context: AgentBlocks) -> int | None:
-        """Save a context, and free its blocks. Return the number of bytes written, or None if the save failed."""
+    async def _save_and_free(self, tier: LowerTier, save: Save, context: AgentBlocks) -> Written | None:
+        """Save a context, and free its blocks. Return the result, or None if the save failed. An incomplete save counts
+        as failed.
+        """
         start = time.perf_counter()
-        nbytes = None
+        written = None
         try:
-            nbytes = await save(context)
+            written = await save(context)
         except Exception:  # the coroutine has to write the other contexts
             log.exception("the context of %s could not be written", context.agent_id)
         finally:
             self._pool.free(context.block_ids, context.agent_id)
+        nbytes = written.nbytes if written and written.whole else None
         self._tally.saved(tier, nbytes, time.perf_counter() - start)
-        return nbytes
+        return written
 
     def _log_failure(self, tier: LowerTier) -> None:
         """Log the first failure of a tier, and the first success after it. Reachability logs outages of the server.
 
-        As long as a save of another context is incomplete, the page server has not succeeded.
+        As long as another context could not be saved, the page server has not succeeded: one of several servers may
+        fail.
         """
         with self._lock:
-            incomplete = any(entry.retry_at for entry in self._hot)
+            incomplete, failure = any(entry.retry_at for entry in self._hot), self._hot.failure
         if tier == "page" and self._pages and incomplete:
             self._pages.save_failure = self._pages.save_failure or GONE
-        reason = self._tiers[tier].save_failure
+        reason = self._tiers[tier].save_failure or (failure if tier == "page" else None)
         place = "the page server" if tier == "page" else "files"
         if reason is None and tier in self._logged:
             self._logged.discard(tier)
@@ -416,14 +431,18 @@ class Flusher:
         if not succeeded:
             self._failed[tier] = time.monotonic() + RETRY_SECONDS
             entry.dirty_since = time.monotonic()  # behind the others, because this context may be the cause
+            if tier == "page" and self._pages:
+                entry.failure = self._pages.save_failure or "error"
             return
         self._failed.pop(tier, None)
         if entry.context.blocks and self._tiers[tier].save_failure:  # one of several servers did not take its part
             entry.dirty_since = time.monotonic()
             entry.retry_at = entry.dirty_since + INCOMPLETE_SECONDS
+            entry.failure = GONE
             return
         entry.kept = True
-        entry.retry_at = 0.0 if tier == "page" else entry.retry_at
+        if tier == "page":
+            entry.retry_at, entry.failure = 0.0, ""
         entry.unwritten_tiers.discard(tier)
         if not entry.unwritten_tiers:
             self._tally.count("dirty_flushes")

@@ -32,6 +32,7 @@ class CacheEntry:
     kept: bool = False  # True once a tier below has stored it, even if that tier has evicted it since
     lifetimes: Lifetimes | None = None  # for which the page server keeps it
     on_the_way: bool = False  # whether it is being written to the page server
+    failure: str = ""  # the reason for which its last save to the page server failed or was incomplete
     retry_at: float = 0.0  # time.monotonic() of the next save, after one that was incomplete; 0 otherwise
     used: float = field(default_factory=time.monotonic)
     dirty_since: float = field(default_factory=time.monotonic)
@@ -77,6 +78,11 @@ class HotTier:
         return sum(_sizes(self._entries.values()).values())
 
     @property
+    def failure(self) -> str | None:
+        """The reason for which a context could not be saved to the page server; None if all could."""
+        return next((entry.failure for entry in self if entry.failure), None)
+
+    @property
     def idle(self) -> float | None:
         """Seconds since the last use of the context that is evicted next; None if none may be evicted."""
         oldest = next((entry for entry in self if not entry.pinned and not entry.leaving), None)
@@ -115,6 +121,7 @@ class HotTier:
             entry.pinned = before.pinned
             if before.unwritten_tiers:
                 entry.dirty_since = before.dirty_since
+                entry.failure = before.failure if unwritten_tiers else ""
             self.drop(context.agent_id)
         self._entries[context.agent_id] = entry
 

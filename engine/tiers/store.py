@@ -474,7 +474,7 @@ class AgentCacheStore:
                 if not is_queued:
                     return False
             self.flush_dirty(context.agent_id)
-            if "page" in self.save_failures:
+            if self._pages and self._pages.save_failure:
                 return False
         return True
 
@@ -561,9 +561,12 @@ class AgentCacheStore:
 
     @property
     def save_failures(self) -> dict[str, str]:
-        """The reason for which the last save failed, by tier: "page" or "cold"."""
+        """The reason for which the last save failed, or that of another context, by tier: "page" or "cold"."""
         tiers = {"page": self._pages, "cold": self._cold}
-        return {name: tier.save_failure for name, tier in tiers.items() if tier and tier.save_failure}
+        found = {name: tier.save_failure for name, tier in tiers.items() if tier and tier.save_failure}
+        with self._lock:
+            failure = self._hot.failure
+        return {"page": failure, **found} if failure else found
 
     def evict_all_to_disk(self) -> int:
         """Write all dirty contexts, also to files. Then drop all contexts from memory, except pinned contexts and dirty
@@ -644,13 +647,14 @@ class AgentCacheStore:
         with self._lock:
             unsaved = sum(entry.whole and not entry.kept for entry in self._hot) if self._flusher.tiers else 0
             unsaved += unnamed
+            failures = self.save_failures
             self._hot.clear()
             self._tree.clear()
         if self._pages:
             self._pages.close()
         self._loop.close()
         if unsaved:
-            reasons = ", ".join(f"{tier}: {reason}" for tier, reason in self.save_failures.items())
+            reasons = ", ".join(f"{tier}: {reason}" for tier, reason in failures.items())
             log.error("%s could not be saved (%s)", plural(unsaved, "context"), reasons)
         return unsaved
 

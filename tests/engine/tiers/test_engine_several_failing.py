@@ -97,7 +97,10 @@ def test_saves_are_completed_after_an_outage_of_one_server(
             store.save(context)
             pool.free(context.block_ids, agent)
         store.flush_dirty()
-        assert store.metrics().dirty_agents > 0
+        figures = store.metrics()
+        assert figures.dirty_agents > 0
+        assert figures.page.saves == len(agents) - figures.dirty_agents
+        assert figures.unsaved["page"] >= figures.dirty_agents
         assert store.save_failures == {"page": "gone"}
         assert "written to the page server again" not in caplog.text
         until(lambda: store.outage, "an outage of one server")
@@ -115,6 +118,34 @@ def test_saves_are_completed_after_an_outage_of_one_server(
             tier = PageTier(url, SPEC, pool, deadline=20)
             assert all(tier.tokens_of(agent) == len(tokens) for agent, tokens in agents.items())
             tier.close()
+
+
+def test_a_full_server_keeps_failing_until_it_takes_all(
+    pool: BlockPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other server takes contexts meanwhile."""
+    monkeypatch.setattr(flush, "RETRY_SECONDS", 0.1)
+    with start_server() as one, start_server("--maxmemory-policy", "noeviction") as full, full.client() as client:
+        pages = PageTier(f"redis://127.0.0.1:{one.port},redis://127.0.0.1:{full.port}", SPEC, pool, deadline=20)
+        store = AgentCacheStore(SPEC, pool, pages=pages)
+        client.config_set("maxmemory", 1)
+        agents = [f"agent{seed}" for seed in range(24)]
+        for seed, agent in enumerate(agents):
+            context = made(pool, agent, some_tokens(seed, BLOCK))
+            store.save(context)
+            pool.free(context.block_ids, agent)
+            store.flush_dirty()
+        figures = store.metrics()
+        assert 0 < figures.dirty_agents < len(agents)
+        assert figures.page.saves == len(agents) - figures.dirty_agents
+        assert store.save_failures == {"page": "full"}
+        assert caplog.text.count("contexts cannot be written to the page server (full)") == 1
+        assert "contexts are written to the page server again" not in caplog.text
+        client.config_set("maxmemory", 0)
+        until(lambda: not store.metrics().dirty_agents, "every context is saved")
+        assert store.save_failures == {}
+        until(lambda: caplog.text.count("contexts are written to the page server again") == 1, "the end in the log")
+        store.close()
 
 
 def test_a_silent_node_costs_its_pages_within_the_deadline(masters: Cluster, pool: BlockPool) -> None:
