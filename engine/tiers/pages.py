@@ -32,7 +32,7 @@ from functools import partial
 from itertools import groupby, takewhile
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from kvpage_server.client import Refused, Unsupported
+from kvpage_server.client import Unsupported
 from kvpage_server.client.cluster.plan import GONE
 from kvpage_server.client.commands import Coding
 from kvpage_server.client.raw_commands import Kept, RawCommand, fields, integer, ok_or_not, text, up_to
@@ -47,7 +47,7 @@ from ..pool import BlockPool
 from ..spec import ModelCacheSpec
 from .server import block_writer, reference_counts, reference_marks, tails
 from .server.block_writer import Saved, Write
-from .server.connection import OUTAGES, Outage, ServerConnection
+from .server.connection import OUTAGES, Outage, ServerConnection, refuses
 from .server.fetch import Fetch
 from .server.lookup import MOST_BRANCHES, FetchRequest, Remote
 from .server.manifest import (
@@ -330,7 +330,7 @@ class PageTier:
         try:
             await work
         except OUTAGES as error:
-            if not self._connection.several or isinstance(error, Refused):
+            if not self._connection.several or refuses(error):
                 raise
             return replace(saved, whole=False)
         return saved

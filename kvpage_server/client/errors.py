@@ -61,6 +61,11 @@ class Refused(PageClientError, redis.ResponseError):
         super().__init__(message)
         self.code = message.split(" ", 1)[0]
 
+    @property
+    def of_login(self) -> bool:
+        """Whether the server sends this error in reply to every command until a login succeeds."""
+        return self.code in ("WRONGPASS", "NOAUTH")
+
 
 class BadBuffer(PageClientError, ValueError):
     """Error: memory of the caller cannot be used, because it has the wrong size, is read-only, or is not contiguous."""

@@ -9,12 +9,11 @@ from typing import Any, cast
 
 from typing_extensions import Buffer
 
-from kvpage_server.client import Refused
 from kvpage_server.client.page import readable
 from kvpage_server.client.raw_commands import RawCommand, up_to
 
 from ...memory.blocks import AgentBlocks, Arrays
-from .connection import OUTAGES, ServerConnection
+from .connection import OUTAGES, ServerConnection, refuses
 from .manifest import BlockLayout, BlockPlace
 
 Parts = Mapping[BlockPlace, Sequence[Buffer]]  # the arrays of each place, in canonical order
@@ -78,7 +77,7 @@ async def write(
         try:
             done = await _write_chunk(connection, layout, parts, chunk)
         except OUTAGES as error:
-            if not connection.several or isinstance(error, Refused):
+            if not connection.several or refuses(error):
                 raise
             done = []
         written += done
@@ -107,7 +106,7 @@ async def _write_chunk(
         try:
             await connection.server.mset_blocks(names, layout.block(chunk[0]), bodies)
         except OUTAGES as error:
-            if not connection.several or isinstance(error, Refused):
+            if not connection.several or refuses(error):
                 raise
             present = await connection.ask([connection.server.words.exists(name) for name in names], gone=0)
             chunk = [place for place, _ in takewhile(lambda one: one[1], zip(chunk, present, strict=True))]

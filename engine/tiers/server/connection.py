@@ -121,7 +121,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 OUTAGES = (PageClientError, OSError, TimeoutError)  # exceptions of a server that fails or is absent
 FAILING = frozenset({"slow", "down", "garbled"})  # reasons that the breaker counts as failures
-LOGIN_ERRORS = frozenset({"WRONGPASS", "NOAUTH"})  # error codes of every reply until a login succeeds
 _attempt_timeout: ContextVar[asyncio.Timeout] = ContextVar("attempt_timeout")  # of the current attempt
 SCAN_COUNT = 5000  # keys that one call of SCAN examines
 CONCURRENT_ATTEMPTS = 16  # concurrent attempts, each with up to CONNECTIONS connections
@@ -138,6 +137,12 @@ def reason(error: BaseException) -> str:
     if isinstance(error, Refused) and error.code == "OOM":
         return "full"
     return "down" if isinstance(error, Disconnected | OSError) else "refused"
+
+
+def refuses(error: BaseException) -> bool:
+    """Return whether an error is the reply of a server to which the engine is logged in. One of several servers with
+    another login is unavailable, as one that does not answer."""
+    return isinstance(error, Refused) and not error.of_login
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,7 +410,7 @@ class ServerConnection:
             except OUTAGES as error:
                 if known:
                     _note(known, error)
-                if isinstance(error, Refused) and error.code not in LOGIN_ERRORS:
+                if refuses(error):
                     raise
                 outages.append(error)
                 self.progressed()
@@ -424,7 +429,7 @@ class ServerConnection:
                 found |= await self._scan(pattern, node)
             except OUTAGES as error:
                 failure = error
-                if all_of_them or isinstance(error, Refused) or len(nodes) == 1:
+                if all_of_them or refuses(error) or len(nodes) == 1:
                     raise
         if failure and not found:
             try:
@@ -465,7 +470,7 @@ def _segment(raw_command: RawCommand) -> bytes:
 def _note(server: Reachability, error: Exception) -> None:
     """Count a failed request of a server, which is an answer if its reply is an error, except one of a login."""
     why = reason(error)
-    if why in FAILING or (isinstance(error, Refused) and error.code in LOGIN_ERRORS):
+    if why in FAILING or (isinstance(error, Refused) and error.of_login):
         server.failed(why, error)
     else:
         server.answered()

@@ -20,12 +20,11 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby, islice
 
-from kvpage_server.client import Refused
 from kvpage_server.client.raw_commands import RawCommand, integer, ok, text, texts
 from kvpage_server.page import SEGMENT
 
 from .block_writer import Saved, Write
-from .connection import OUTAGES, ServerConnection
+from .connection import OUTAGES, ServerConnection, refuses
 from .manifest import UNKNOWN, deletion_key, digest_of, manifest_key, named_in, names_in, older_key, renamed_manifest
 from .reference_counts import ManifestMaker, Stored, count_key, forget_block, mark_deleted
 
@@ -60,7 +59,7 @@ async def save(
                 await _replace_manifest(connection, key, None)
                 return None
     except OUTAGES as error:
-        if isinstance(error, Refused):
+        if refuses(error):
             raise
         saved = replace(saved, whole=False)
     return saved

@@ -245,7 +245,7 @@ class SideBySideCalls:
         answer.
 
         With `again`, a command is sent a second time after a broken connection. Raises Refused for the first error
-        reply.
+        reply, except that of a login: such a server counts as one that does not answer.
         """
         left: dict[ServerUrl, list[int]] = defaultdict(list)
         for i, raw_command in enumerate(raw_commands):
@@ -254,7 +254,7 @@ class SideBySideCalls:
         for _ in range(_TRIES if again else 1):
             asked = [NodeRequest(server, ask(_of(raw_commands, some))) for server, some in left.items()]
             for (server, some), outcome in zip(list(left.items()), (yield Round(asked)), strict=True):
-                if isinstance(outcome, Failed) and isinstance(outcome.error, Refused):
+                if isinstance(outcome, Failed) and _refuses(outcome.error):
                     raise outcome.error.again()
                 for i, answer in zip(some, repeat(outcome) if isinstance(outcome, Failed) else outcome, strict=False):
                     answers[i] = answer
@@ -298,7 +298,7 @@ class SideBySideCalls:
         """Send each part to its server, twice if the connection breaks. Return each part with its result, or with
         Failed.
 
-        Raises Refused for an error reply, and the first error if all servers fail.
+        Raises Refused for an error reply, except that of a login, and the first error if all servers fail.
         """
         answers: dict[ServerUrl, Any] = {}
         for _ in range(_TRIES):
@@ -320,7 +320,7 @@ class SideBySideCalls:
                 self._dialects.pop(server, None)  # it may be an older one since a restart
         failed = [answer.error for answer in answers.values() if isinstance(answer, Failed)]
         for error in failed:
-            if isinstance(error, Refused) or len(failed) == len(parts):
+            if _refuses(error) or len(failed) == len(parts):
                 raise error.again()
         return [(part, part.read(answers[part.server])) for part in parts]
 
@@ -362,6 +362,11 @@ class _Part:
 
 def _of(items: Sequence[T], some: Sequence[int]) -> list[T]:
     return [items[i] for i in some]
+
+
+def _refuses(error: PageClientError) -> bool:
+    """Return whether an error is the reply of a server to which the client is logged in."""
+    return isinstance(error, Refused) and not error.of_login
 
 
 def _is_retryable(answer: Any) -> bool:

@@ -148,6 +148,25 @@ def test_a_full_server_keeps_failing_until_it_takes_all(
         store.close()
 
 
+def test_a_server_with_another_password_costs_its_pages_only(pool: BlockPool) -> None:
+    with start_server() as one, start_server() as locked, locked.client() as client:
+        tier = PageTier(f"redis://127.0.0.1:{one.port},redis://127.0.0.1:{locked.port}", SPEC, pool, deadline=40)
+        client.config_set("requirepass", "secret")
+        tokens = {f"agent{seed}": some_tokens(seed, BLOCK) for seed in range(24)}
+        saved = {agent: save(tier, agent, some) for agent, some in tokens.items()}
+        whole = {agent for agent, result in saved.items() if result and result.whole}
+        assert 0 < len(whole) < len(tokens)
+        assert set(tier.agents()) == whole
+        assert tier.unsaved == {"gone": len(tokens) - len(whole)}
+        assert all(found(tier, agent, tokens[agent]) == BLOCK for agent in whole)
+        client.config_set("requirepass", "")
+        for agent, some in tokens.items():
+            again = save(tier, agent, some)
+            assert again
+            assert again.whole
+        tier.close()
+
+
 def test_a_silent_node_costs_its_pages_within_the_deadline(masters: Cluster, pool: BlockPool) -> None:
     with home_of(cluster=masters) as home:
         home.flush()
