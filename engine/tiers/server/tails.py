@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvpage_server import bounded
 from kvpage_server.client.raw_commands import RawCommand, integer, ok, text
@@ -183,6 +183,8 @@ async def record(
         after = tuple((count, found.decode(errors="replace")) for count, found in taken.items() if found)
         parent = Parent(context.names[: block.start // size], chain, layout.together)
         tail = Tail(context.tokens[block.start : block.end], digest.decode(errors="replace"), after)
+        if spec.has_state:
+            tail = await _with_earlier_states(connection, spec, parent, tail)
         entered = [await _update(connection, spec, parent, key, tail) for key in parent.records(tail.tokens, spec)]
         return any(entered)
 
@@ -312,6 +314,21 @@ async def _update(connection: ServerConnection, spec: ModelCacheSpec, parent: Pa
     for place in unreferenced:
         await _delete(connection, place)
     return entered
+
+
+async def _with_earlier_states(connection: ServerConnection, spec: ModelCacheSpec, parent: Parent, tail: Tail) -> Tail:
+    """Return a block with the stored states of the blocks that it replaces. The engine that wrote it may not have them,
+    because it has restored only one state of the prompt.
+    """
+    earlier = [other for key in parent.records(tail.tokens, spec) for other in await _read(connection, spec, key)]
+    counts = {count for other in earlier if other.begins(tail.tokens) for count, _ in other.states}
+    counts -= {count for count, _ in tail.states}
+    found = replace(tail, states=tuple((count, "") for count in counts)).places(parent, spec)
+    places = [place for place in found if place.of_state]
+    digests = await connection.read([place.seal for place in places]) if places else ()
+    pairs = zip(places, digests, strict=True)
+    states = [(place.tokens, digest.decode(errors="replace")) for place, digest in pairs if digest]
+    return replace(tail, states=tuple(sorted([*tail.states, *states])))
 
 
 def _places(tails: Iterable[Tail], parent: Parent, spec: ModelCacheSpec) -> set[BlockPlace]:

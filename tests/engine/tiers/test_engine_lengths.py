@@ -142,6 +142,19 @@ def test_the_next_state_is_used_if_the_last_ones_are_lost(tier: PageTier, lost: 
     assert tier.misses == {"gap": 2}
 
 
+def test_another_writer_of_a_block_keeps_its_states(tier: PageTier) -> None:
+    """An engine that has restored a prompt after one state does not have the others."""
+    spec = tier._remote.spec
+    for count, states in ((86, (13, 45, 82, 84)), (86, (47,)), (87, (87,))):
+        assert tier.publish(context(spec, states, count))
+    for state in (13, 45, 47, 82, 84, 87):
+        assert reached(tier, (*TOKENS[:state], 1), "bob") == state
+    lose(tier, places(tier)[47][1])
+    assert tier.publish(context(spec, (87,), 87))
+    assert reached(tier, (*TOKENS[:47], 1), "bob") == 45
+    assert not tier.unsaved
+
+
 @pytest.mark.parametrize("tier", ["rows and states"], indirect=True)
 def test_a_state_behind_a_lost_block_is_not_used(tier: PageTier) -> None:
     assert tier.save(context(SPEC))
