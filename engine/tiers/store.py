@@ -18,6 +18,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, get_args
@@ -584,15 +585,20 @@ class AgentCacheStore:
         return evicted
 
     def agents(self) -> list[AgentInfo]:
-        """Return all agents, in any tier. Slow, because it looks up every block of each agent on the page server."""
+        """Return all agents, in any tier. Slow, because it looks up every block of each agent on the page server.
+
+        An agent that only the page server has is left out if it does not answer.
+        """
         on_server = set(self._pages.agents()) if self._pages else set()
         on_file = set(self._cold.agents()) if self._cold else set()
         with self._lock:
             hot = {entry.context.agent_id: entry for entry in self._hot}
-        return [
-            self._info(agent_id, hot.get(agent_id), on_server=agent_id in on_server, on_file=agent_id in on_file)
-            for agent_id in sorted(on_server | on_file | hot.keys())
-        ]
+        is_whole, found = self._completeness(), list[AgentInfo]()
+        for agent_id in sorted(on_server | on_file | hot.keys()):
+            with suppress(StoreUnavailableError):
+                places = {"on_server": agent_id in on_server, "on_file": agent_id in on_file}
+                found.append(self._info(agent_id, hot.get(agent_id), is_whole, **places))
+        return found
 
     def agent(self, agent_id: str) -> AgentInfo | None:
         """Return one agent; None if no tier has it.
@@ -608,7 +614,7 @@ class AgentCacheStore:
             if on_server is None:
                 raise StoreUnavailableError
             return None
-        return self._info(agent_id, entry, on_server=bool(on_server), on_file=on_file)
+        return self._info(agent_id, entry, self._completeness(), on_server=bool(on_server), on_file=on_file)
 
     def metrics(self) -> StoreMetrics:
         """Return the counters, and the use of memory."""
@@ -665,27 +671,53 @@ class AgentCacheStore:
         earliest = time.monotonic() - DELETION_SECONDS
         with self._lock:
             saved = [entry for entry in self._hot if entry.whole and entry.kept and entry.used > earliest]
+        is_whole = self._completeness()
         for entry in saved:
             agent_id = entry.context.agent_id
-            if self._is_lost(agent_id, on_file=self._cold is not None and self._cold.has(agent_id)):
+            if not (self._cold and self._cold.has(agent_id)) and is_whole(agent_id) is False:
                 entry.kept = False
 
-    def _is_lost(self, agent_id: str, *, on_file: bool) -> bool:
-        """Return whether no file has an agent's context, and the page server lacks a part of it."""
-        return self._pages is not None and not on_file and self._pages.is_whole(agent_id) is False
+    def _completeness(self) -> Callable[[str], bool | None]:
+        """Return a function that returns whether the page server has all of an agent's context; True without a page
+        server, and None if it does not answer. After that, it is not asked again while its outage lasts, because each
+        agent would cost a deadline.
+        """
+        answers = True
 
-    def _info(self, agent_id: str, entry: CacheEntry | None, *, on_server: bool, on_file: bool) -> AgentInfo:
+        def is_whole(agent_id: str) -> bool | None:
+            nonlocal answers
+            if not (self._pages and answers):
+                return None if self._pages else True
+            found = self._pages.is_whole(agent_id)
+            answers = found is not None or self._pages.outage is None
+            return found
+
+        return is_whole
+
+    def _info(
+        self,
+        agent_id: str,
+        entry: CacheEntry | None,
+        is_whole: Callable[[str], bool | None],
+        *,
+        on_server: bool,
+        on_file: bool,
+    ) -> AgentInfo:
         """Describe an agent's context, of which `entry` is the part in memory. `on_server` and `on_file` are whether
-        the page server and a file have one.
+        the page server and a file have one. Raises StoreUnavailableError if only the page server has one, and does not
+        answer.
         """
         below = (on_server or on_file) and (entry is None or entry.kept)
+        whole = is_whole(agent_id) if below and not on_file else True
+        if whole is None and entry is None:
+            raise StoreUnavailableError
         tokens = len(entry.context) if entry and entry.whole else None
-        if tokens is None and self._pages and on_server:
+        if tokens is None and self._pages and on_server and whole is not None and not (on_file and self._pages.outage):
             tokens = self._pages.tokens_of(agent_id)
         if tokens is None and self._cold:
             tokens = self._cold.reach(agent_id)
         is_there = bool(entry or on_server or tokens)  # a file may be damaged, or be of another program
-        saved = below and is_there and not self._is_lost(agent_id, on_file=on_file)
+        saved = below and is_there and (whole or (whole is None and tokens is not None))
         places = ("hot", entry), ("page", saved and on_server), ("cold", saved and on_file)
         return AgentInfo(
             agent_id,

@@ -26,6 +26,7 @@ from engine.pool import BlockPool
 from engine.tiers.pages import PageTier
 from engine.tiers.server import block_writer
 from engine.tiers.server.block_writer import Saved
+from engine.tiers.store import AgentCacheStore, StoreUnavailableError
 
 pool = pool_of(64)
 
@@ -53,6 +54,23 @@ def stored(client: redis.Redis) -> set[str]:
 
 def names(tokens: tuple[int, ...], agent_id: str = "") -> set[str]:
     return set(block_names(tokens, SPEC, agent_id))
+
+
+def test_agents_with_unknown_blocks_are_left_out(
+    tier: PageTier, other: PageTier, client: redis.Redis, pool: BlockPool
+) -> None:
+    """The server answers about the manifest alone."""
+    tier.save(context())
+    store = AgentCacheStore(SPEC, pool, pages=other)
+    client.execute_command("ACL", "SETUSER", "default", "-kvblockexists")
+    try:
+        assert store.agents() == []
+        with pytest.raises(StoreUnavailableError):
+            store.agent("alice")
+    finally:
+        client.execute_command("ACL", "SETUSER", "default", "+kvblockexists")
+    assert [(one.agent_id, one.tokens, one.saved) for one in store.agents()] == [("alice", 700, True)]
+    store.close()
 
 
 # -- forks and their remains -------------------------------------------------------------------------------------------
