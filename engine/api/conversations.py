@@ -60,12 +60,14 @@ async def add_items(request: Request) -> Response:
 
 async def list_items(request: Request) -> Response:
     """Reply to GET /v1/conversations/{id}/items with the items: the last one first, or the first one with `order=asc`;
-    at most `limit`, and those behind the item `after`.
+    at most `limit`, and those behind the item `after`. Together they are no longer than a request's body may be, unless
+    one is, because a client may leave many replies unread.
     """
     service, tenant = _service_and_tenant(request)
     conversation_id, stored = await _found(request)
     ids, more = page_bounds(request, stored.items)
-    return JSONResponse(listed(await service.conversations.items(tenant, conversation_id, ids), more=more))
+    items, left = await service.conversations.page(tenant, conversation_id, ids, service.limits.body)
+    return JSONResponse(listed(items, more=more or left))
 
 
 async def get_item(request: Request) -> Response:

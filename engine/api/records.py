@@ -399,6 +399,22 @@ class ConversationRecords:
         found = await asyncio.to_thread(lambda: [parsed(value) for value in values])
         return [item for item in found if item]
 
+    async def page(self, tenant: str, conversation_id: str, ids: Sequence[str], most: int) -> tuple[list[Item], bool]:
+        """Return the first items with these ids that have up to `most` bytes together, or only one that has more, and
+        whether items are left. At most about twice as many bytes are in memory.
+        """
+        some, size = list[bytes](), 0
+        for one in ids:
+            (value,) = await self._records.get([_item_key(tenant, conversation_id, one)])
+            size += len(value or b"")
+            if some and size > most:
+                break
+            some += [value] if value else []
+        else:
+            most = size
+        found = await asyncio.to_thread(lambda: [parsed(value) for value in some])
+        return [item for item in found if item], size > most
+
     async def append(self, tenant: str, conversation_id: str, items: Sequence[Item]) -> bool:
         """Add items to the end of a conversation. Return False if it does not exist. Raises ApiError (400) if it would
         have more than MAX_ITEMS.

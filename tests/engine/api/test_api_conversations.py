@@ -88,6 +88,18 @@ def test_a_conversation_is_changed(one: openai.OpenAI) -> None:
         one.conversations.retrieve(made.id)
 
 
+def test_a_page_of_long_items_has_fewer(one: openai.OpenAI, tenants: RunningEngine) -> None:
+    """Together they are longer than a body."""
+    made = one.conversations.create()
+    said = [letter * 400_000 for letter in "abcde"]
+    for text in said:
+        one.conversations.items.create(made.id, items=[message(text)])
+    page = one.conversations.items.list(made.id, limit=100, order="asc")
+    assert [len(page.data), page.has_more] == [2, True]
+    assert texts(one, made.id, limit=100, order="asc") == said
+    one.conversations.delete(made.id)
+
+
 def test_a_conversation_is_found_by_its_tenant_only(one: openai.OpenAI, tenants: RunningEngine) -> None:
     made = one.conversations.create(items=[message("A secret")])
     item = one.conversations.items.list(made.id).data[0].id
