@@ -107,6 +107,7 @@ _SHARE_FOR_NOW = 0.875  # while units have to stay because they are leased or wa
 _SHARE_WITH_REPLACED = 0.9  # of maxdisk, for values and the values that they replace
 _MOST_PASSED = 4096  # units that have to stay before the search ends
 _SHARE_OF_TEXTS = 0.5  # of the space for values; above it, short strings are evicted like other values
+_OVERHEAD = 8  # a commit needs about this fraction more than the bytes of its values
 _TEXT_ON_DISK = 2  # approximate size of a string on disk, divided by its size in memory
 
 Footprints = dict[bytes, int]  # sizes on disk in bytes, by name
@@ -157,6 +158,8 @@ class DiskAccount(Account):
         self.chains = Chains(contents.index)
         self._with_replaced = ReplacingAccount(self)
         self._freed = 0  # bytes of evicted units since the start
+        # Bytes that queued values could use at most, since the first failure after so many commits.
+        self._full_since, self._most_space = -1, 0
         self._full = "disk"  # the limit at which the last commit failed: `maxdisk`, or a full file system
 
     @property
@@ -275,11 +278,20 @@ class DiskAccount(Account):
         for req_id, page in self.chains.removed(block):
             self.stored.usage.resume(name_of_block(req_id, page))
 
-    def evict_for_full_disk(self, error: DiskFull, size: int) -> Iterator[None]:
-        """Evict `size` bytes, if possible, because the disk is full. Yield after each unit."""
+    def evict_for_full_disk(self, error: DiskFull, size: int, space: int) -> Iterator[None]:
+        """Evict `size` bytes, if possible, because the disk is full. Yield after each unit.
+
+        `space`: bytes for new pages. Evict nothing if the file system is full, and had too little space even without
+        any value: then evictions would cost values and help no commit.
+        """
         enough = self._freed + size
         alone = not isinstance(error, MaxDisk)
         self._full = "filesystem" if alone else "disk"
+        if self._full_since != self.stored.behind.commits:
+            self._full_since, self._most_space = self.stored.behind.commits, 0
+        self._most_space = max(self._most_space, self.stored.usage.used + space)
+        if alone and size + size // _OVERHEAD > self._most_space:
+            return
         for _ in evictions(self.contents, [Source(self.evictable(alone=alone), partial(self.evict, room=self._full))]):
             if self._freed >= enough:
                 return

@@ -243,7 +243,7 @@ class Changes:
 
     def evict_for_full_disk(self, error: DiskFull, size: int) -> Iterator[None]:
         """Evict, because the disk is full and `size` bytes wait. Yields after each unit."""
-        return self._account.evict_for_full_disk(error, size)
+        return self._account.evict_for_full_disk(error, size, self._space())
 
     def find_refused(self) -> Iterator[None]:
         """Find the largest units in the queue, without which the others fit in the space that was freed since the disk

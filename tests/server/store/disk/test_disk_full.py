@@ -216,6 +216,22 @@ def test_waiting_values_are_evicted_while_the_disk_is_full(tmp_path: Path) -> No
         assert disk_info(client)["disk_values"] >= 10
 
 
+def test_a_full_disk_keeps_values_that_make_too_little_room(tmp_path: Path) -> None:
+    """The waiting values would not fit without them, so their eviction would only lose values."""
+    values, options = {f"key:{i}": body(1_000_000, i) for i in range(20)}, ("--maxdisk", "0", "--maxmemory", "24mb")
+    with small_disk(tmp_path / "large", megabytes=30) as disk:
+        with start_server(*TIERED, *options, directory=disk, killed=True) as server, server.client() as client:
+            client.mset({f"old:{i}": body(1_000_000, i) for i in range(6)})
+            client.execute_command("SAVE")
+            with filled(disk):
+                client.mset(values)
+                until(lambda: disk_info(client)["disk_failing"])
+                assert "evictions_allkeys-prefix_filesystem" not in client.info("kvpage")
+                server.stop(signal.SIGKILL)
+        with tiered(disk, *options) as (_, again):
+            assert all(again.get(f"old:{i}") == body(1_000_000, i) for i in range(6))
+
+
 @pytest.mark.parametrize("how", ["DEL", "FLUSHALL"])
 def test_deletions_free_space_on_a_full_disk(disk: Path, how: str) -> None:
     options = ("--maxmemory-policy", "noeviction", "--maxmemory", "4mb")
