@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import redis
-from api_engines import write_tiny
+from api_engines import write_family, write_tiny
 from kvpage_connectors import mlx_lm_verify, verify
 from servers import RunningServer
 
@@ -28,10 +28,12 @@ def run(*options: str) -> int:
     return ended.value.code
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 def test_another_process_restores_the_context(
-    server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    model = write_tiny(tmp_path / "tiny", max_position_embeddings=8192)
+    tiny = write_tiny(tmp_path / "tiny", max_position_embeddings=8192)
+    model = tiny if kind == "llama" else write_family(tmp_path / kind, kind)
     assert run("--url", server.url, "--model", str(model)) == 0, capsys.readouterr()
     versions, restored, first, answers = capsys.readouterr().out.splitlines()
     assert versions.startswith("mlx-lm 0.32")
