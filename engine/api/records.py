@@ -419,15 +419,22 @@ class ConversationRecords:
         """Add items to the end of a conversation. Return False if it does not exist. Raises ApiError (400) if it would
         have more than MAX_ITEMS.
         """
-        await self._records.put(self._values(tenant, conversation_id, items))
+        values = self._values(tenant, conversation_id, items)
+        await self._records.put(values)
         ids = [item["id"] for item in items]
+        fits = True
 
         def extended(stored: StoredConversation) -> StoredConversation:
-            if len(stored.items) + len(ids) > MAX_ITEMS:
-                raise invalid(f"items: a conversation has at most {MAX_ITEMS}", "items")
-            return replace(stored, items=[*stored.items, *ids])
+            nonlocal fits
+            fits = len(stored.items) + len(ids) <= MAX_ITEMS
+            return replace(stored, items=[*stored.items, *ids]) if fits else stored
 
-        return await self._change(tenant, conversation_id, extended)
+        known = await self._change(tenant, conversation_id, extended)
+        if not (known and fits):  # nobody could delete the items later
+            await self._records.delete([*values])
+        if not fits:
+            raise invalid(f"items: a conversation has at most {MAX_ITEMS}", "items")
+        return known
 
     async def remove(self, tenant: str, conversation_id: str, item_id: str) -> bool:
         """Delete an item of a conversation. Return whether there was one."""

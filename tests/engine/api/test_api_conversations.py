@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 import httpx
 import openai
 import pytest
+import redis
 from api_engines import RunningEngine, start_engine, write_tiny
 from openai.types.conversations import (
     Conversation,
@@ -20,6 +21,9 @@ from openai.types.conversations import (
     ItemRetrieveParams,
 )
 from servers import RunningServer
+
+from engine.api.openai.errors import ApiError
+from engine.api.records import ConversationRecords, Records
 
 DOCS = (Path(__file__).parents[3] / "docs" / "responses.md").read_text(encoding="utf-8")
 UNKNOWN = f"conv_{32 * '0'}"
@@ -98,6 +102,22 @@ def test_a_page_of_long_items_has_fewer(one: openai.OpenAI, tenants: RunningEngi
     assert [len(page.data), page.has_more] == [2, True]
     assert texts(one, made.id, limit=100, order="asc") == said
     one.conversations.delete(made.id)
+
+
+async def test_items_that_no_conversation_has_are_not_kept(
+    server: RunningServer, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A response may end after its conversation was deleted."""
+    monkeypatch.setattr("engine.api.records.MAX_ITEMS", 2)
+    conversations = ConversationRecords(Records(server.url, 40))
+    items = [{"id": f"item_{i}", "text": "A secret"} for i in range(3)]
+    made, _ = await conversations.create("", {}, items[:1])
+    with pytest.raises(ApiError, match="at most 2"):
+        await conversations.append("", made, items[1:])
+    assert len(client.keys(f"item:*{made}*")) == 1
+    assert await conversations.delete("", made)
+    assert not await conversations.append("", made, items[1:])
+    assert not client.keys(f"*{made}*")
 
 
 def test_a_conversation_is_found_by_its_tenant_only(one: openai.OpenAI, tenants: RunningEngine) -> None:
