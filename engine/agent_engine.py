@@ -578,7 +578,7 @@ class AgentEngine:
             lifetimes.on_report(lambda kept: _notify(job.on_done, replace(answer, kept=kept)))
         if self._store and done.blocks.blocks:
             if job.keep:
-                self._store.save(done.blocks, lifetimes)
+                self._store.save(done.blocks, lifetimes, asked=job.submitted)
             else:
                 self._store.publish(done.blocks, label=job.label, written=job.written, lifetimes=lifetimes)
         elif lifetimes:

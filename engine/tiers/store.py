@@ -91,6 +91,7 @@ log = logging.getLogger(__name__)
 
 RENEWAL_PART = 1 / 20  # of a lifetime: hits in memory renew it on the page server once in this time
 SHORTEST_LIFETIME = 300  # seconds, that a client can request
+MOST_DELETED = 4096  # agents whose deletion is known to answers that began before it
 MOST_RENEWALS = 4096  # of which the time is known
 WORTH_SECONDS = 0.1  # a context without a name is written at once if computing it takes longer, else at its second use
 
@@ -162,6 +163,7 @@ class AgentCacheStore:
         self._sources = LoadSources(spec, pool, pages, cold, self._loop, self._tally, self._make_room_for)
         self._loadings: weakref.WeakSet[Loading] = weakref.WeakSet()  # to cancel at `close`
         # the time.monotonic() of the next renewal of lifetimes on the page server: see `_put_off_renewal`
+        self._deleted: dict[str, float] = {}  # agents, and when they were deleted, the earliest first
         self._renewals: OrderedDict[str | tuple[str, int], float] = OrderedDict()
         self._versions: weakref.WeakValueDictionary[str, _ContextVersion] = weakref.WeakValueDictionary()  # by agent
 
@@ -215,8 +217,9 @@ class AgentCacheStore:
         self._loadings.add(loading)
         return loading
 
-    def save(self, context: AgentBlocks, lifetimes: Lifetimes | None = None) -> None:
+    def save(self, context: AgentBlocks, lifetimes: Lifetimes | None = None, asked: float | None = None) -> None:
         """Keep a context as its agent's last one, and queue it for write-behind. The store takes references of its own.
+        If `delete` has deleted the agent after `asked`, in time.perf_counter(), nothing is kept.
 
         It is kept for its `lifetimes`, as far as memory and the page server allow, which is reported.
 
@@ -227,10 +230,13 @@ class AgentCacheStore:
         if not context.blocks:
             return
         with self._lock:
-            adopted = self._tree.adopt(context)
-            self._tree.mark_stored(adopted)
-            kept = self._keep_in_memory(adopted, lifetimes)
-            self._replace(adopted, lifetimes)
+            if asked is not None and self._deleted.get(context.agent_id, asked) > asked:
+                kept: KeptContext | None = KeptContext(0, 0, "the agent was deleted meanwhile")
+            else:
+                adopted = self._tree.adopt(context)
+                self._tree.mark_stored(adopted)
+                kept = self._keep_in_memory(adopted, lifetimes)
+                self._replace(adopted, lifetimes)
         if lifetimes and kept:
             lifetimes.report(kept)
 
@@ -313,6 +319,10 @@ class AgentCacheStore:
                 with self._lock:
                     entry = self._hot.look(agent_id)
                     self._drop(agent_id)
+                    self._deleted.pop(agent_id, None)
+                    self._deleted[agent_id] = time.perf_counter()
+                    if len(self._deleted) > MOST_DELETED:
+                        del self._deleted[next(iter(self._deleted))]
                     if entry:
                         self._tree.forget(entry.context, [other.context for other in self._hot])
         if on_server is None:

@@ -72,6 +72,20 @@ def agents(engine: RunningEngine, method: str, path: str = "", token: str = "non
     return httpx.request(method, f"{engine.url}/v1/agents{path}", headers=headers, timeout=60, **more)
 
 
+def test_an_answer_that_ends_after_a_delete_is_not_kept(engines: list[RunningEngine]) -> None:
+    asked = [{"role": "user", "content": HANDBOOK}]
+    for deletes in (True, False):
+        ask(engines[0], asked, "late")
+        more: dict[str, Any] = {"model": "tiny", "messages": asked, "max_tokens": 200, "stream": True}
+        with engines[0].client() as client:
+            chunks = iter(client.chat.completions.create(**more, extra_body={"agent_id": "late", "ignore_eos": True}))
+            next(chunks)
+            if deletes:
+                assert agents(engines[0], "DELETE", "/late").json()["deleted"]
+            assert len(list(chunks)) > 0
+        assert agents(engines[0], "GET", "/late").status_code == (404 if deletes else 200)
+
+
 def test_a_conversation_alternates_between_two_engines(engines: list[RunningEngine], alone: Any) -> None:
     messages = [{"role": "system", "content": HANDBOOK}]
     reused = []
