@@ -794,7 +794,10 @@ class AgentCacheStore:
         if not self._pages:
             return kept
         why = NOT_WRITTEN.why if self.outage else "" if written else "it may not be stored"
-        return replace(kept, why=f"only this engine keeps it: {why}") if why else None
+        if not why:
+            return None
+        whole = f"only this engine keeps it: {why}" if kept.tokens else why
+        return replace(kept, why=f"{whole}; {kept.why}" if kept.why else whole)
 
     def _publication(
         self,

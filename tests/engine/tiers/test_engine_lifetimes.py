@@ -132,6 +132,24 @@ def test_a_context_that_is_not_written_is_reported_at_once(server: RunningServer
     store.close()
 
 
+def test_both_reasons_for_a_short_lifetime_are_reported(server: RunningServer, pool: BlockPool) -> None:
+    store = AgentCacheStore(contexts.SPEC, pool, pages=PageTier(server.url, contexts.SPEC, pool))
+    made, reports = contexts.made(pool, unnamed_agent(""), contexts.some_tokens(1, 20)), list[KeptContext]()
+    for most in (store._tree._max_bytes, 0):
+        store._tree._max_bytes = most
+        lifetimes = Lifetimes([(20, 300)])
+        lifetimes.on_report(reports.append)
+        store.publish(made, written=False, lifetimes=lifetimes)
+        store._tree._kept.clear()
+    assert [one.tokens for one in reports] == [20, 0]
+    assert [one.why for one in reports] == [
+        "only this engine keeps it: it may not be stored",
+        "it may not be stored; the engine's memory has no room for the context",
+    ]
+    pool.free(made.block_ids, made.agent_id)
+    store.close()
+
+
 def test_hits_in_memory_renew_once_in_a_part_of_a_lifetime(
     server: RunningServer, client: redis.Redis, pool: BlockPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
