@@ -113,7 +113,7 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
     call is counted when it is repeated.
     """
     server = client.server
-    if server.monitors:
+    if server.monitors and spec.name != "exec":
         show_monitors(client, spec, words)
     calls, counts = server.stats.calls[spec.name], True
     started = monotonic_ns()
@@ -123,6 +123,8 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
         if spec.most and len(words) > spec.most:
             raise too_many(spec, words)
         reply = spec.handler(client, words[spec.words :])
+        if server.monitors and spec.name == "exec":  # behind the commands of its transaction, as in Redis
+            show_monitors(client, spec, words)
         if client.tracking is not None and server.events.tracking.notes(client, spec):
             reply = _noted(client, spec, words, reply)
         return in_steps(client, spec, reply) if type(reply) is Stream else reply

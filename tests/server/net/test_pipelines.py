@@ -101,6 +101,14 @@ def test_no_line_of_monitor_follows_reset_and_quit(server: RunningServer) -> Non
             wire.reply()
 
 
+def test_a_monitor_sees_exec_behind_its_commands(server: RunningServer) -> None:
+    with Wire(server.port) as wire, Wire(server.port) as other:
+        wire.ask(b"MONITOR")
+        other.send(b"".join(encode_command(words) for words in ([b"MULTI"], [b"ECHO", b"a"], [b"EXEC"])))
+        shown = [wire.reply().split(b'"')[1] for _ in range(3)]
+        assert shown == [b"MULTI", b"ECHO", b"EXEC"]
+
+
 def test_client_reply_off_silences_a_monitor(server: RunningServer) -> None:
     with Wire(server.port) as wire, Wire(server.port) as other:
         wire.send(encode_command([b"MONITOR"]) + encode_command([b"CLIENT", b"REPLY", b"OFF"]))

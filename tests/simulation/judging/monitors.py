@@ -37,8 +37,8 @@ class Monitors:
         if not there or reply is QUEUED:
             return
         required = not isinstance(reply, ReplyError | Stream)  # or it may have been refused, maybe in steps
-        commands = [(words, required)]
-        commands += [(one, False) for one in queued if reply is not NULL_ARRAY]  # some of which may be refused
+        commands = [(one, False) for one in queued if reply is not NULL_ARRAY]  # some of which may be refused
+        commands.append((words, required))
         for command, is_shown in commands:
             try:
                 spec = find(command)
