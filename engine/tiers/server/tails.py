@@ -168,7 +168,8 @@ async def record(
         return [*(place for place in inner if block.start < place.end < block.end), block.state()]
 
     def is_entered(block: BlockPlace) -> bool:
-        return least_tail(spec) <= block.tokens < size or any(place in written for place in (block, *states(block)))
+        *within, end = states(block)  # a prompt that was published before may have entered the block without them
+        return bool(within) or least_tail(spec) <= block.tokens < size or block in written or end in written
 
     blocks = list(filter(is_entered, context.places(spec, layout.together)))
     places = [place for block in blocks for place in (block, *(states(block) if spec.has_state else ()))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from block_pages import page_bodies
 from homes import Home, homes_and_tiers
@@ -153,6 +154,16 @@ def test_another_writer_of_a_block_keeps_its_states(tier: PageTier) -> None:
     assert tier.publish(context(spec, (87,), 87))
     assert reached(tier, (*TOKENS[:47], 1), "bob") == 45
     assert not tier.unsaved
+
+
+def test_states_of_an_earlier_turn_stay_in_records(tier: PageTier) -> None:
+    """The full blocks of a turn are published before its answer is saved, and the states in them were stored before."""
+    spec = tier._remote.spec
+    first = replace(context(spec, (45,), 47), tokens=(*TOKENS[:45], 1, 2))  # without the thoughts of its answer, say
+    assert tier.save(first)
+    assert tier.publish(context(spec, (45,), 86), label=None, answering=True)
+    assert tier.save(context(spec, (45, 86), 87))
+    assert reached(tier, (*TOKENS[:46], 1), "bob") == 45
 
 
 @pytest.mark.parametrize("tier", ["rows and states"], indirect=True)
