@@ -354,6 +354,12 @@ def load_prompt_cache(file_name: str, return_metadata: bool = False) -> Any:
         return caches.load_prompt_cache(path, return_metadata)
 
 
+def check_named(url: str) -> None:
+    """Raise ValueError for an URL without a name, and redis.RedisError if its server does not answer."""
+    with _connected(url) as (client, _):
+        client.ping()
+
+
 def _pieces(head: dict[str, Any]) -> list[str]:
     return [f"{head['name']}:{i}" for i in range(head.get("pieces", 0))]
 

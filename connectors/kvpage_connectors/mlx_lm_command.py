@@ -9,6 +9,8 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
+import redis
+
 from kvpage_server.address import DEFAULT_URL, URL
 from kvpage_server.system.program import interrupts_deferred
 
@@ -43,6 +45,14 @@ def run(args: argparse.Namespace) -> int:
         mlx_lm.serve(args.store)
         sys.stderr.flush()
         os._exit(0)  # MLX's threads abort an ordinary exit, of mlx_lm.server itself, too
+    named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    named.add_argument("--prompt-cache-file", default="")
+    if "://" in (file_name := named.parse_known_args(args.options)[0].prompt_cache_file):
+        try:  # before a long computation
+            mlx_lm.check_named(file_name)
+        except (redis.RedisError, ValueError) as error:
+            print(f"kvpage-engine: {error}", file=sys.stderr)
+            return 1
     module: Any = import_module(f"mlx_lm.{args.command}")
     module.load_prompt_cache, module.save_prompt_cache = mlx_lm.load_prompt_cache, mlx_lm.save_prompt_cache
     module.main()

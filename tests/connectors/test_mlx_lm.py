@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -273,6 +274,14 @@ def test_mlx_lms_commands_take_a_name_for_a_file(model: Path, server: RunningSer
         run("cache_prompt", "--model", str(model), "--prompt", prompt, "--prompt-cache-file", cache)
         said.append(run("generate", "--prompt-cache-file", cache, *question, "--verbose", "False"))
     assert said[0] == said[1] != ""
+
+
+def test_an_unusable_url_is_refused_before_the_computation(capsys: pytest.CaptureFixture[str]) -> None:
+    for url, why in ((f"redis://127.0.0.1:{free_port()}#a", "refused"), ("redis://127.0.0.1:1", "needs a name")):
+        options = ["--model", "none", "--prompt", "x", "--prompt-cache-file", url]
+        assert mlx_lm_command.run(Namespace(command="cache_prompt", options=options)) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert why in line
 
 
 def test_another_version_of_mlx_lm_is_refused(
