@@ -27,14 +27,14 @@ from .server.connection import FAILING
 log = logging.getLogger(__name__)
 
 
-class Written(NamedTuple):
+class WrittenContext(NamedTuple):
     """The result of a save."""
 
     nbytes: int
     whole: bool  # False if one of several servers did not take its part
 
 
-Save = Callable[[AgentBlocks], Coroutine[Any, Any, Written | None]]  # returns None if it failed
+Save = Callable[[AgentBlocks], Coroutine[Any, Any, WrittenContext | None]]  # returns None if it failed
 UNREACHABLE = FAILING | {"open", "late"}  # reasons of failures that `Reachability` logs
 RETRY_SECONDS = 1.0  # from a failed write to the next write to this tier
 INCOMPLETE_SECONDS = 5.0  # from a save of which one of several servers did not take its part, to the next one
@@ -298,7 +298,7 @@ class Flusher:
                 self._pool.share(publication.context.block_ids, publication.context.agent_id)
             failed = False
 
-            async def save(context: AgentBlocks) -> Written | None:
+            async def save(context: AgentBlocks) -> WrittenContext | None:
                 nonlocal failed
                 assert self._pages
                 saved = await self._pages.publish_async(
@@ -310,7 +310,7 @@ class Flusher:
                 if saved and publication.lifetimes:
                     kept = await self._pages.keep_async(context, publication.lifetimes)
                     publication.lifetimes.report(kept)
-                return Written(saved.nbytes, saved.whole) if saved else None
+                return WrittenContext(saved.nbytes, saved.whole) if saved else None
 
             result = await self._save_and_free("page", save, publication.context)
             written = result is not None
@@ -380,19 +380,19 @@ class Flusher:
 
     async def _save(
         self, tier: LowerTier, idle: float, lifetimes: Lifetimes | None, context: AgentBlocks
-    ) -> Written | None:
+    ) -> WrittenContext | None:
         if tier == "cold":
             assert self._cold
             nbytes = await self._loop.on_file_thread(partial(self._cold.save, context))
-            return None if nbytes is None else Written(nbytes, whole=True)
+            return None if nbytes is None else WrittenContext(nbytes, whole=True)
         assert self._pages
         saved = await self._pages.save_async(context, idle)
         if lifetimes:
             keeps = saved is not None and saved.whole
             lifetimes.report(await self._pages.keep_async(context, lifetimes) if keeps else NOT_WRITTEN)
-        return Written(saved.nbytes, saved.whole) if saved else None
+        return WrittenContext(saved.nbytes, saved.whole) if saved else None
 
-    async def _save_and_free(self, tier: LowerTier, save: Save, context: AgentBlocks) -> Written | None:
+    async def _save_and_free(self, tier: LowerTier, save: Save, context: AgentBlocks) -> WrittenContext | None:
         """Save a context, and free its blocks. Return the result, or None if the save failed. An incomplete save counts
         as failed.
         """
