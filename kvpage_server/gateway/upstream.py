@@ -360,9 +360,9 @@ class Upstream:
         plan: Callable[[Sequence[T]], Timed[list[Value | None]]],
     ) -> None:
         """Request the next values from item `at` on, as many as should fit into memory by the size of the last ones."""
-        room = pending.client.server.lookup_bytes // self._usual_size
-        some = items[at : at + min(max(room, 1), MOST if at else FIRST)]
-        pending.begin(self.start(plan(some)), len(some), self._usual_size * len(some))
+        most = pending.client.server.lookup_bytes
+        some = items[at : at + min(max(most // self._usual_size, 1), MOST if at else FIRST)]
+        pending.begin(self.start(plan(some)), len(some), min(self._usual_size * len(some), most))
 
     def start(self, plan: Timed[T]) -> asyncio.Task[T]:
         """Start a plan, and return its task. The task raises ReplyError."""

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -416,6 +416,17 @@ def test_it_starts_without_a_cluster_and_works_once_there_is_one() -> None:
             alone.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
             until(lambda: _works(client), "it recovers")
             until(lambda: "the cluster answers again" in gateway.log, "the report of it")
+
+
+def test_a_value_that_is_too_large_costs_its_reader_alone(cluster: Cluster) -> None:
+    options = ("--store", "cluster", "--cluster-nodes", cluster.addresses, "--maxmemory-clients", "8mb")
+    with start_server(*options) as gateway, gateway.client() as reader, gateway.client() as other:
+        for node in cluster.masters:
+            with suppress(redis.exceptions.MovedError):
+                node.ask("SET", "{huge}", bytes(24 << 20))
+        with pytest.raises(redis.ConnectionError):
+            reader.mget("{huge}", "absent")
+        assert other.mget("absent", "{huge}:other") == [None, None]
 
 
 def _error_of(client: Any, *words: str | int) -> str:
