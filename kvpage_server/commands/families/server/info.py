@@ -26,7 +26,6 @@ from kvpage_server.system.text import monotonic_ms, printable, within
 REDIS_VERSION = "7.4.0"  # the Redis version whose behaviour clients may expect
 
 _MOST_TENANTS = 100  # tenants whose lifetimes INFO lists
-_SEPARATORS = {ord(","): "\\x2c", ord("="): "\\x3d"}  # escapes for the name of a tenant
 
 Fields = dict[str, object]
 
@@ -327,7 +326,7 @@ def _kvpage(server: Server) -> Fields:
         "kept_bytes": guards.kept.nbytes,
         **{
             f"kept{number}": f"values={kept.units},bytes={kept.nbytes},"
-            f"tenant={tenant.decode('utf-8', 'surrogateescape').translate(_SEPARATORS)}"
+            f"tenant={tenant.decode('utf-8', 'surrogateescape')}"
             for number, (tenant, kept) in enumerate(sorted(islice(guards.tenants.items(), _MOST_TENANTS)))
         },
         "blocks_remembered": len(ghosts),
