@@ -48,12 +48,19 @@ def hints_of(params: Params, envelope: Any) -> list[Hint]:
     given += [tuple(action[name] for name in names) for action in params.get("kv_hints", {}).get("actions", [])]
     if "kvpage_retain_seconds" in params:
         given.append((RETAIN, VERSION, {"seconds": params["kvpage_retain_seconds"]}))
-    known = (RETAIN, PIN, UNPIN)
-    ours = [(kind, payload) for kind, version, payload in given if kind in known and version == VERSION]
+    ours = [(kind, payload) for kind, version, payload in given if version == VERSION and _is_known(kind, payload)]
     named = sum(len(payload.get("block_hashes", [])) for _, payload in ours)
     if named > _MOST_HASHES:
         raise ValueError(f"the hints of a request may name {_MOST_HASHES} blocks, got {named}")
     return [_hint(kind, payload) for kind, payload in ours]
+
+
+def _is_known(kind: str, payload: Mapping[str, Any]) -> bool:
+    """Return whether an action is supported: not if unknown fields of its payload may name other blocks than its
+    request's.
+    """
+    named = "block_hashes" in payload or "session_id" in payload
+    return kind in (RETAIN, PIN, UNPIN) and (named or payload.keys() <= {"seconds", "group"})
 
 
 def _hint(kind: str, payload: Mapping[str, Any]) -> Hint:

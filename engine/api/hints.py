@@ -53,7 +53,7 @@ class Hint:
     """An action on the context of an agent, on those of blocks, or without both on that of the request."""
 
     action_id: str
-    kind: str  # a key of _ACTIONS; another one, or an unknown version, is not supported
+    kind: str  # a key of _ACTIONS; empty for another one, an unknown version, or a payload that names other contexts
     agent_id: str | None  # the engine's id of the agent
     blocks: Sequence[str] | None
     seconds: int  # to retain it; 0 to save it only
@@ -63,9 +63,10 @@ class Hint:
     def of(cls, action: HintAction, tenant: Tenant, param: str) -> Hint:
         """Return the hint of a tenant's action. Raises ApiError (400) for an invalid payload of a known action."""
         kind, payload = action.action_type, action.payload
-        if kind not in _ACTIONS or action.action_version != VERSION:
-            return cls(action.action_id, "", None, None, 0)
         session, blocks, seconds = (payload.get(name) for name in ("session_id", "block_hashes", "seconds"))
+        other = session is None and blocks is None and payload.keys() - {"session_id", "block_hashes", "seconds"}
+        if kind not in _ACTIONS or action.action_version != VERSION or other:
+            return cls(action.action_id, "", None, None, 0)
         if not (session is None or isinstance(session, str)):
             raise invalid(f"session_id must be a text, got {shortened(session)}", f"{param}.payload.session_id")
         if blocks is not None:
@@ -128,7 +129,7 @@ class Contexts:
         assert worker
         asked = None if tokens is None else [*tokens, 0]  # of a prompt, the last token is never loaded
         lifetimes = Lifetimes((), self.tenant.name, self.service.tokens.count)
-        begin = partial(store.begin_load, agent_id, asked, named=tokens is None, lifetimes=lifetimes)
+        begin = partial(store.begin_load, agent_id, asked, named=tokens is None, lifetimes=lifetimes, whole=True)
         loading = await asyncio.to_thread(begin)
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         loading.add_done_callback(lambda: loop.call_soon_threadsafe(ended.set))

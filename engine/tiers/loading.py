@@ -72,6 +72,7 @@ class LoadRequest:
     agent_id: str
     tokens: Sequence[int] | None  # the prompt; None for all of the agent's own context
     named: bool = True  # whether the agent can have a context of its own, and a file
+    whole: bool = False  # whether tokens that are computed faster are fetched, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,7 @@ class Loading:
         self._ended: Future[float]  # seconds from the start of the load to SETTLED
         if within > 0:
             with self._span.current():
-                self._ended = self._start(within, named=request.named)
+                self._ended = self._start(request, within)
         else:
             self._state = LoadState.SETTLED
             self._ended = Future()
@@ -227,7 +228,7 @@ class Loading:
             self._fetch.cancel()
         self._ended.cancel()
 
-    def _start(self, within: float, *, named: bool) -> Future[float]:
+    def _start(self, request: LoadRequest, within: float) -> Future[float]:
         """Start to fetch and to read the file's header, and start the coroutine that waits for them."""
         sources, memory = self._sources, self._memory
         if self._tokens is not None:
@@ -235,11 +236,12 @@ class Loading:
         if sources.pages:
             blocks = memory.blocks.blocks if memory.blocks else ()
             held = blocks[: memory.reach // sources.spec.block_tokens]
+            options = {"named": request.named, "whole": request.whole}
             self._fetch = sources.pages.fetch(
-                self._agent_id, self._tokens, held=held, within=within, beyond=memory.reach, named=named
+                self._agent_id, self._tokens, held=held, within=within, beyond=memory.reach, **options
             )
             self._fetch.add_done_callback(self._log_failure)
-        if sources.cold and named:
+        if sources.cold and request.named:
             self._header = sources.loop.files.submit(sources.cold.reach, self._agent_id, self._tokens)
         return sources.loop.start(self._run(within))
 

@@ -184,12 +184,14 @@ class AgentCacheStore:
         within: float | None = None,
         named: bool = True,
         lifetimes: Lifetimes | None = None,
+        whole: bool = False,
     ) -> Loading:
         """Begin a load, as `load` does, and return without waiting. It takes at most `within` seconds (default:
         `restore_within`). If that is 0 or less, only memory is searched.
 
         If the agent is not `named`, its id stands for one prompt: it has no context of its own. The lifetimes of the
-        found blocks begin anew; they count for the tenant of `lifetimes`.
+        found blocks begin anew; they count for the tenant of `lifetimes`. With `whole`, also tokens that are computed
+        faster than fetched are loaded.
         """
         lifetimes = Lifetimes(()) if lifetimes is None else lifetimes
         check_agent_id(agent_id)
@@ -201,7 +203,8 @@ class AgentCacheStore:
             if named:
                 enough = bool(own and (own.whole if tokens is None else not self._missing(tokens, memory.reach)))
             else:
-                enough = tokens is not None and len(tokens) - 1 - memory.reach < least_tail(self.spec)
+                least = 1 if whole else least_tail(self.spec)
+                enough = tokens is not None and len(tokens) - 1 - memory.reach < least
             version = self._versions.setdefault(agent_id, _ContextVersion()) if named else None
             if memory.blocks:
                 self._tree.renew(memory.blocks)
@@ -209,7 +212,7 @@ class AgentCacheStore:
         within = within if (self._pages or self._cold) and not enough else 0.0
         loading = Loading(
             self._sources,
-            LoadRequest(agent_id, tokens, named),
+            LoadRequest(agent_id, tokens, named, whole),
             memory,
             partial(self._keep_loaded, version, lifetimes),
             within,

@@ -132,8 +132,9 @@ def test_hints_protect_blocks_sessions_and_requests(engine: Engine, client: redi
     )
     engine.run(request)
     until(lambda: not any(pinned()))
-    send("f", 64, ("retain", {"seconds": 600}), ("split", {}))
+    send("f", 64, ("pin", {"sesion_id": "s"}), ("retain", {"seconds": 600}), ("split", {}))
     until(lambda: all(field(i, b"lease_left_ms") for i in range(4)))
+    assert not any(pinned())
     send("g", 16, ("retain", {"seconds": 4000}))
     assert engine.scheduler.reasons.counts["on_new_request", "ValueError"] == 1
 

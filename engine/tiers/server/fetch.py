@@ -139,7 +139,7 @@ class Receiver:
 
     def _check_rate(self) -> None:
         """Raise Miss if the rest is computed faster than received, at the rate of this fetch so far."""
-        if self._lookup.whole_context or self._report.nbytes < LEAST_BYTES:
+        if not self._lookup.may_compute or self._report.nbytes < LEAST_BYTES:
             return
         rest = [place for place in self._lookup.missing(self.plan) if place not in self.arrays]
         rate = self._report.nbytes / (time.perf_counter() - self._begun)

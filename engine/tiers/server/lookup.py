@@ -47,6 +47,7 @@ class FetchRequest:
     within: float  # time limit in seconds
     beyond: int = 0  # tokens of the prompt that memory has: less is not fetched
     named: bool = True  # whether the agent can have a context of its own
+    whole: bool = False  # whether blocks that are computed faster are fetched, too
 
 
 @dataclass(slots=True)
@@ -80,6 +81,7 @@ class Lookup:
         self.remote = remote
         self.report = report
         self.whole_context = request.tokens is None
+        self.may_compute = not (request.whole or self.whole_context)
         self._request = request
         self._chain = remote.spec.chain(request.agent_id, prompt)
         self._offer = Offer(
@@ -145,7 +147,7 @@ class Lookup:
             missing = self.missing(plan)
             if not missing:
                 return plan
-            if not self.whole_context:
+            if self.may_compute:
                 tokens, nbytes = plan.reach - beyond, self.remote.layout.nbytes(*missing)
                 self.report.decision = self.remote.connection.rates.decide(tokens, nbytes)
                 if not self.report.decision.fetch:

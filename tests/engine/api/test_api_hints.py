@@ -163,8 +163,9 @@ def test_a_retained_block_is_kept_with_all_before_it(tmp_path: Path) -> None:
 
 def test_a_request_carries_hints_in_every_api(server: RunningServer, tmp_path: Path) -> None:
     """They are about its own context, if they name no other, whether it has an agent or not."""
-    params: Any = {"kv_transfer_params": {"kv_hints": envelope(("retain", {"seconds": 600}), ("pin", {}))}}
-    done = [{"action_id": "0", "result": "done"}, {"action_id": "1", "result": "done"}]
+    actions: list[Action] = [("retain", {"seconds": 600}), ("pin", {}), ("unpin", {"sesion_id": "alice"})]
+    params: Any = {"kv_transfer_params": {"kv_hints": envelope(*actions)}}
+    done = [{"action_id": str(i), "result": one} for i, one in enumerate(["done", "done", "unsupported"])]
     messages: Any = [{"role": "user", "content": TEXT}]
     with start_engine(write_tiny(tmp_path / "tiny"), "--store", server.url) as engine, engine.client() as client:
         for agent in ({}, {"X-Agent-Id": "alice"}):
@@ -182,7 +183,7 @@ def test_a_request_carries_hints_in_every_api(server: RunningServer, tmp_path: P
         unstored: Any = client.responses.create(
             model="tiny", input=TEXT[::-1], max_output_tokens=2, store=False, extra_body=params
         )
-        assert results(unstored.kvpage["kv_hints"]) == ["refused", "done"]
+        assert results(unstored.kvpage["kv_hints"]) == ["refused", "done", "unsupported"]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mamba2"])
@@ -202,6 +203,19 @@ def test_hints_on_a_context_shorter_than_a_block(
         again = ask(engine, text, temperature=0)  # the record has the state at the end of the prompt, too
         assert again["tier"] == "page"
     assert client.keys("tails:*")
+
+
+@pytest.mark.parametrize(("common", "length"), [(200, 200), (500, 600)])
+def test_a_demoted_context_returns_to_the_last_token(
+    server: RunningServer, tmp_path: Path, common: int, length: int
+) -> None:
+    """Also if memory has all but a few tokens of its last block, which a prompt would compute."""
+    actions: list[Action] = [("demote", {}), ("prefetch", {})]
+    with start_engine(write_tiny(tmp_path / "tiny"), "--store", server.url) as engine:
+        ask(engine, TEXT[:length], logit_bias={"5": 100})
+        made = ask(engine, TEXT[:common] + "?" * (length - common), *actions, logit_bias={"6": 100})
+        assert (made["block_hash"] is None) == (length < 256)
+        assert results(made["kv_hints"]) == ["done", "done"]
 
 
 def test_a_request_carries_hints_on_others(server: RunningServer, tmp_path: Path) -> None:

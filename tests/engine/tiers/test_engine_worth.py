@@ -118,6 +118,7 @@ def test_a_slow_link_is_not_used_by_a_fast_model(tier: PageTier) -> None:
     assert tier.misses == {"recompute": 1}
     assert tier.loads == {False: 1}
     assert held(tier._remote.pool, tier.load("alice")) == 700  # a load without a prompt always fetches
+    assert held(tier._remote.pool, tier.fetch("alice", TOKENS, whole=True).result()) == 700
 
 
 def test_a_fast_link_is_used_by_a_slow_model(tier: PageTier) -> None:
