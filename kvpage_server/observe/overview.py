@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, cast
 
 from kvpage_server.observe.asking import Reading, refused, text
+from kvpage_server.system.text import name_of_text, name_shown
 
 F = TypeVar("F")
 
@@ -278,7 +279,7 @@ def parse(info: str) -> Overview:
             keys=int(keys.get("keys", 0)),
             expiring=int(keys.get("expires", 0)),
             kept_by_tenant={
-                tenant: int(_fields(counts)["bytes"])
+                _name(tenant): int(_fields(counts)["bytes"])
                 for counts, is_tenant, tenant in (
                     value.partition(",tenant=") for name, value in received.items() if name.startswith("kept")
                 )
@@ -333,6 +334,14 @@ def _fields(value: str) -> dict[str, str]:
     before, pattern, rest = value.partition("pattern=")
     found = dict(item.split("=", 1) for item in before.split(",") if "=" in item)
     return found | ({"pattern": rest} if pattern else {})
+
+
+def _name(value: str) -> str:
+    """Return a name in a field as `name_shown` does. An older server did not escape names."""
+    try:
+        return name_shown(name_of_text(value))
+    except ValueError:
+        return value
 
 
 def _calls(found: Mapping[str, str]) -> CallFigures:

@@ -104,11 +104,16 @@ def name_shown(name: bytes) -> str:
     return printable(name_as_text(name))
 
 
+def text_of_field(name: bytes) -> str:
+    """Return `name_as_text` for a field of a line `a=1,b=2` of INFO, with escapes for the separators."""
+    return name_as_text(name).replace(",", "\\x2c").replace("=", "\\x3d")
+
+
 _ESCAPE = re.compile(r"\\(?:[\\nrt]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|)")
 
 
 def name_of_text(text: str) -> bytes:
-    """Return the name that has this text; the inverse of `name_shown`.
+    """Return the name that has this text; the inverse of `name_shown` and of `text_of_field`.
 
     The text may also have JSON's escapes, as a terminal that is not UTF-8 shows them, and bytes that are not UTF-8, as
     `surrogateescape` decodes them. Raises ValueError for a backslash that begins no escape.

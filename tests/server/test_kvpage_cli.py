@@ -102,6 +102,8 @@ def test_ls_shows_pins_and_lifetimes_with_their_tenants(server: RunningServer, c
         assert re.search(r"until (\d{4}-\d\d-\d\d )?\d\d:\d\d for alice", kvpage(*words, url=server.url)[1])
     shown = kvpage("status", url=server.url)[1]
     assert re.search(r"protected +2 values leased, pinned or kept, .*\n.* 1 value with a lifetime, .* for alice", shown)
+    client.execute_command("KVPAGEKEEP", "a,b=c\n", 1, 7200, "kv:kept:0:0:0:0")
+    assert r" for a,b=c\n" in kvpage("status", url=server.url)[1]
 
 
 def test_a_lifetime_that_ends_tomorrow_has_a_date(server: RunningServer, client: redis.Redis) -> None:

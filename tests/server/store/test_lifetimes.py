@@ -94,6 +94,10 @@ def test_a_lifetime_is_prolonged_and_never_shortened(client: redis.Redis) -> Non
     keep(client, key("r"), seconds=2000, tenant="b")
     assert ask(client, "KVPAGESTAT", "r", 0, 0, 0, 0)["kept_by"] == "b"
     assert client.info("kvpage")["kept0"]["tenant"] == "b"
+    keep(client, key("r"), seconds=3000, tenant="a,bytes=0\\x2c")
+    kept = client.info("kvpage")["kept0"]
+    assert kept["tenant"] == r"a\x2cbytes\x3d0\\x2c"
+    assert kept["bytes"] > 0
     client.execute_command("KVPAGEDEL", "r")
     assert client.info("kvpage")["kept"] == 0
     assert client.info("kvpage")["leased_or_pinned_bytes"] == 0

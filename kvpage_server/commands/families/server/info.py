@@ -21,7 +21,7 @@ from kvpage_server.commands.measure import CallCounts
 from kvpage_server.commands.specs import TABLE
 from kvpage_server.page import unix_ms
 from kvpage_server.store.disk.tier import DiskTier
-from kvpage_server.system.text import monotonic_ms, printable, within
+from kvpage_server.system.text import monotonic_ms, printable, text_of_field, within
 
 REDIS_VERSION = "7.4.0"  # the Redis version whose behaviour clients may expect
 
@@ -325,8 +325,7 @@ def _kvpage(server: Server) -> Fields:
         "kept": guards.kept.units,
         "kept_bytes": guards.kept.nbytes,
         **{
-            f"kept{number}": f"values={kept.units},bytes={kept.nbytes},"
-            f"tenant={tenant.decode('utf-8', 'surrogateescape')}"
+            f"kept{number}": f"values={kept.units},bytes={kept.nbytes},tenant={text_of_field(tenant)}"
             for number, (tenant, kept) in enumerate(sorted(islice(guards.tenants.items(), _MOST_TENANTS)))
         },
         "blocks_remembered": len(ghosts),
