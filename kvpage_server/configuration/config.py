@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import Field, dataclass, field, fields
 from functools import lru_cache
+from mmap import PAGESIZE
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -63,7 +64,8 @@ from kvpage_server.system.process import usable_memory
 _LONGEST_SOCKET = 107 if sys.platform == "linux" else 103  # bytes of a unix socket's path at most
 
 
-_LEAST_SPACE = 4096  # bytes that a new file needs
+_NEW_FILE = 4096  # bytes that a new file needs
+_NEW_STORE = 20 * max(PAGESIZE, 4096)  # bytes of the files of an empty store, in pages of LMDB
 
 
 def check_paths(config: Config) -> None:
@@ -83,7 +85,7 @@ def check_paths(config: Config) -> None:
         if kind == "ipc" and not path.startswith(("@", "*")):  # which ZMQ makes without a name of a file
             _check_socket(name, Path(path))
     if config.store == "tiered" and "dir" not in config.chosen:
-        _check_directory("dir", Path.cwd(), for_new=not Path(FILE).exists())
+        _check_directory("dir", Path.cwd(), needs=0 if Path(FILE).exists() else _NEW_STORE)
 
 
 def check_separate(config: Config) -> None:
@@ -120,7 +122,7 @@ def _is_pidfile(path: Path) -> bool:
 
 def _check_file(name: str, path: Path) -> None:
     if not path.exists():
-        _check_directory(name, path.parent, for_new=True)
+        _check_directory(name, path.parent, needs=_NEW_FILE)
     elif path.is_dir():
         raise ConfigError(f"{name}: {path} is a directory")
     elif not path.is_file() and not path.is_char_device():  # /dev/null is allowed; a pipe would wait for its reader
@@ -140,15 +142,15 @@ def _check_socket(name: str, path: Path) -> None:
     _check_directory(name, path.absolute().parent)
 
 
-def _check_directory(name: str, path: Path, *, for_new: bool = False) -> None:
-    """Check that a file can be created in a directory; `for_new`: that it can be written, too, as a start will."""
+def _check_directory(name: str, path: Path, *, needs: int = 0) -> None:
+    """Check that a file can be created in a directory, and has space for the bytes that a start writes at least."""
     if not path.is_dir():
         raise ConfigError(f"{name}: {path} {'is not a directory' if path.exists() else 'does not exist'}")
     try:
         with TemporaryFile(dir=path) as file:  # os.access returns True for root and /proc, where no file can be created
-            file.write(bytes(_LEAST_SPACE) if for_new else b"")
+            file.write(bytes(needs))
     except OSError as error:
-        if for_new or error.errno not in (errno.ENOSPC, errno.EDQUOT):  # existing files can still be used
+        if needs or error.errno not in (errno.ENOSPC, errno.EDQUOT):  # existing files can still be used
             raise ConfigError(f"{name}: no file can be created in {path}: {error.strerror}") from None
 
 

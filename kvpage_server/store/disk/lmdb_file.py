@@ -31,6 +31,7 @@ _MARKER_SIZE = 100  # bytes of the clean marker
 _MODE = 0o600
 _SUFFIXES = ("-lock", ".clean", ".reserve")  # suffixes of files that belong to the database
 _READERS = 512  # read transactions at a time: borrowed reads, and reader threads
+_LOCK_BYTES = 64 * _READERS + 4096  # bytes of LMDB's file of locks and readers
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -163,6 +164,7 @@ def create(path: Path) -> None:
     new = _with_suffix(path, ".new")
     for left in (new, _with_suffix(new, "-lock")):
         left.unlink(missing_ok=True)
+    _allocate_locks(new)
     env = lmdb.open(str(new), subdir=False, mode=_MODE, max_dbs=4, map_size=_SMALLEST_MAP)
     about = env.open_db(b"about")
     with env.begin(write=True, db=about) as txn:
@@ -183,6 +185,7 @@ def open_map(path: Path, maxdisk: int, *, flushes: bool) -> lmdb.Environment:
     A file that was cut within a value is filled with zeros. Otherwise a read beyond its end would kill the process; so
     the checksum of the value differs.
     """
+    _allocate_locks(path)
     size = max(maxdisk or _LARGEST_MAP, path.stat().st_size)
     while True:
         try:
@@ -205,6 +208,22 @@ def open_map(path: Path, maxdisk: int, *, flushes: bool) -> lmdb.Environment:
     if path.stat().st_size < used:
         os.truncate(path, used)
     return env
+
+
+def _allocate_locks(path: Path) -> None:
+    """Allocate the file of the database's locks and readers, if the system can. LMDB maps it with holes, and the first
+    write to a hole kills the process while the file system is full. Raises OSError if there is no space for locks.
+    """
+    if not hasattr(os, "posix_fallocate"):  # macOS
+        return
+    file = open_private(_with_suffix(path, "-lock"), os.O_RDWR | os.O_CREAT)
+    try:
+        os.posix_fallocate(file, 0, _LOCK_BYTES)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and not os.fstat(file).st_blocks:
+            raise
+    finally:
+        os.close(file)
 
 
 def _verify(path: Path) -> list[str]:
