@@ -76,7 +76,7 @@ def note_slow(client: Client, spec: Spec, words: Command, took: int) -> None:
 
 
 def show_monitors(client: Client, spec: Spec, words: Command) -> None:
-    """Send a command to every client that has called MONITOR, in Redis's format.
+    """Send a command that has run to every client that has called MONITOR, in Redis's format.
 
     Commands with the flags `admin` or `skip_monitor` are left out.
     """
@@ -86,8 +86,7 @@ def show_monitors(client: Client, spec: Spec, words: Command) -> None:
     now = time.time_ns() // 1000
     line = Raw(b"+%d.%06d [0 %b] %b\r\n" % (now // 1_000_000, now % 1_000_000, client.address.encode(), quoted))
     for monitor in client.server.monitors:
-        ends = monitor is client and spec.name in ("reset", "quit")  # no line follows their reply
-        if not ends and monitor.silence >= 0:  # as in Redis, CLIENT REPLY OFF applies to these lines, too
+        if monitor.silence >= 0 and not monitor.closing:  # as in Redis, CLIENT REPLY OFF applies to these lines, too
             monitor.push(line)
 
 
@@ -113,8 +112,6 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
     call is counted when it is repeated.
     """
     server = client.server
-    if server.monitors and spec.name != "exec":
-        show_monitors(client, spec, words)
     calls, counts = server.stats.calls[spec.name], True
     started = monotonic_ns()
     try:
@@ -123,8 +120,6 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
         if spec.most and len(words) > spec.most:
             raise too_many(spec, words)
         reply = spec.handler(client, words[spec.words :])
-        if server.monitors and spec.name == "exec":  # behind the commands of its transaction, as in Redis
-            show_monitors(client, spec, words)
         if client.tracking is not None and server.events.tracking.notes(client, spec):
             reply = _noted(client, spec, words, reply)
         return in_steps(client, spec, reply) if type(reply) is Stream else reply
@@ -138,6 +133,8 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
         calls.histogram[took.bit_length()] += counts
         if took >= server.slow_from:
             note_slow(client, spec, words, took)
+        if counts and server.monitors:  # as in Redis: EXEC follows the commands of its transaction
+            show_monitors(client, spec, words)
 
 
 def _noted(client: Client, spec: Spec, words: Command, reply: Reply) -> Reply:

@@ -13,7 +13,7 @@ import pytest
 import redis
 from servers import RunningServer, start_server, with_constants
 from stored_pages import Here
-from wire import encode_command
+from wire import Wire, encode_command
 
 from kvpage_server.commands.dispatch.checks import Postponed
 from kvpage_server.commands.dispatch.run import run
@@ -267,7 +267,9 @@ def test_a_write_keeps_the_space_that_it_evicts_in_steps() -> None:
 def test_commands_that_evict_in_steps_reply_as_others() -> None:
     program = with_constants("kvpage_server.store.evict", MOST_LEAVE=5)
     options = ("--store", "memory", "--quota", "*", str(ROOM))
-    with start_server(*options, program=program) as server, server.client() as client:
+    with start_server(*options, program=program) as server, server.client() as client, Wire(server.port) as monitor:
+        assert client.ping()
+        assert monitor.ask(b"MONITOR") == b"+OK\r\n"
         large, half = bytes(ROOM * 3 // 4), bytes(ROOM * 3 // 8)
         block = ("KVBLOCKSET", "tb", 0, 1, 1, 1, 0, 1, 0, 8, len(large), large)
         writes: list[tuple[tuple[Any, ...], Any]] = [
@@ -276,8 +278,8 @@ def test_commands_that_evict_in_steps_reply_as_others() -> None:
             (("GETSET", "new2", large), None),
             (("MSET", "b", half, "c", half), True),
             (("KVPAGESET", *page("tp", 0, len(large))), b"OK"),
-            (batch("tm", 100, len(half) // 50), b"OK"),
-            (batch("tn", 200, len(half) // 100), b"OK"),
+            (("KVPAGEMSET", *batch("tm", 100, len(half) // 50)[1:]), b"OK"),
+            (("KVPAGEMSET", *batch("tn", 200, len(half) // 100)[1:]), b"OK"),
             (block, b"OK"),
         ]
         for number, (words, expected) in enumerate(writes):
@@ -285,6 +287,8 @@ def test_commands_that_evict_in_steps_reply_as_others() -> None:
             misses = client.info("stats")["keyspace_misses"]
             assert client.execute_command(*words) == expected, words[0]
             assert client.info("stats")["keyspace_misses"] - misses == (expected is None)
+            shown = [monitor.reply().split(b'"')[1].decode() for _ in range(4)]
+            assert shown == ["MSET", "INFO", words[0], "INFO"]
         client.mset({f"again:{i}": b"x" * 300 for i in range(500)})
         with client.pipeline() as transaction:
             transaction.set("a", large)

@@ -136,11 +136,10 @@ class Judge:
         self.trace.append((self.machine.clock.unix_ms, peer.number, asked.step, command))
         listened = len(talk.channels) + len(talk.patterns)
         hashes = self.model.checksums
-        there = self._monitors.there
         self._answer(talk, asked, reply)
         while self.process.lost_notes:
             self.model.lose_note(*self.process.lost_notes.pop())
-        self._monitors.ran(there, client, command, asked.queued, reply)
+        self._monitors.ran(client, command, asked.queued, reply)
         self.model.may_have_changed(evicted)
         if self.model.checksums != hashes:
             self.model.store.doubt_checksums()

@@ -11,11 +11,10 @@ from kvpage_server.commands.dispatch.run import shown
 from kvpage_server.commands.specs import find
 from kvpage_server.resp import NULL_ARRAY, QUEUED, ReplyError, Stream
 from tests.simulation.acting.peers import Peer
-from tests.simulation.model.model import Conversation, Model, Words
+from tests.simulation.model.model import Model, Words
 
 _LINE = re.compile(rb"\d+\.\d{6} \[0 (.*?)\] (.*)", re.DOTALL)
 _NOT_SHOWN = frozenset(("admin", "skip_monitor"))
-_LAST = frozenset(("reset", "quit"))  # a client that monitors is not shown these of its own
 _LONGEST = 1024  # bytes of a word that is shown
 _SPELT = {b'"': b'\\"', b"\\": b"\\\\", b"\n": b"\\n", b"\r": b"\\r", b"\t": b"\\t", b"\a": b"\\a", b"\b": b"\\b"}
 
@@ -27,13 +26,12 @@ class Monitors:
         self._model = model
         self._fail = fail
 
-    @property
-    def there(self) -> list[Conversation]:
-        """Return the clients that monitor now and have not switched their replies off."""
-        return [talk for talk in self._model.talks if talk.monitors and talk.silent >= 0 and not talk.gone]
+    def ran(self, client: Client, words: Words, queued: list[Words], reply: Any) -> None:
+        """A command was run, or refused. `queued`: the commands that EXEC has run.
 
-    def ran(self, there: list[Conversation], client: Client, words: Words, queued: list[Words], reply: Any) -> None:
-        """A command was run, or refused, while those were there. `queued`: the commands that EXEC has run."""
+        The clients that monitor afterwards and have not switched their replies off are shown it.
+        """
+        there = [talk for talk in self._model.talks if talk.monitors and talk.silent >= 0 and not talk.gone]
         if not there or reply is QUEUED:
             return
         required = not isinstance(reply, ReplyError | Stream)  # or it may have been refused, maybe in steps
@@ -48,8 +46,6 @@ class Monitors:
                 continue
             text = b" ".join(map(_quoted, shown(spec, command, _LONGEST)))
             for talk in there:
-                if talk.client is client and spec.name in _LAST:
-                    continue
                 (talk.to_show if is_shown else talk.may_show).append((client.address.encode(), text))
 
     def is_shown(self, peer: Peer, reply: Any) -> bool:
