@@ -43,11 +43,22 @@ def mistakes(server: Server, just_stored: int) -> Iterator[str]:
     yield from _mistaken_leases(keyspace)
     yield from _missed_by_scans(keyspace)
     yield from _mistaken_usage(server.tiered, keyspace) if server.tiered is not None else ()
-    spared = len(keyspace.leases) or quotas or not keyspace.eviction_order.rules.evicts_any
-    if memory.limit and keyspace.tier is None and not spared:
-        most = memory.limit + just_stored * 5 // 4 + ROOM  # slots are larger than values by a fourth at the most
-        if memory.used > most:
-            yield f"{memory.used} bytes are used of a maxmemory of {memory.limit}, {just_stored} were just stored"
+    if excess := excess_of_memory(server, just_stored):
+        yield excess
+
+
+def excess_of_memory(server: Server, just_stored: int) -> str:
+    """Return a mistake if memory exceeds its limit. The server evicts within SWEEP_EVERY after replies were read whose
+    bytes had raised the limit.
+    """
+    keyspace = server.keyspace
+    memory, order = keyspace.memory, keyspace.eviction_order
+    if not memory.limit or keyspace.tier is not None or len(keyspace.leases) or order.quotas.all:
+        return ""
+    most = memory.limit + just_stored * 5 // 4 + ROOM  # slots are larger than values by a fourth at the most
+    if memory.used <= most or not order.rules.evicts_any:
+        return ""
+    return f"{memory.used} bytes are used of a maxmemory of {memory.limit}, {just_stored} were just stored"
 
 
 def _lengths_of_names(keyspace: Keyspace) -> Iterator[int]:

@@ -18,6 +18,7 @@ MS = 1_000_000
 PATIENCE = 60_000 * MS  # nanoseconds of the world, for all that was asked
 SECOND = 1_000 * MS
 _SLACK = 400 * MS  # of everysec, for a commit that had just begun
+_TURNS = 30  # of 5 ms, for messages behind the last reply, and for evictions, every 100 ms (SWEEP_EVERY)
 _ROOM_IS_MADE = 3_000 * MS  # for evictions before it, on a slow disk
 _AT_ONCE = 32  # keys that are asked for
 _BEGUN_LATE = 5000  # milliseconds
@@ -60,13 +61,13 @@ class Audit:
         self._since = self._run.machine.clock.now
         self._wait(then, check)
 
-    def _wait(self, then: Callable[[], None], check: bool, turns: int = 20) -> None:
+    def _wait(self, then: Callable[[], None], check: bool, turns: int = _TURNS) -> None:
         run = self._run
         if run.process.over:
             return
         loud = [peer for peer in run.peers if peer.sock is not None and not (peer.quiet and not peer.stalled)]
         if not loud:
-            if check and turns and self._untold():  # a message that a client's own command causes follows its reply
+            if check and turns and self._unsettled():
                 turns -= not run.process.server.channels.busy  # or many messages wait for their turn
                 run.machine.later(5 * MS, lambda: self._wait(then, check, turns))
                 return
@@ -96,6 +97,12 @@ class Audit:
             judge.fail(mistake)
         if self._is_well():
             judge.model.disk_fails, self._failed_at = False, -1
+
+    def _unsettled(self) -> str:
+        """Return a mistake that the server may still correct: a message that a client's own command causes follows its
+        reply, and values are evicted some time after memory has become full.
+        """
+        return self._untold() or accounts.excess_of_memory(self._run.process.server, self._judge.just_stored)
 
     def _untold(self) -> str:
         """Return a message or change that a client has not received yet."""

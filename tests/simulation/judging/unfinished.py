@@ -33,11 +33,13 @@ class Unfinished:
 
         `unclear`: keys that were in doubt before it, with the values that each may have had.
         """
-        if asked.changes and asked.words[0] not in _AT_ONCE:
-            store = self._model.store
-            before: dict[bytes, Cell] = {}
-            for key, old, _ in store.log[asked.at :]:
-                before.setdefault(key, old)
+        store, deletes = self._model.store, asked.words[0].lower() == b"kvpagedel"
+        before: dict[bytes, Cell] = {}
+        for key, old, _ in store.log[asked.at :]:
+            before.setdefault(key, old)
+        if deletes:  # its answer has settled keys that another deletion may have removed: they may still exist
+            before = dict.fromkeys(unclear.keys() - store.doubtful() - store.fog) | before
+        if (asked.changes or (deletes and before)) and asked.words[0] not in _AT_ONCE:
             after = {key: store.keys.get(key) for key in before}
             asked.doubt = Doubt([after, before], pending=True)
             store.doubts.append(asked.doubt)
@@ -49,7 +51,7 @@ class Unfinished:
                 other = before | {key: cells[i] for key, cells in options.items() if i < len(cells)}
                 if other not in asked.doubt.variants:
                     asked.doubt.variants.append(other)
-        elif asked.words[0].lower() == b"kvpagedel" and asked.expected in (0, ANYTHING):
+        elif deletes and asked.expected in (0, ANYTHING):
             asked.doubt = Doubt([{}, {}], pending=True)  # there may be pages before it is done
 
     def resolve(self, asked: Asked, reply: Any) -> None:
