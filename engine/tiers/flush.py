@@ -314,6 +314,8 @@ class Flusher:
 
             result = await self._save_and_free("page", save, publication.context)
             written = result is not None
+            with self._lock:
+                self._note_incomplete()
             self._log_failure("page")
             with self._lock:
                 ended = [publication]
@@ -374,6 +376,8 @@ class Flusher:
                 entry.on_the_way = False
                 self._note_result(entry, tier, succeeded=written is not None)
                 self._hot.trim(self.failing)
+                if tier == "page":
+                    self._note_incomplete()
             self._log_failure(tier)
             self._changed.set()
         return written is not None
@@ -409,15 +413,9 @@ class Flusher:
         return written
 
     def _log_failure(self, tier: LowerTier) -> None:
-        """Log the first failure of a tier, and the first success after it. Reachability logs outages of the server.
-
-        As long as another context could not be saved, the page server has not succeeded: one of several servers may
-        fail.
-        """
+        """Log the first failure of a tier, and the first success after it. Reachability logs outages of the server."""
         with self._lock:
-            incomplete, failure = any(entry.retry_at for entry in self._hot), self._hot.failure
-        if tier == "page" and self._pages and incomplete:
-            self._pages.save_failure = self._pages.save_failure or GONE
+            failure = self._hot.failure
         reason = self._tiers[tier].save_failure or (failure if tier == "page" else None)
         place = "the page server" if tier == "page" else "files"
         if reason is None and tier in self._logged:
@@ -426,6 +424,13 @@ class Flusher:
         elif reason and reason not in UNREACHABLE and tier not in self._logged:
             self._logged.add(tier)
             log.warning("contexts cannot be written to %s (%s); they stay in memory and are tried again", place, reason)
+
+    def _note_incomplete(self) -> None:
+        """Count the last save to the page server as failed while another context could not be saved: one of several
+        servers may fail. The caller has the lock.
+        """
+        if self._pages and any(entry.retry_at for entry in self._hot):
+            self._pages.save_failure = self._pages.save_failure or GONE
 
     def _note_result(self, entry: CacheEntry, tier: LowerTier, *, succeeded: bool) -> None:
         if not succeeded:
