@@ -679,21 +679,21 @@ class AgentCacheStore:
 
     def _find_lost(self) -> None:
         """Mark saved contexts that the page server has lost since, so that `close` writes them again. Not those whose
-        last use is older than the mark of a deletion can be, because their agents may have been deleted.
+        last use is older than the mark of a deletion can be, because their agents may have been deleted. One of several
+        servers that does not answer has lost nothing.
         """
         earliest = time.monotonic() - DELETION_SECONDS
         with self._lock:
             saved = [entry for entry in self._hot if entry.whole and entry.kept and entry.used > earliest]
-        is_whole = self._completeness()
+        is_whole = self._completeness(gone=1)
         for entry in saved:
             agent_id = entry.context.agent_id
             if not (self._cold and self._cold.has(agent_id)) and is_whole(agent_id) is False:
                 entry.kept = False
 
-    def _completeness(self) -> Callable[[str], bool | None]:
-        """Return a function that returns whether the page server has all of an agent's context; True without a page
-        server, and None if it does not answer. After that, it is not asked again while its outage lasts, because each
-        agent would cost a deadline.
+    def _completeness(self, *, gone: int = 0) -> Callable[[str], bool | None]:
+        """Return `PageTier.is_whole` as a function of the agent; it is True without a page server. After None, the
+        server is not asked again while its outage lasts, because each agent would cost a deadline.
         """
         answers = True
 
@@ -701,7 +701,7 @@ class AgentCacheStore:
             nonlocal answers
             if not (self._pages and answers):
                 return None if self._pages else True
-            found = self._pages.is_whole(agent_id)
+            found = self._pages.is_whole(agent_id, gone=gone)
             answers = found is not None or self._pages.outage is None
             return found
 

@@ -50,13 +50,19 @@ def _pieces(arrays: Arrays) -> list[memoryview]:
 
 
 async def missing(
-    connection: ServerConnection, layout: BlockLayout, places: Sequence[BlockPlace], *, untouched: bool = False
+    connection: ServerConnection,
+    layout: BlockLayout,
+    places: Sequence[BlockPlace],
+    *,
+    untouched: bool = False,
+    gone: int = 0,
 ) -> list[BlockPlace]:
     """Return the places that are not complete or not sealed. With `untouched`, this does not count as a use of their
-    keys."""
+    keys. Those on one of several servers that does not answer are missing; not if `gone` is 1.
+    """
     raw_commands = [_raw_commands(place, connection, layout) for place in places]
     ask = connection.ask_untouched if untouched else connection.ask
-    answers = iter(await ask(chain.from_iterable(raw_commands), gone=0))
+    answers = iter(await ask(chain.from_iterable(raw_commands), gone=gone))
     return [place for place, own in zip(places, raw_commands, strict=True) if [next(answers) for _ in own].count(0)]
 
 

@@ -114,10 +114,10 @@ def test_saves_are_completed_after_an_outage_of_one_server(
             assert events == [(event, f"redis://127.0.0.1:{port}") for event in ("lost connection", "connected again")]
             assert caplog.text.count("contexts cannot be written to the page server (gone)") == 1
             assert caplog.text.count("contexts are written to the page server again") == 1
-            store.close()
             tier = PageTier(url, SPEC, pool, deadline=20)
             assert all(tier.tokens_of(agent) == len(tokens) for agent, tokens in agents.items())
             tier.close()
+        assert store.close() == 0  # it does not know whether the server that has ended has lost contexts
 
 
 def test_a_full_server_keeps_failing_until_it_takes_all(
