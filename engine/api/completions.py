@@ -295,7 +295,8 @@ async def conversation(
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
     streams = not (body.stop or body.stop_token_ids)
     several = body.parallel_tool_calls
-    readers = [Reader(prompts.markup, tokens, tools, several=several, written=written, streams=streams) for _ in asked]
+    options: dict[str, Any] = {"several": several, "streams": streams, "separator": prompts.separator}
+    readers = [Reader(prompts.markup, tokens, tools, written=written, **options) for _ in asked]
     return asked, given, readers, comparable
 
 

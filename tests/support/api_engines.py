@@ -88,12 +88,15 @@ def link_smollm2(directory: Path) -> Path:
     return directory
 
 
-def write_caller(directory: Path, call: str = CALL) -> Path:
-    """A Llama that calls a tool, whatever it is asked; `call` is the text between the marks."""
+def write_caller(directory: Path, call: str = CALL, before: str = "", template: str = TOOL_TEMPLATE) -> Path:
+    """A Llama that calls a tool, whatever it is asked; `call` is the text between the marks. `before` is a text and a
+    newline before the call.
+    """
     tokenizer = letter_tokenizer()
-    steps = [":", "<tool_call>", call, "</tool_call>", END]
-    tokenizer.add_tokens([AddedToken(step, normalized=False) for step in steps[1:4]])
-    return write_speaker(directory, tokenizer, tokenizer.convert_tokens_to_ids(steps), template=TOOL_TEMPLATE)
+    marked = ["<tool_call>", call, "</tool_call>"]
+    tokenizer.add_tokens([AddedToken(step, normalized=False) for step in [*marked, *before.split()]])
+    steps = [":", *before.split(), *(["Ċ"] if before else []), *marked, END]
+    return write_speaker(directory, tokenizer, tokenizer.convert_tokens_to_ids(steps), template=template)
 
 
 def write_speaker(

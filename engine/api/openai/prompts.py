@@ -90,6 +90,7 @@ class Prompts:
         self._compiling = TenantThread(compiling_thread(spec.name))
         self._longest = 0  # length of the vocabulary's longest token; 0 until it is needed
         self._keeps_space: bool | None = None  # None before the first conversation
+        self.separator = ""  # white space that the template writes between a text and a call, once tools were offered
 
     async def prepare(self) -> None:
         """Prepare constraints, so that no request waits for it. Without this, the first constraint takes a second."""
@@ -213,6 +214,8 @@ class Prompts:
             self._check_length([message.content or "" for message in messages], "messages")
         offered = [tool.model_dump(exclude_none=True) for tool in tools] or None
         template = self._template(offered)
+        if offered:
+            self.separator = self._call_format(template, offered).separator
         variables = _variables(body, template)
         plain = [self._plain(message, i, template, offered) for i, message in enumerate(messages)]
         controls = self._control_tokens(template) if self._sanitize else None
@@ -300,7 +303,9 @@ class Prompts:
     def _call_format(self, template: str | None, tools: Offered) -> CallFormat:
         if template not in self._call_formats:
             self._call_formats[template] = call_format(
-                lambda messages: self._rendered(messages, template, tools), TemplateFailedError
+                lambda messages: self._rendered(messages, template, tools),
+                TemplateFailedError,
+                self._tokenizer.tool_call_start or "",
             )
         return self._call_formats[template]
 

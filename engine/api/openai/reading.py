@@ -136,7 +136,7 @@ class Reader:
     Calls are parsed if the request offers tools. A call has to name one of them, to have an object as arguments, and to
     be complete: the model wrote its end mark, or ended the answer with the last character of the call's JSON. All other
     text between the marks of a call is plain text, and so are the marks. Text next to a call is lost if mlx-lm's parser
-    skips it.
+    skips it. White space alone next to a call is no text, and neither is the separator before the first call.
 
     The arguments of a call that a grammar writes are returned as they arrive.
     """
@@ -150,11 +150,13 @@ class Reader:
         several: bool = True,
         written: Written | None = None,
         streams: bool = True,
+        separator: str = "",
     ) -> None:
         """Start to parse the answer to `prompt`, token ids. `tools` are offered, in OpenAI's format.
 
         Without `several`, the answer ends after its first call. `written` are calls that are written by a grammar.
-        Without `streams`, these are returned when they are complete, because a stop string may cut them.
+        Without `streams`, these are returned when they are complete, because a stop string may cut them. `separator` is
+        the white space that the chat template writes between a text and a call after it.
         """
         self.parsed = AnswerPart()  # the whole answer so far
         self.cut = False  # True after the first call without `several`: the rest of the answer is omitted
@@ -164,6 +166,9 @@ class Reader:
         self._several = several
         self._written = written
         self._streams = streams
+        self._separator = separator
+        self._space: list[str] = []  # white space at the end of the text, which is no text if a call follows it
+        self._spoke = False  # whether there is a text since the beginning of the answer, or since the last call
         self._normal = {FORCED: WRITTEN, INSTEAD: UNDECIDED}.get(written.when, NORMAL) if written else NORMAL
         self._state = markup.start(prompt)
         if self._state != REASONING and self._normal != NORMAL:
@@ -211,9 +216,11 @@ class Reader:
         if self._state == TOOL:
             self._close("", part, whole=reason == "stop", ended=False)
         if not self.cut:
-            part.text += self._header
+            self._add_text(self._header, part)
             if not self._streams and (self._incomplete or not self._calls_begun):
-                part.text += self._incomplete_text
+                self._add_text(self._incomplete_text, part)
+            if self._spoke or not self._calls_begun:
+                part.text += "".join(self._space)
         self.parsed += part
         return part
 
@@ -273,16 +280,22 @@ class Reader:
         self._incomplete.append(event)
         if self._streams or isinstance(event, Closed):
             if not self.cut:
-                part.calls += [self._delta(one) for one in self._incomplete if not isinstance(one, Closed)]
+                part.calls += [self._delta(one, part) for one in self._incomplete if not isinstance(one, Closed)]
             self._incomplete = []
         if isinstance(event, Closed):
             self._incomplete_text = ""
             self.cut = self.cut or not self._several
 
-    def _delta(self, event: Opened | str) -> dict[str, Any]:
-        """Return OpenAI's chunk of a call."""
+    def _delta(self, event: Opened | str, part: AnswerPart) -> dict[str, Any]:
+        """Return OpenAI's chunk of a call. At its beginning, add the white space before it to `part`, if it belongs to
+        a text.
+        """
         if isinstance(event, str):
             return {"index": self._calls_begun - 1, "function": {"arguments": event}}
+        if self._spoke:
+            space = "".join(self._space)
+            part.text += space if self._calls_begun else space.removesuffix(self._separator)
+        self._space, self._spoke = [], False
         self._calls_begun += 1
         return {"index": self._calls_begun - 1, **_opened(event.name, event.id)}
 
@@ -316,9 +329,18 @@ class Reader:
         elif self._state == REASONING:
             part.reasoning += text
         elif self._state in (NORMAL, ANSWER, UNDECIDED):
-            part.text += text
+            self._add_text(text, part)
         elif self._state != WRITTEN:
             self._header += text
+
+    def _add_text(self, text: str, part: AnswerPart) -> None:
+        """Add a text to `part`, without the white space at its end if a call may follow."""
+        end = len(text.rstrip()) if self._names else len(text)
+        if end:
+            part.text += "".join(self._space) + text[:end]
+            self._space, self._spoke = [], True
+        if text[end:]:
+            self._space.append(text[end:])
 
     def _close(self, mark: str, part: AnswerPart, *, whole: bool = True, ended: bool = True) -> None:
         """End a call, or a text between the marks of a call, and add it to `part`.
@@ -340,7 +362,7 @@ class Reader:
             return
         self._state = NORMAL
         for name, id_, arguments in calls if self._several else calls[:1]:
-            part.calls += [self._delta(Opened(name, id_)), self._delta(arguments)]
+            part.calls += [self._delta(Opened(name, id_), part), self._delta(arguments, part)]
         self.cut = not self._several
 
     def _calls(self, text: str, *, ended: bool) -> list[tuple[str, str | None, str]]:

@@ -88,11 +88,13 @@ class ControlTokens:
 #
 # In OpenAI's API, the arguments of a tool call are a text with JSON. Most templates expect an object, and write it as
 # JSON or item by item. Others, such as DeepSeek's, expect the text. Mistral's refuse ids of calls that are not nine
-# letters and digits. `call_format` detects that: it renders a short conversation with a call.
+# letters and digits. `call_format` detects that: it renders a short conversation with a call. Many templates write a
+# newline between a text and a call. An answer does not show it, so that the next prompt has it once.
 
 _OBJECT = {"kvpage": "probe"}
 _NAME = "probe"
 _SHORT_ID = "probe0000"
+_TEXT = "probe text"
 
 
 def short_id(id_: str) -> str:
@@ -107,27 +109,34 @@ class CallFormat(NamedTuple):
 
     text: bool = False  # the arguments as a text, and not as an object
     short_ids: bool = False
+    separator: str = ""  # white space between a text and the first call after it
 
 
-def call_format(render: Callable[[list[dict[str, Any]]], str], refusals: type[Exception]) -> CallFormat:
+def call_format(render: Callable[[list[dict[str, Any]]], str], refusals: type[Exception], mark: str) -> CallFormat:
     """Return the format of tool calls that a template expects.
 
-    `render` renders messages with the template. `refusals` is the class of its exceptions.
+    `render` renders messages with the template. `refusals` is the class of its exceptions. `mark` is the first mark of
+    a call.
     """
     for id_ in (f"call_{'0' * 24}", _SHORT_ID):
         for arguments in (_OBJECT, json.dumps(_OBJECT)):
             with suppress(refusals):
                 text = render(_conversation(arguments, id_))
                 # With an object, a template that expects text writes Python instead of JSON.
-                return CallFormat(arguments is not _OBJECT or repr(_OBJECT) in text, id_ == _SHORT_ID)
+                found = CallFormat(arguments is not _OBJECT or repr(_OBJECT) in text, id_ == _SHORT_ID)
+                with suppress(refusals):
+                    after = render(_conversation(arguments, id_, _TEXT)).partition(_TEXT)[2]
+                    if mark and after.lstrip().startswith(mark.strip()):
+                        return found._replace(separator=after[: len(after) - len(after.lstrip())])
+                return found
     return CallFormat()
 
 
-def _conversation(arguments: object, id_: str) -> list[dict[str, Any]]:
+def _conversation(arguments: object, id_: str, text: str = "") -> list[dict[str, Any]]:
     call = {"id": id_, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
     return [
         {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "assistant", "content": text, "tool_calls": [call]},
         {"role": "tool", "name": _NAME, "tool_call_id": id_, "content": "b"},
     ]
 

@@ -7,6 +7,7 @@ import pkgutil
 import random
 from collections.abc import Iterator, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import mlx_lm.tool_parsers
@@ -60,10 +61,10 @@ def marks(kind: str) -> tuple[str, str]:
 
 
 def read_pieces(
-    of: Markup, pieces: Sequence[str], reason: str = "stop", *, tools: Any = TOOLS, several: bool = True
+    of: Markup, pieces: Sequence[str], reason: str = "stop", *, tools: Any = TOOLS, **options: Any
 ) -> tuple[AnswerPart, AnswerPart]:
     """Read an answer. Returns the whole, and the sum of the parts for its pieces."""
-    reader = Reader(of, [1, 2], tools, several=several)
+    reader = Reader(of, [1, 2], tools, **options)
     streamed = AnswerPart()
     for piece in pieces:
         streamed += reader.read(Token(0, 5, piece, False))
@@ -109,7 +110,8 @@ def test_an_answer_cut_anywhere_loses_no_text(kind: str) -> None:
     of = markup(kind)
     for cut in range(len(text) + 1):
         whole = end and cut >= complete
-        expected = (BEFORE + text[complete:cut], "", [EXPECTED]) if whole else (text[:cut], "", [])
+        after = text[complete:cut]
+        expected = (BEFORE + after if after.strip() else BEFORE, "", [EXPECTED]) if whole else (text[:cut], "", [])
         assert read(of, text[:cut], "length") == expected
 
 
@@ -180,9 +182,25 @@ def test_several_calls_or_the_first_alone(kind: str) -> None:
     second = call.replace("Oslo", "Rome") if end else CALLS[kind].replace("Oslo", "Rome")
     text = BEFORE + call + "\n" + second
     both = [EXPECTED, ("weather", {"city": "Rome"})]
-    assert read(markup(kind), text) == (BEFORE + ("\n" if end else ""), "", both)
+    assert read(markup(kind), text) == (BEFORE, "", both)
     assert read(markup(kind), call + call.replace("Oslo", "Rome")) == ("", "", both)
     assert read(markup(kind), text, several=False) == (BEFORE, "", [EXPECTED])
+
+
+@kinds
+def test_white_space_beside_a_call_is_no_text(kind: str) -> None:
+    """A text keeps its own white space, except the separator that the template writes between it and a call."""
+    start, end = marks(kind)
+    of, call = markup(kind, thinks=True), start + CALLS[kind] + end
+    after = "\n " if end else ""
+    calls = [EXPECTED, EXPECTED]
+    assert read(of, f"<think>Hm.</think>\n\n{call}\n{call}{after}") == ("", "Hm.", calls)
+    assert read(of, f" a \n{call}") == (" a \n", "", [EXPECTED])
+    assert read(of, f" a \n\n{call}", separator="\n") == (" a \n", "", [EXPECTED])
+    assert read(of, "<think>Hm.</think>\n\n") == ("\n\n", "Hm.", [])
+    assert read(of, f"\n{start}?\n") == (f"\n{start}?\n", "", [])
+    if end:
+        assert read(of, f"a\n{call}\n\nb\n{call}\n", separator="\n") == ("a\n\nb\n", "", calls)
 
 
 @pytest.mark.parametrize(
@@ -287,6 +305,24 @@ def test_offered_tools_are_called_over_http(caller: tuple[RunningEngine, str]) -
         assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
         (call,) = choice.message.tool_calls
         assert json.loads(call.function.arguments)["city"] == "Oslo"
+
+
+def test_a_text_before_a_call_is_reused(tmp_path: Path) -> None:
+    """The template writes a newline between a text and a call, as those of Qwen and Hermes."""
+    call = '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>'
+    calls = "{% for c in m.tool_calls or [] %}{% if m.content %}{{ '\\n' }}{% endif %}" + call + "{% endfor %}"
+    messages = "{% for m in messages %}{{ m.role }}:{{ m.content }}" + calls + "{{ eos_token }}{% endfor %}"
+    template = messages + "{% if add_generation_prompt %}assistant:{% endif %}{# tool_call.name #}"
+    with (
+        start_engine(write_caller(tmp_path / "caller", before="Well.\n", template=template)) as engine,
+        engine.client() as client,
+    ):
+        first = ask(engine, tools=TOOLS).message
+        assert first.content == "Well."
+        told: Any = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "rain"}
+        more: Any = {"model": "caller", "tools": TOOLS, "max_tokens": 1}
+        second = client.chat.completions.create(messages=[*QUESTION, first.model_dump(), told], **more)
+        assert second.kvpage["tokens_reused"] == second.usage.prompt_tokens - len("tool:rain") - len("assistant:") - 1
 
 
 @pytest.mark.parametrize("more", [{"tools": TOOLS, "tool_choice": "none"}, {"tool_choice": "none"}, {}])
