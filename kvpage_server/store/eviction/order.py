@@ -72,7 +72,9 @@ class EvictionOrder:
 
     def join(self, block: Block) -> None:
         """Note that a block extends its predecessor in its request, and that its successor extends it."""
-        self.chain(self._index.around(block))
+        blocks = self._index.around(block)
+        if len(blocks) > 1:
+            self.units.follows(blocks)
 
     # -- a change of policy ------------------------------------------------------------------------------------------
 

@@ -68,8 +68,8 @@ _OLDEST = len(_AGE_OF) - 1
 class ReuseScores:
     """Scores of units by kind and age. `expected` is the prior frequency of use of each kind, relative to the mean.
 
-    The policy calls `add_unit` or `add_units` when a unit enters a kind, and `used_again` or `remove_unit` when the
-    unit leaves the kind. `moved` changes the last use of units that stay in their kind.
+    The policy calls `add_unit` or `add_units` when a unit enters a kind, `used_again` or `remove_unit` when the unit
+    leaves the kind, and `change_kind` for both. `moved` changes the last use of units that stay in their kind.
     """
 
     def __init__(self, expected: Sequence[float]) -> None:
@@ -113,6 +113,12 @@ class ReuseScores:
     def remove_unit(self, kind: int, last: int) -> None:
         """Count a unit that leaves a kind, or a ghost that is dropped, with the time of its last use."""
         self._last_used[kind][last >> _SLOT] -= 1
+
+    def change_kind(self, old: int, new: int, last: int) -> None:
+        """Move a unit from one kind to another, with the time of its last use."""
+        slots, slot = self._last_used[new], last >> _SLOT
+        self._last_used[old][slot] -= 1
+        slots[slot] = slots.get(slot, 0) + 1
 
     def used_again(self, kind: int, last: int, now: int) -> None:
         """Count a use at `now` of a unit or ghost, and remove it from this kind. Its use before was at `last`."""
@@ -262,7 +268,7 @@ class Prefix(Queues):
         if len(units) == 1:
             self.used(units[0])
             return
-        if self.hands_over:
+        if self._old_heads >= 0:
             super().used_all(units)
             return
         # The core moves the known units whose last counted use is less than BURST ago: this use does not count.
@@ -323,27 +329,23 @@ class Prefix(Queues):
         before = NO_PLACE
         for unit in units:
             place = self._places.get(unit, NO_PLACE)
-            if self._waits(place):
+            if self._old_heads >= 0 and self._is_in_old_queue(place):  # the unit waits
                 place = NO_PLACE
-            if NO_PLACE not in (before, place) and self._is_orphan(place) and not self._descends(before, place):
-                self._adopt(before, place)
+            if before and place and before != place:
+                parent = self._parent[place]
+                is_orphan = parent == NO_PLACE or self._units[parent] is None  # it extends no existing unit
+                if is_orphan and not (self._children[place] and self._descends(before, place)):
+                    self._adopt(before, place)
             before = place
         # The last unit is the end of a chain, if it was used once and nothing extends it.
         if before != NO_PLACE and self._queue[before] == self._heads + _ONCE and not self._children[before]:
             self._requeue(before, _END)
-
-    def _is_orphan(self, place: int) -> bool:
-        """Return whether a unit extends no existing unit."""
-        parent = self._parent[place]
-        return parent == NO_PLACE or self._units[parent] is None
 
     def _descends(self, place: int, ancestor: int) -> bool:
         """Return whether a unit is `ancestor`, or extends it directly or through other units.
 
         Return True also after _MOST_STEPS, since a link that is not made costs less than a longer search.
         """
-        if not self._children[ancestor]:
-            return place == ancestor
         for _ in range(_MOST_STEPS):
             if place == ancestor:
                 return True
@@ -354,7 +356,8 @@ class Prefix(Queues):
 
     def _adopt(self, parent: int, child: int) -> None:
         """Link a unit to the unit that it extends, which then is no end of a chain."""
-        self._abandon(child)
+        if self._parent[child] != NO_PLACE:
+            self._abandon(child)
         self._parent[child] = parent
         self._children[parent] += 1
         if self._queue[parent] == self._heads + _END:
@@ -380,8 +383,7 @@ class Prefix(Queues):
         end.
         """
         self._unlink(place)
-        self._scores.remove_unit(self._queue[place] - self._heads, self._last[place])
-        self._scores.add_unit(kind, self._last[place])
+        self._scores.change_kind(self._queue[place] - self._heads, kind, self._last[place])
         queue = self._queue[place] = self._heads + kind
         first = self._after[queue]
         is_first = first != queue and self._last[place] < self._last[first]

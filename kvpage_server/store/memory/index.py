@@ -659,10 +659,10 @@ class PageIndex:
         """Return the blocks with the page ids before, of and after a block, as far as they exist."""
         request, req_id, page = self.requests[block.req_id], block.req_id, block.page
         found = [block]
-        if page - 1 in request and (before := self.block(req_id, page - 1)):
-            found.insert(0, before)
-        if page + 1 in request and (successor := self.block(req_id, page + 1)):
-            found.append(successor)
+        if (before := request.get(page - 1)) is not None:
+            found.insert(0, before if type(before) is Block else self._load_block(req_id, page - 1))
+        if (after := request.get(page + 1)) is not None:
+            found.append(after if type(after) is Block else self._load_block(req_id, page + 1))
         return found
 
     def clear(self) -> dict[bytes, dict[int, Block | bytes]]:

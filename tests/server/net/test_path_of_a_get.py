@@ -31,14 +31,19 @@ def server_with(store: str, directory: Path) -> Iterator[Turns]:
         yield turns
 
 
-def batch(command: bytes, each: Sequence[bytes], count: int = 8) -> list[bytes]:
-    """A batch of pages of one block; `each` follows the name of every page."""
-    pages = (word for head in range(count) for word in (b"req", b"0", b"%d" % head, b"7", b"0", *each))
-    return [command, b"%d" % count, *pages]
+def batch(command: bytes, each: Sequence[bytes], block: int = 7) -> list[bytes]:
+    """A batch of 8 pages of one block; `each` follows the name of every page."""
+    pages = (word for head in range(8) for word in (b"req", b"0", b"%d" % head, b"%d" % block, b"0", *each))
+    return [command, b"8", *pages]
 
 
 def path_of(turns: Turns, *words: bytes, together: int = 1) -> list[str]:
-    """The functions that one of some equal commands called, in order; or so many of them `together`.
+    """The functions that one of some equal commands called, in order; or so many of them `together`."""
+    return shortest_path(turns, [words] * 5, together)
+
+
+def shortest_path(turns: Turns, commands: Sequence[Sequence[bytes]], together: int = 1) -> list[str]:
+    """The functions that one of these commands called, in order; or so many of it `together`.
 
     The shortest list is returned, because others contain calls of timers.
     """
@@ -50,7 +55,7 @@ def path_of(turns: Turns, *words: bytes, together: int = 1) -> list[str]:
             calls.append(frame.f_code.co_qualname)
 
     with Wire(turns.server.port) as wire:
-        for _ in range(5):
+        for words in commands:
             calls.clear()
             turns.on_loop(lambda: sys.setprofile(note))
             wire.send(together * encode_command(words))
@@ -80,8 +85,8 @@ def test_a_page_passes_few_functions_between_recv_and_send() -> None:
 @pytest.mark.parametrize(
     ("store", "most"),
     [
-        ("memory", {"GET": 8, "SET": 16, "MSET": 19, "MGET": 24}),
-        ("tiered", {"GET": 9, "SET": 24, "MSET": 27, "MGET": 25}),
+        ("memory", {"GET": 8, "SET": 16, "MSET": 19, "MGET": 24, "new": 28, "extends": 40}),
+        ("tiered", {"GET": 9, "SET": 24, "MSET": 27, "MGET": 25, "new": 37, "extends": 49}),
     ],
     ids=["memory", "tiered"],
 )
@@ -92,6 +97,8 @@ def test_small_batches_of_pages_call_few_functions(store: str, most: dict[str, i
             "GET": len(path_of(turns, b"KVPAGEGET", *PAGE)),
             "MSET": len(path_of(turns, *batch(b"KVPAGEMSET", SHAPE))),
             "MGET": len(path_of(turns, *batch(b"KVPAGEMGET", []))),
+            "new": len(shortest_path(turns, [batch(b"KVPAGEMSET", SHAPE, 10 * i) for i in range(10, 20)])),
+            "extends": len(shortest_path(turns, [batch(b"KVPAGEMSET", SHAPE, i) for i in range(300, 310)])),
         }
     assert {name: count for name, count in calls.items() if count > most[name]} == {}
 
