@@ -215,9 +215,9 @@ class Prompts:
         offered = [tool.model_dump(exclude_none=True) for tool in tools] or None
         template = self._template(offered)
         if offered:
-            self.separator = self._call_format(template, offered).separator
+            self.separator = self._call_format(template).separator
         variables = _variables(body, template)
-        plain = [self._plain(message, i, template, offered) for i, message in enumerate(messages)]
+        plain = [self._plain(message, i, template) for i, message in enumerate(messages)]
         controls = self._control_tokens(template) if self._sanitize else None
         if controls:
             plain = [controls.marked(message) for message in plain]
@@ -232,8 +232,10 @@ class Prompts:
             self._check_fits(len(text), "messages")
         tokens = controls.encode(text) if controls else encode_part(self._tokenizer, text)
         if self._keeps_space is None:
+            # not with the tools of this request, which a template may write before the last message only
             self._keeps_space = not history_adds_space(
-                self._tokenizer, lambda messages, asks: self._rendered(messages, template, offered, asks=asks)
+                self._tokenizer,
+                lambda messages, asks: self._rendered(messages, self._template(None), None, asks=asks),
             )
         return self._fitting(tokens, "messages") if answered else tokens
 
@@ -276,7 +278,7 @@ class Prompts:
             self._controls[template] = ControlTokens(self._tokenizer, template)
         return self._controls[template]
 
-    def _plain(self, message: Message, i: int, template: str | None, tools: Offered) -> dict[str, Any]:
+    def _plain(self, message: Message, i: int, template: str | None) -> dict[str, Any]:
         """Return message number `i` for the template: the content as text, and the arguments and ids of calls in the
         format that the template expects.
 
@@ -292,18 +294,18 @@ class Prompts:
             function, param = call["function"], f"messages[{i}].tool_calls[{j}].function.arguments"
             function["arguments"] = function["arguments"].strip() or "{}"
             arguments = _parsed(function["arguments"], param)
-            if not self._call_format(template, tools).text:
+            if not self._call_format(template).text:
                 function["arguments"] = arguments
         for named in (plain, *plain.get("tool_calls", ())):
             for name in ("id", "tool_call_id"):
-                if name in named and self._call_format(template, tools).short_ids:
+                if name in named and self._call_format(template).short_ids:
                     named[name] = short_id(named[name])
         return plain
 
-    def _call_format(self, template: str | None, tools: Offered) -> CallFormat:
+    def _call_format(self, template: str | None) -> CallFormat:
         if template not in self._call_formats:
             self._call_formats[template] = call_format(
-                lambda messages: self._rendered(messages, template, tools),
+                lambda messages, tools: self._rendered(messages, template, tools),
                 TemplateFailedError,
                 self._tokenizer.tool_call_start or "",
             )

@@ -95,6 +95,15 @@ _OBJECT = {"kvpage": "probe"}
 _NAME = "probe"
 _SHORT_ID = "probe0000"
 _TEXT = "probe text"
+_PROPERTIES = {"kvpage": {"type": "string", "description": "A word."}}
+_TOOL = {  # the same for each request, because the result is kept
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "Do nothing.",
+        "parameters": {"type": "object", "properties": _PROPERTIES, "required": ["kvpage"]},
+    },
+}
 
 
 def short_id(id_: str) -> str:
@@ -112,20 +121,22 @@ class CallFormat(NamedTuple):
     separator: str = ""  # white space between a text and the first call after it
 
 
-def call_format(render: Callable[[list[dict[str, Any]]], str], refusals: type[Exception], mark: str) -> CallFormat:
+def call_format(
+    render: Callable[[list[dict[str, Any]], list[dict[str, Any]]], str], refusals: type[Exception], mark: str
+) -> CallFormat:
     """Return the format of tool calls that a template expects.
 
-    `render` renders messages with the template. `refusals` is the class of its exceptions. `mark` is the first mark of
-    a call.
+    `render` renders messages and tools with the template. `refusals` is the class of its exceptions. `mark` is the
+    first mark of a call.
     """
     for id_ in (f"call_{'0' * 24}", _SHORT_ID):
         for arguments in (_OBJECT, json.dumps(_OBJECT)):
             with suppress(refusals):
-                text = render(_conversation(arguments, id_))
+                text = render(_conversation(arguments, id_), [_TOOL])
                 # With an object, a template that expects text writes Python instead of JSON.
                 found = CallFormat(arguments is not _OBJECT or repr(_OBJECT) in text, id_ == _SHORT_ID)
                 with suppress(refusals):
-                    after = render(_conversation(arguments, id_, _TEXT)).partition(_TEXT)[2]
+                    after = render(_conversation(arguments, id_, _TEXT), [_TOOL]).partition(_TEXT)[2]
                     if mark and after.lstrip().startswith(mark.strip()):
                         return found._replace(separator=after[: len(after) - len(after.lstrip())])
                 return found

@@ -17,7 +17,7 @@ from engine_models import letter_tokenizer, tiny_llama
 
 # isort: split
 from jinja2 import TemplateError
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -108,6 +108,30 @@ def test_arguments_of_calls_have_the_templates_form(renderer: Renderer, name: st
     assert f"[weather {WRITTEN.get(name, arguments)}]" in rendered(prompts, calling(arguments))
     for empty in ("", " ", "{}"):
         assert "{}" in rendered(prompts, calling(empty)) or name == "GLM 4.5"
+
+
+def test_the_first_conversation_decides_nothing_for_later_ones(renderer: Renderer) -> None:
+    """As Mistral's, the template writes the tools before the last message only. It refuses a tool."""
+    tools = "{% if loop.last %}{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}{% endif %}"
+    refuses = "{% if tools and tools[0].function.name == 'x' %}{{ raise_exception('no') }}{% endif %}"
+    content = "{{ m.role }}:{{ ' ' if m.role == 'assistant' }}{{ m.content }}"
+    template = (
+        refuses
+        + "{% for m in messages %}"
+        + tools
+        + content
+        + CALLS.replace("ARGUMENTS", TEMPLATES["DeepSeek R1"])
+        + END
+    )
+    tokenizer = letter_tokenizer()._tokenizer
+    tokenizer.chat_template = template
+    marks = {"tool_call_start": "[", "tool_call_end": "]", "tool_parser": print}
+    prompts = Prompts(TokenizerWrapper(tokenizer, BPEStreamingDetokenizer, **marks), LETTERS, renderer)
+    with pytest.raises(ApiError, match="no"):
+        rendered(prompts, calling("{}"), tools=[{"type": "function", "function": {"name": "x"}}])
+    rendered(prompts, HELLO, tools=[{"type": "function", "function": {"name": "y"}}])
+    assert not prompts.keeps_space
+    assert "json\n{}\n" in rendered(prompts, calling("{}"))
 
 
 def test_ids_of_calls_have_the_templates_length(renderer: Renderer) -> None:
