@@ -8,7 +8,7 @@ A family's module declares its commands with the `command` decorator, next to th
 A `partial` of the decorator contains the common fields of a module's rows. The default complexity is O(1).
 
 A call is written as in Redis's documentation: ``set key value [NX | XX] [EX seconds]``, ``...`` for repetition. The
-arity follows from it, except in the few rows that give it. `reply` is the shape of the reply, see `table.schema`. A
+arity follows from it, except in the few rows that give it. `reply` is the shape of the reply, see `specs.schema`. A
 subcommand has its own row, named ``container|sub``.
 
 The flags are Redis's command flags, further ACL categories, and the flags of `_OWN`. `allkeys` marks commands that read

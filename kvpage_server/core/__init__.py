@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from kvpage_server.core import python
 from kvpage_server.core.choice import NAME, REASON
 from kvpage_server.core.protocol import Limits, ProtocolError
+from kvpage_server.core.python.calls import CallAgain
 from kvpage_server.core.python.frames import Argument, Command
 
 if TYPE_CHECKING or NAME == "python":
@@ -20,5 +21,5 @@ if TYPE_CHECKING or NAME == "python":
 else:
     from kvpage_server.core.native import *  # noqa: F403
 
-__all__ = ["NAME", "REASON", "Argument", "Command", "Limits", "ProtocolError"]
+__all__ = ["NAME", "REASON", "Argument", "CallAgain", "Command", "Limits", "ProtocolError"]
 __all__ += python.__all__

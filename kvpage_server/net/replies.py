@@ -316,7 +316,7 @@ class CommandRunner:
         Raises Postponed if its values have to be loaded first.
         """
         try:
-            finished = finish_call(self._client, row.what, command, reply, error)
+            finished = finish_call(self._client, row.spec, command, reply, error)
         except Postponed as postponed:
             self._postpone(command, self._parser.received, postponed)
             raise

@@ -180,7 +180,7 @@ class Session:
                 return
             self._server.stats.bytes_in += count
             self.client.active = monotonic()
-            if not self._memory.is_empty and self._parser.is_partial:  # the rest of a command is missing still
+            if not self._memory.is_empty and self._parser.is_partial:  # the command is not complete yet
                 self._memory.account()
             else:
                 self._run()
@@ -491,17 +491,17 @@ class Session:
             position = self._write_behind.position
             if position != self._position_before:  # the client has made changes, which its reply waits for
                 self.client.durable_before_reply = position
-        is_held_back = self.client.durable_before_reply > 0 and self._is_held_back()
-        if (self._tracking.is_due and self._waits_for_messages()) or is_held_back:
+        is_held_back = self.client.durable_before_reply > 0 and self._await_disk()
+        if (self._tracking.is_due and self._await_messages()) or is_held_back:
             return
         replies = self._replies
         if pieces := replies.pieces:
             replies.pieces, replies.broken = [], replies.under_way
             self._transport.write(pieces)
 
-    def _waits_for_messages(self) -> bool:
-        """Send the pending messages to tracking clients. Return whether replies have to wait for the rest of them. If
-        so, begin to wait.
+    def _await_messages(self) -> bool:
+        """Send the pending messages to tracking clients, and begin to wait if some are left. Return whether replies
+        have to wait.
         """
         tracking = self._tracking
         if tracking.is_sending:  # a message to this client, after the replies that wait
@@ -525,8 +525,10 @@ class Session:
             self._is_held = True
             self._wait(Wait(start))
 
-    def _is_held_back(self) -> bool:
-        """Return whether replies have to wait until the client's changes are on disk. If so, begin to wait."""
+    def _await_disk(self) -> bool:
+        """Begin to wait until the client's changes are on disk, unless they are. Return whether replies have to
+        wait.
+        """
         tiered, durable_before_reply = self._server.tiered, self.client.durable_before_reply
         assert tiered is not None
         if tiered.behind.durable >= durable_before_reply:

@@ -410,11 +410,11 @@ class Contents:
 
         Raise MemoryError if the system has no memory for the index. Pages that `put` has stored before stay.
         """
-        is_opened = self.index.unloaded_pages or self.index.scans.current is not None
-        if self.expiry_order.keys or is_opened:
+        must_open = self.index.unloaded_pages or self.index.scans.current is not None
+        if self.expiry_order.keys or must_open:
             for name in pages.blocks():
                 self._remove_expired(*name)
-                if is_opened:
+                if must_open:
                     self.index.open(*name)
         at, count = 0, len(pages)
         try:
@@ -442,6 +442,7 @@ class Contents:
         catalogue, index, expiry_order = self.catalogue, self.index, self.expiry_order
         fresh: list[bytes] | None = [] if catalogue.scans.current is not None else None
         each = self.eviction_order.has_quotas or bool(self.leases.by_unit)  # blocks are accounted for one by one
+        # `Put` of core/python/pages.py describes the result.
         stop, blocks, made, beside, grown, stored, replaced, key_bytes, name_bytes = pages.put(
             catalogue.entries, index.requests, at, Block, fresh, one_block=each
         )
@@ -458,7 +459,7 @@ class Contents:
         if replaced:
             expiry_order.keys -= replaced
         self.eviction_order.units.used_all(blocks)
-        for block in blocks if key_bytes else ():  # those of new keys have grown
+        for block in blocks if key_bytes else ():  # without a new key, no block has more pages than before
             if block.pages > _LARGE:  # as `note_size`, without the cost of a call
                 self.has_large_blocks = True
         for block in beside:
@@ -737,7 +738,7 @@ class Contents:
     # -- removal ---------------------------------------------------------------------------------------------------
 
     def delete(self, key: bytes, event: str = "del") -> bool:
-        """Remove a key. Return whether it existed. Raise OverLimit as `own` does."""
+        """Remove a key. Return whether it existed. Raise OverLimit as `entry_for_write` does."""
         if self.find(key) is None:
             return False
         if (block := self._block_of_one(key)) is not None:

@@ -2,16 +2,17 @@
 
 Memory, its index, the disk and each quota are accounts. Before a value is stored, `make_room` evicts units from an
 account until the value fits. The account decides which units may be evicted, in which order and how, and whether a
-write is refused when no unit is left. Only `DiskAccount.evict_for_full_disk` evicts without `make_room`: when a commit
-has failed because the disk or `maxdisk` was used up.
+write is refused when no unit is left. Units are evicted without `make_room` only when a commit has failed because the
+disk or `maxdisk` was used up: by `DiskAccount.evict_for_full_disk`, and by `Changes.drop_refused` (`disk/tier.py`).
 
 Without a tier below, a unit that leaves memory is evicted: its keys are removed. With a tier, a unit that is also on
 disk is demoted: its bytes leave memory, and its keys stay. Protected and held units are spared.
 
 A write is admitted before its first step. Disk and quotas return the sizes of its parts, and a `Reservation` of these
-makes room in each account. If it has to evict more than MOST_LEAVE keys, it is admitted again in its next step
-(`MoreRoom`), and a `Claim` reserves its space until then. If the parts are stored in steps, other writers count the
-space of the next parts as used. If the write splits extents, each split is admitted in its own step, before a part is
+makes room in each account. If it has to evict more than KEYS_PER_STEP keys, it is admitted again in its next step
+(`MoreRoom`), and a `Claim` reserves its space until then. KVPAGEMSET turns into a reply in steps instead, which has a
+claim from its own first MoreRoom on (`in_room`). If the parts are stored in steps, other writers count the space of the
+next parts as used. If the write splits extents, each split is admitted in its own step, before a part is
 stored, because its entries take memory of the index.
 
 Memory is not reserved. `MemoryAccount.shrink` evicts units until memory is below its limit. If memory is full, it is
@@ -28,6 +29,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from itertools import chain, filterfalse, takewhile
 from typing import NamedTuple, Self, TypeVar
 
+from kvpage_server.core import CallAgain
 from kvpage_server.page import HEADER_SIZE, BlockShape
 from kvpage_server.store.contents import Contents, Source, unit_of
 from kvpage_server.store.eviction.queues import Unit
@@ -160,11 +162,11 @@ def units_of(contents: Contents, values: Iterable[PendingWrite]) -> set[Unit]:
 
 Sizes = dict[Account, int]  # bytes that a write, or a part of it, adds to accounts; negative if it frees some
 
-MOST_LEAVE = 250  # keys evicted or demoted in one call, because other clients wait meanwhile
+KEYS_PER_STEP = 250  # keys evicted or demoted in one call, because other clients wait meanwhile
 
 
-class MoreRoom(Exception):
-    """Signal that a write has evicted MOST_LEAVE keys, and needs more space: it has to be admitted again in its next
+class MoreRoom(CallAgain):
+    """Signal that a write has evicted KEYS_PER_STEP keys, and needs more space: it has to be admitted again in its next
     step. Nothing of it was stored. `total` has its sizes.
     """
 
@@ -202,8 +204,9 @@ def in_room(write: Callable[[], T]) -> Generator[tuple[()], None, T]:
 class Reservation:
     """Space for a write, from its admission until its last part is stored.
 
-    `parts` are the sizes of its parts, in the order in which they are stored. `make_room` admits the write. Then the
-    object is a context manager, which reserves the space. A part releases its reservation when it uses the space.
+    `parts` are the sizes of its parts, in the order in which they are stored. `make_room` admits the write, and
+    reserves nothing. A write of several steps uses the object as a context manager, which reserves the space. A part
+    releases its reservation when it uses the space.
     Reservations of parts that are not stored are released when the write ends or fails, or its client disconnects.
     Space that a part frees is not available until the part is stored, so negative sizes are not reserved.
 
@@ -227,7 +230,7 @@ class Reservation:
                 total[account] = total.get(account, 0) + size
         lacking = [(account, size) for account, size in total.items() if account.used > account.evicts_above(size)]
         if lacking:
-            units, left = stay(), MOST_LEAVE if in_steps else sys.maxsize
+            units, left = stay(), KEYS_PER_STEP if in_steps else sys.maxsize
             for account, size in lacking:
                 used, goal = account.used, account.evicts_above(size)
                 for unit in make_room(account, size, units):
@@ -337,12 +340,12 @@ class MemoryAccount(Account):
         return "used memory > 'maxmemory'"
 
     def shrink(self) -> bool:
-        """Evict or demote units until memory is within its limits, but at most about MOST_LEAVE keys.
+        """Evict or demote units until memory is within its limits, but at most about KEYS_PER_STEP keys.
 
         Return False if the call has to be repeated for more units, and True otherwise: also if only spared units are
         left and memory is still full. Raise OverLimit if memory is full and the policy may not evict more.
         """
-        left = MOST_LEAVE
+        left = KEYS_PER_STEP
         for account in (self, self.index):
             for unit in make_room(account):
                 left -= unit.pages if isinstance(unit, Block) else 1

@@ -24,7 +24,7 @@ from kvpage_server.commands.access.user import Denial
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.specs import Spec, lower_name, named, spec_of
 from kvpage_server.commands.steps import IN_THREAD_FROM, Steps, wait_for_thread
-from kvpage_server.core import Command
+from kvpage_server.core import CallAgain, Command
 from kvpage_server.core.pieces import Piece
 from kvpage_server.resp import Reply, ReplyError, Wait, bare
 from kvpage_server.store.contents import unit_on_disk
@@ -43,7 +43,7 @@ _MOST_STEPS = 8  # steps of a reply whose values are loaded in advance
 _SIZE, _UNIT, _HEADER = attrgetter("size"), attrgetter("unit"), attrgetter("header")
 
 
-class Postponed(Exception):
+class Postponed(CallAgain):
     """The signal that a command cannot run yet: the session calls it once more after `wait`. `hold` keeps the values
     that were loaded for it in memory until it has run, `room` reserves space for it until it is called.
     """
@@ -450,7 +450,8 @@ def free_memory(client: Client) -> None:
     try:
         if not memory.shrink():
             raise Postponed(Wait(asyncio.get_running_loop().call_soon))
-        # More than may be queued is in memory: parts of large blocks, which leave memory when they are on disk whole.
+        # Memory exceeds its limit by more than the queue may have: by parts of large blocks. A part that is on disk
+        # stays in memory until all parts of its block are.
         if tiered is not None and memory.limit and memory.used > memory.evicts_above(-tiered.behind.limit):
             wait_for_memory(tiered)
     except OverLimit as full:

@@ -23,7 +23,7 @@ from kvpage_server.commands.specs import (
     too_many,
 )
 from kvpage_server.commands.steps import another_step
-from kvpage_server.core import Argument, Callee, Caller, Command, Parser
+from kvpage_server.core import Argument, CallAgain, Callee, Caller, Command, Parser
 from kvpage_server.core.pieces import Piece
 from kvpage_server.glob import PatternTooLong
 from kvpage_server.resp import Raw, Reply, ReplyError, Stream, Wait, bare, encode
@@ -124,7 +124,7 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
             reply = _noted(client, spec, words, reply)
         return in_steps(client, spec, reply) if type(reply) is Stream else reply
     except Exception as error:  # noqa: BLE001 - it becomes an error reply
-        counts = not isinstance(error, (Postponed, MoreRoom))
+        counts = not isinstance(error, CallAgain)
         return error_reply(client, spec, words, error)
     finally:
         client.finished = ended = monotonic_ns()
@@ -163,7 +163,7 @@ def error_reply(client: Client, spec: Spec, words: Command, error: Exception) ->
 
     The exception's traceback is removed, because its frames keep the command's words in memory.
     """
-    if not isinstance(error, (*_REFUSALS, Postponed, MoreRoom, MemoryError)):
+    if not isinstance(error, (*_REFUSALS, CallAgain, MemoryError)):
         log.error("%r failed; the connection goes on", words[0], exc_info=error)
     error.__traceback__ = error.__context__ = None
     if isinstance(error, MoreRoom):

@@ -13,7 +13,7 @@ from kvpage_server.core.native.frames cimport Parser
 from kvpage_server.core.native.slots cimport Slot
 from kvpage_server.core.native.words cimport Words, object_at, view_of
 
-from kvpage_server.core.python.calls import PLAIN_REPLY_PIECES as _PLAIN_REPLY_PIECES
+from kvpage_server.core.python.calls import PLAIN_REPLY_PIECES as _PLAIN_REPLY_PIECES, CallAgain
 from kvpage_server.core.python.bodies import SEND_BYTES as _SEND_BYTES
 
 cdef Py_ssize_t PLAIN_REPLY_PIECES = _PLAIN_REPLY_PIECES
@@ -47,19 +47,19 @@ cdef enum:
 cdef class Callee:
     """Row of the fast path: the function for a command's name."""
 
-    cdef readonly object what, name, function
+    cdef readonly object spec, name, function
     cdef readonly Py_ssize_t fewest, most
     cdef readonly bint asks
     cdef readonly Py_ssize_t place
     cdef readonly bytes ending
 
     def __init__(
-        self, what, str name not None, function, Py_ssize_t fewest, Py_ssize_t most, bint asks, Py_ssize_t place=0,
+        self, spec, str name not None, function, Py_ssize_t fewest, Py_ssize_t most, bint asks, Py_ssize_t place=0,
         bytes ending not None=b"",
     ):
         if not 0 <= place < max(fewest, 1):
             raise ValueError(f"a row has at least {fewest} words, got place {place}")
-        self.what, self.name, self.function = what, name, function
+        self.spec, self.name, self.function = spec, name, function
         self.fewest, self.most, self.asks, self.place, self.ending = fewest, most, asks, place, ending
 
     cdef bint refuses(self, words):
@@ -128,7 +128,7 @@ cdef class Caller:
                 row = <Callee>found
                 if not row.fewest <= count <= row.most or row.refuses(words):
                     return left, words, None, None, None
-                if (ask or row.asks) and not self.may_run(client, row.what, words):
+                if (ask or row.asks) and not self.may_run(client, row.spec, words):
                     return left, words, None, None, None
                 # Call it, and count the call. For consecutive calls of one row, its attributes are read once.
                 if row is not before:
@@ -148,9 +148,9 @@ cdef class Caller:
                 took = ended - started
                 counts.nanoseconds += took
                 bucket = BUCKETS - __builtin_clzll(took) if took > 0 else 0
-                histogram[bucket] += 1
+                histogram[bucket] += error is None or not isinstance(error, CallAgain)
                 if took >= slow_from:
-                    self.note_slow(client, row.what, words, took)
+                    self.note_slow(client, row.spec, words, took)
                 if ended > deadline:
                     left = 0
                 # Add its reply. Return a result that the session has to process.

@@ -21,7 +21,7 @@ PLAIN_REPLY_PIECES = 4  # pieces that a plain reply may have
 class Callee(NamedTuple):
     """Row of the fast path: the function for a command's name."""
 
-    what: Any  # the caller's object for the command, its `Spec`; the core passes it to the callbacks
+    spec: Any  # the caller's object for the command; the core passes it to the callbacks
     name: str  # key of the command's statistics
     function: Callable[[Any, Any], Any]  # called with the client and the words after the first
     fewest: int  # words that the command may have, its name included
@@ -34,6 +34,10 @@ class Callee(NamedTuple):
         """Return whether the core may not make the call, because the word at `place` ends in `ending`."""
         word = words[self.place]
         return self.place > 0 and isinstance(word, bytes) and word.endswith(self.ending)
+
+
+class CallAgain(Exception):
+    """Base class of signals that a command waits, and is called once more then. Only the last call is counted."""
 
 
 class CallingClient(Protocol):
@@ -71,8 +75,8 @@ class Returned(NamedTuple):
 class Caller:
     """The fast path of one client: it takes commands from `parser`, and calls the functions of `rows` by name.
 
-    `may_run(client, what, words)` returns whether the core may make the call. `note_slow(client, what, words,
-    nanoseconds)` is called after a slow call. `what` is the field of the command's row.
+    `may_run(client, spec, words)` returns whether the core may make the call. `note_slow(client, spec, words,
+    nanoseconds)` is called after a slow call. `spec` is the field of the command's row.
     """
 
     def __init__(
@@ -119,7 +123,7 @@ class Caller:
             row = rows.get(words[0])
             if row is None or not row.fewest <= len(words) <= row.most or row.is_refused(words):
                 return Returned(left, words)
-            if (ask or row.asks) and not self._may_run(client, row.what, words):
+            if (ask or row.asks) and not self._may_run(client, row.spec, words):
                 return Returned(left, words)
             client.last_command = row.name
             left -= 1
@@ -133,9 +137,9 @@ class Caller:
             client.finished = ended = monotonic_ns()
             took = ended - started
             counts.nanoseconds += took
-            counts.histogram[took.bit_length()] += 1
+            counts.histogram[took.bit_length()] += not isinstance(error, CallAgain)
             if took >= slow_from:
-                self._note_slow(client, row.what, words, took)
+                self._note_slow(client, row.spec, words, took)
             if ended > deadline:
                 left = 0
             if error is not None or pushed or not client.fast_path_ok or not _is_plain(reply):

@@ -10,6 +10,8 @@ import pytest
 from cores import on_each_core
 from wire import encode_command
 
+from kvpage_server.core import CallAgain
+
 LATER = 1 << 62
 
 
@@ -37,7 +39,7 @@ class Table:
     def __init__(self, core: Any, **client: Any) -> None:
         self.client = Client(**client)
         self.parser = core.Parser(core.Arena())
-        self.counts = {name: Counts() for name in ("say", "free", "push", "fail", "set")}
+        self.counts = {name: Counts() for name in ("say", "free", "push", "fail", "wait", "set")}
         self.slow: list[tuple[Any, ...]] = []
         self.pieces: list[bytes] = []
         self.pushed: list[object] = []
@@ -53,6 +55,7 @@ class Table:
             b"FREE": core.Callee("FREE", "free", self.give_up, 1, 1, False),
             b"PUSH": core.Callee("PUSH", "push", self.push, 1, 1, False),
             b"FAIL": core.Callee("FAIL", "fail", self.fail, 1, 1, False),
+            b"WAIT": core.Callee("WAIT", "wait", self.wait, 1, 1, False),
             b"SET": core.Callee("SET", "set", lambda client, args: AsItIs(b"+SET\r\n"), 3, 3, True, 1, b":index"),
         }
         self.calls = core.Caller(self.client, self.parser, rows, self.may_run, lambda *call: self.slow.append(call))
@@ -70,6 +73,9 @@ class Table:
 
     def fail(self, client: Client, args: list[bytes]) -> None:
         raise KeyError("no")
+
+    def wait(self, client: Client, args: list[bytes]) -> None:
+        raise CallAgain("later")
 
     def may_run(self, client: Client, what: str, words: list[bytes]) -> bool:
         return words[-1] != b"full"
@@ -129,7 +135,7 @@ def test_a_command_off_the_fast_path_is_handed_back(core: Any, command: str) -> 
 def test_a_complex_reply_is_handed_back(core: Any, command: str, reply: object) -> None:
     table = Table(core)
     left, words, row, got, error = table.make("SAY first", command, "SAY later")
-    assert (left, words, row.what, got, error) == (98, command.encode().split(), command.split()[0], reply, None)
+    assert (left, words, row.spec, got, error) == (98, command.encode().split(), command.split()[0], reply, None)
     assert table.pieces == [b"$5\r\nfirst\r\n"]
 
 
@@ -139,6 +145,14 @@ def test_an_exception_is_handed_back_and_the_call_counts(core: Any) -> None:
     left, words, row, reply, error = table.make("FAIL", "SAY later")
     assert (left, words, row.name, reply, repr(error)) == (99, [b"FAIL"], "fail", None, "KeyError('no')")
     assert sum(table.counts["fail"].histogram) == 1
+
+
+@on_each_core
+def test_a_call_that_is_made_again_is_not_counted(core: Any) -> None:
+    table = Table(core)
+    _, words, row, _, error = table.make("WAIT")
+    assert (words, row.name, repr(error)) == ([b"WAIT"], "wait", "CallAgain('later')")
+    assert sum(table.counts["wait"].histogram) == 0
 
 
 @on_each_core

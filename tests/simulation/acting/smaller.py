@@ -24,7 +24,7 @@ _SMALLER: list[tuple[str, str, list[int]]] = [
     (_PAGES + "request", "HASHED_BYTES_PER_STEP", [100]),
     ("kvpage_server.commands.dispatch.checks", "_MOST_AHEAD", [500]),
     ("kvpage_server.commands.notifying.channels", "_FEW", [1]),
-    (_STORE + "evict", "MOST_LEAVE", [1, 5]),
+    (_STORE + "evict", "KEYS_PER_STEP", [1, 5]),
     (_STORE + "eviction.leases", "_LEASES_PER_STEP", [1]),
     (_STORE + "eviction.leases", "_LEAST_STALE", [0, 3]),
     (_STORE + "eviction.order", "_UNITS_PER_STEP", [1, 7]),

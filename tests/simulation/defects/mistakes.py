@@ -13,7 +13,7 @@ MISTAKES = [
     Mistake(
         "reply-before-commit",
         "kvpage_server.net.session",
-        "Session._is_held_back",
+        "Session._await_disk",
         "if tiered.behind.durable >= durable_before_reply:",
         "if tiered.behind.durable >= durable_before_reply or tiered.behind.busy:",
         "under `always`, what is being written counts as written",

@@ -223,11 +223,11 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
     if count > _DECIDED_PAGES_PER_STEP and count > _pages_per_step(client):
         return Stream(None, _store_in_steps(client, args, count, deque(), now))
     batch = _pages_of_batch(client, args, 0, count, count, now)
-    if len(batch) < count or client.keyspace.has_extents(batch):
+    if len(batch) < count or client.keyspace.has_extents(batch):  # `new_pages` ends early after 4 MiB were hashed
         return Stream(None, _store_in_steps(client, args, count, deque([batch]), now))
     try:
         client.keyspace.admit_batch(batch)
-    except MoreRoom:  # many units have to be evicted before, which takes several steps
+    except MoreRoom:  # more than 250 keys have to be evicted, which takes several steps
         return Stream(None, _store_in_steps(client, args, count, deque([batch]), now))
     client.keyspace.contents.set_pages(batch)
     return OK
