@@ -111,7 +111,7 @@ def test_arguments_of_calls_have_the_templates_form(renderer: Renderer, name: st
 
 
 def test_the_first_conversation_decides_nothing_for_later_ones(renderer: Renderer) -> None:
-    """As Mistral's, the template writes the tools before the last message only. It refuses a tool."""
+    """The template writes tools before the last message only, and refuses one of them."""
     tools = "{% if loop.last %}{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}{% endif %}"
     refuses = "{% if tools and tools[0].function.name == 'x' %}{{ raise_exception('no') }}{% endif %}"
     content = "{{ m.role }}:{{ ' ' if m.role == 'assistant' }}{{ m.content }}"
