@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import uuid
@@ -66,6 +67,8 @@ class Markup:
         Raises the exceptions of mlx-lm's parsers, of any class.
         """
         parser: Callable[[str, Any], Any] = self._tokenizer.tool_parser
+        if getattr(parser, "__module__", "").endswith("pythonic"):
+            _check_python(text)
         parsed = parser(text, list(tools))
         return parsed if isinstance(parsed, list) else [parsed]
 
@@ -163,6 +166,8 @@ class Reader:
         self._markup = markup
         self._tools = [_with_parameters(tool) for tool in tools]
         self._names = {tool["function"]["name"] for tool in tools}
+        longest_first = sorted(filter(_ODD.search, self._names), key=len, reverse=True)
+        self._odd_names = re.compile("|".join(map(_whole, longest_first)) or "(?!)")
         self._several = several
         self._written = written
         self._streams = streams
@@ -375,16 +380,69 @@ class Reader:
         return calls if all(name in self._names for name, _, _ in calls) else []
 
     def _parse(self, text: str) -> list[tuple[str, str | None, str]]:
+        """Return the calls in a text, also of tools that are not offered; [] if it is no call.
+
+        Some of mlx-lm's parsers know no names with dots or hyphens, or take the end of such a name. Then they get other
+        names.
+        """
+        calls = self._parse_with(text, self._tools)
+        if all(name in self._names and _has_name(text, name) for name, _, _ in calls) and calls:
+            return calls
+        odd = {found[0] for found in self._odd_names.finditer(text)}
+        aliases = {name: f"kvpage_{i}_" for i, name in enumerate(odd)}
+        if not aliases or any(alias in text for alias in aliases.values()):
+            return [] if any(not _has_name(text, name) for name, _, _ in calls) else calls
+        tools = [
+            {**tool, "function": {**tool["function"], "name": aliases.get(name := tool["function"]["name"], name)}}
+            for tool in self._tools
+        ]
+        found = self._parse_with(self._odd_names.sub(lambda found: aliases[found[0]], text), tools)
+        names = {alias: name for name, alias in aliases.items()}
+
+        def named(part: str) -> str:
+            return re.sub("|".join(names), lambda found: names[found[0]], part)
+
+        return [(named(name), id_ and named(id_), named(arguments)) for name, id_, arguments in found]
+
+    def _parse_with(self, text: str, tools: Sequence[dict[str, Any]]) -> list[tuple[str, str | None, str]]:
         try:
-            return [_call(parsed) for parsed in self._markup.parse(text, self._tools)]
+            return [_call(parsed) for parsed in self._markup.parse(text, tools)]
         except Exception:  # noqa: BLE001 - mlx-lm's parsers raise all kinds of errors
             return []
+
+
+_ODD = re.compile(r"\W")  # in names of tools
+
+
+def _whole(name: str) -> str:
+    """Return a pattern of a tool's name that is no part of a longer one; Kimi's calls have `functions.` before it."""
+    return rf"(?:(?<![\w.-])|(?<=\bfunctions\.)){re.escape(name)}(?![\w.-])"
+
+
+def _has_name(text: str, name: str) -> bool:
+    """Return whether a call in `text` may have the name of a tool: not if this is only a part of longer names."""
+    return name not in text or re.search(_whole(name), text) is not None
+
+
+def _check_python(text: str) -> None:
+    """Raise ValueError for calls with arguments that mlx-lm's parser of Python would leave out: those without names."""
+    try:
+        parsed = ast.parse(text[text.find("[") : text.rfind("]") + 1], mode="eval").body
+    except (SyntaxError, ValueError):
+        return  # the parser has rules of its own for other texts
+    calls = [one for one in getattr(parsed, "elts", ()) if isinstance(one, ast.Call)]
+    if any(call.args or any(word.arg is None for word in call.keywords) for call in calls):
+        raise ValueError("arguments have names")
 
 
 def _call(parsed: dict[str, Any]) -> tuple[str, str | None, str]:
     """Return name, id and arguments of a call from mlx-lm's parsers. Raises ValueError or another exception if it is
     invalid.
     """
+    if "arguments" not in parsed and "parameters" in parsed:
+        raise ValueError("a call has arguments, not parameters")
+    if not isinstance(parsed["name"], str):
+        raise ValueError("the name is a text")
     return parsed["name"], parsed.get("id"), _arguments(parsed.get("arguments"))
 
 

@@ -156,6 +156,37 @@ def test_a_call_of_a_tool_that_is_not_offered_is_text(kind: str) -> None:
     assert read(markup(kind), text) == (text, "", [])
 
 
+def offered(*names: str) -> list[Any]:
+    return [{"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in names]
+
+
+@kinds
+@pytest.mark.parametrize("name", ["delete-file", "ns.file", "my_file"])
+def test_a_name_is_read_as_a_whole(kind: str, name: str) -> None:
+    start, end = marks(kind)
+    call = CALLS[kind].replace("weather", name).replace("Oslo", f"of {name}")
+    text = start + call + end
+    expected = ("", "", [(name, {"city": f"of {name}"})])
+    assert read(markup(kind), text, tools=offered(name)) == expected
+    assert read(markup(kind), text, tools=offered("file", name)) == expected
+    assert read(markup(kind), text, tools=offered("file")) == (text, "", [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [
+        ("json_tools", '{"name": "weather", "parameters": {"city": "Oslo"}}'),
+        ("json_tools", '{"name": ["weather"], "arguments": {}}'),
+        ("pythonic", '[weather("Oslo")]'),
+        ("pythonic", '[weather("Oslo", days=3)]'),
+        ("pythonic", '[weather(**{"city": "Oslo"})]'),
+    ],
+)
+def test_a_call_with_lost_arguments_is_text(kind: str, call: str) -> None:
+    start, end = marks(kind)
+    assert read(markup(kind), start + call + end) == (start + call + end, "", [])
+
+
 @kinds
 def test_a_call_after_a_mark_in_plain_text_is_read(kind: str) -> None:
     start, end = marks(kind)
