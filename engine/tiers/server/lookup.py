@@ -129,6 +129,8 @@ class Lookup:
         if more := [place.seal for place in self._offer.places if place.seal not in digests]:
             digests |= dict(zip(more, await connection.read(more, self.report.missed), strict=True))
         stored = {seal: digest.decode(errors="replace") for seal, digest in digests.items() if digest}
+        # A block whose seal was asked for and is absent is not usable: a load may have found it damaged.
+        in_records = {seal: digest for seal, digest in in_records.items() if seal not in digests}
         stored = in_records | stored | self.digests_in_memory
         if self._offer.has_gap(stored):
             self.report.missed("gap")
