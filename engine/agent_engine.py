@@ -57,7 +57,7 @@ class Reuse:
     waited_seconds: float = 0.0  # spent in waits for another prompt that computed the same prefix
     time_to_first_token: float = 0.0  # seconds since submit
     prefill_seconds: float = 0.0  # of these, for the computation of the other prompt tokens
-    why: str | None = None  # the reason if the store did not have the whole prompt
+    why: str | None = None  # the reason for which the last load found no more; None also if the rest is absent
     coded: float | None = None  # the ratio of blocks of the page server to their codes, if some arrived in the code
     mapped: bool = False  # whether blocks were read in the page server's memory
 
@@ -105,9 +105,10 @@ class Stage(Enum):
 
     A claim on a block means that this prompt computes the block, and others wait for it (`tiers.prefill_claims`)::
 
-    SUBMITTED  waits until its load may begin                           -> LOADING, READY
+    SUBMITTED  waits until its load may begin, or its leader runs       -> LOADING, READY, RUNNING
     LOADING    its context is being loaded from the store               -> WAITING, READY, SUBMITTED
-    WAITING    another prompt has the claim on its first missing block  -> READY, SUBMITTED
+    WAITING    another prompt has the claim on its first missing block, -> READY, SUBMITTED
+               or the page server has not answered the claim
     READY      can join the batch                                       -> RUNNING, SUBMITTED
     RUNNING    has joined the batch; it may wait there for free blocks of the pool
     """
@@ -160,7 +161,7 @@ class Job:
 
     @property
     def waits(self) -> bool:
-        """Whether another prompt holds the claim on the first missing block."""
+        """Whether another prompt holds the claim on the first missing block, or the page server has not answered."""
         return self.claim is not None and self.claim.state == "wait"
 
     def progress(self) -> JobProgress:
@@ -210,7 +211,7 @@ class Job:
 
 log = logging.getLogger(__name__)
 
-MAX_PROMPTS_AHEAD = 8  # prompts that are loading, or loaded and not in the batch yet
+MAX_PROMPTS_AHEAD = 8  # a load begins while fewer prompts are LOADING or READY
 LOOK_AGAIN_SECONDS = 0.02  # longest wait of a step while blocks may become free, or a claim may change
 PATIENCE_FACTOR = 2.0  # longest wait for a prefix that another prompt computes, as a multiple of the time to compute it
 MEASURED_TOKENS = 64  # a prefill with fewer computed tokens does not measure the speed

@@ -76,7 +76,7 @@ class Engine:
     batch: BlockPoolBatchEngine
     pages: PageTier | None
     store: AgentCacheStore
-    agents: AgentEngine
+    agent_engine: AgentEngine
 
     @classmethod
     def open(cls, options: Options, report: Callable[[str], object] = lambda _: None) -> Self:
@@ -115,16 +115,16 @@ class Engine:
         store = AgentCacheStore(spec, pool, pages=pages, cold=cold, config=config, publish=options.publish)
         store.publish_statistics()
         batch = BlockPoolBatchEngine(model, tokenizer, spec, pool)
-        agents = AgentEngine(batch, store)
+        agent_engine = AgentEngine(batch, store)
         report(f"{spec.model_id} was loaded in {time.monotonic() - begun:.1f} s")
-        return cls(spec.model_id, model, weights, tokenizer, spec, pool, batch, pages, store, agents)
+        return cls(spec.model_id, model, weights, tokenizer, spec, pool, batch, pages, store, agent_engine)
 
     def close(self) -> int:
         """Drop unanswered prompts, write contexts that are not stored yet, and close the tiers.
 
         Return the number of contexts that could not be saved.
         """
-        self.agents.shutdown()
+        self.agent_engine.shutdown()
         return self.store.close()
 
 

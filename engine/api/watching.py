@@ -200,7 +200,7 @@ class Watching:
 
 
 def _progress_of(engine: Engine) -> list[JobProgress]:
-    agents: AgentEngine = engine.agents
+    agents: AgentEngine = engine.agent_engine
     return agents.progress()
 
 

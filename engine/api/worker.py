@@ -269,7 +269,7 @@ class EngineThread:
                 self._call(partial(_submit, generation))
 
     def _drop(self, generation: Generation) -> None:
-        self._call(lambda engine: _cancel(engine.agents, generation))
+        self._call(lambda engine: _cancel(engine.agent_engine, generation))
 
     def _call(self, work: Callable[[Engine], None]) -> None:
         """Queue a call that the thread makes between two steps."""
@@ -278,7 +278,7 @@ class EngineThread:
 
     def _wake(self) -> None:
         if self._made.done() and not self._made.exception():
-            self._made.result().agents.wake()
+            self._made.result().agent_engine.wake()
 
     def _run(self) -> None:
         """Run the thread: create the engine, alternate queued calls and steps until `stop`, and close the engine."""
@@ -292,7 +292,7 @@ class EngineThread:
             while not self._stop.is_set() or self._calls:
                 while self._calls:
                     self._calls.popleft()(engine)
-                engine.agents.step(IDLE_SECONDS)
+                engine.agent_engine.step(IDLE_SECONDS)
         except Exception as error:
             log.exception("the engine has failed")
             for generation in list(self._generations):
@@ -308,7 +308,7 @@ class EngineThread:
 
 def _submit(generation: Generation, engine: Engine) -> None:
     if not generation.cancelled:
-        generation.context.run(_submit_to, engine.agents, generation)
+        generation.context.run(_submit_to, engine.agent_engine, generation)
 
 
 def _submit_to(engine: AgentEngine, generation: Generation) -> None:

@@ -52,7 +52,7 @@ def ask(
     """
     answers: list[Answer] = []
     errors: list[Exception] = []
-    uid = engine.agents.submit(
+    uid = engine.agent_engine.submit(
         agent_id,
         tokens,
         max_tokens=max_tokens,
@@ -62,9 +62,9 @@ def ask(
         on_done=answers.append,
         on_error=errors.append,
     )
-    while engine.agents.step(timeout=1.0):
+    while engine.agent_engine.step(timeout=1.0):
         if interrupted is not None and interrupted.is_set():
-            engine.agents.cancel(uid)
+            engine.agent_engine.cancel(uid)
             raise Interrupted
     if errors:
         raise Failure(str(errors[0]))

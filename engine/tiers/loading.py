@@ -9,6 +9,8 @@ The states of a load. An event that is not in the table changes nothing::
     TAKEN     | -                 | -        | -
     CANCELLED | -                 | -        | -
 
+A load for which memory is enough, or without a tier below, starts SETTLED.
+
 Blocks of the pool are held while it is RUNNING or SETTLED. In TAKEN they are the caller's; in CANCELLED they are freed.
 """
 
@@ -48,7 +50,7 @@ class Loaded:
     blocks: AgentBlocks | None  # freed by the receiver, under its agent's name; None on a miss
     tier: Tier
     reach: int  # tokens of the prompt that need not be computed
-    why: str | None  # the reason for a miss, or of a result that is shorter than the prompt
+    why: str | None  # the first reason for a miss or a shorter result; None if some was found, and the rest is absent
     seconds: float  # duration of the load
     own: bool  # whether it is a part of the agent's own context
     coded: float | None = None  # the ratio of blocks to their codes, if some arrived in the lossless code
@@ -61,7 +63,7 @@ class Loaded:
 
     @property
     def unanswered(self) -> bool:
-        """Whether the miss was caused by the page server: it did not answer, or it got no request after failures."""
+        """Whether `why` is a failure of the page server: it did not answer, or it got no request after failures."""
         return self.why == "open" or self.why in FAILING
 
 
@@ -280,7 +282,7 @@ class Loading:
         `asyncio.wait` waits for the fetch, because a cancellation of `await fetching` would cancel that task, too.
 
         The fetch and the header of the file have HEDGE_AFTER_SECONDS. After that, the file is read as well if it has
-        more than memory; otherwise the load ends if memory has most of the prompt. When the fetch has ended, the file
+        more than memory; otherwise the load ends if memory has half of the prompt. When the fetch has ended, the file
         is read if it has more than fetch and memory, or if they have nothing, because then the file determines the
         reason of the miss. A header that is late is awaited only if they have nothing, because the disk may hang.
         """
@@ -288,12 +290,12 @@ class Loading:
         try:
             patience = HEDGE_AFTER_SECONDS - (time.perf_counter() - self._started)
             await asyncio.wait([header, fetching], timeout=max(0.0, patience))
-            if not fetching.done() and not header.done() and not self._memory_has_most:
+            if not fetching.done() and not header.done() and not self._memory_has_half:
                 await asyncio.wait([header, fetching], return_when=asyncio.FIRST_COMPLETED)
             if not fetching.done():
                 if header.done() and (in_file := header.result()) > self._memory.reach:
                     return await self._hedge(in_file, fetching)
-                if self._memory_has_most:
+                if self._memory_has_half:
                     return None
                 await asyncio.wait([fetching])
             best = max(self._memory.reach, self._fetch.reach if self._fetch else 0)
@@ -315,13 +317,13 @@ class Loading:
             if fetching.done() and self._fetch and self._fetch.reach >= in_file:
                 return
             await reading
-            if not self._from_file and not self._memory_has_most:  # the file is unusable
+            if not self._from_file and not self._memory_has_half:  # the file is unusable
                 await asyncio.wait([fetching])
         finally:
             reading.cancel()  # a read that has started frees its blocks when it ends
 
     @property
-    def _memory_has_most(self) -> bool:
+    def _memory_has_half(self) -> bool:
         """Whether memory has at least half of the prompt: then the rest is computed rather than waited for."""
         return self._tokens is not None and 2 * self._memory.reach >= len(self._tokens)
 

@@ -110,7 +110,8 @@ class PageTier:
     """Store of contexts on a page server. Thread-safe. Its methods do not raise errors of the server.
 
     With a server that is slow, full, faulty or unavailable, a load finds less or nothing, and a save leaves the old
-    state. The reason is counted: ``absent`` nothing is stored; ``gap`` blocks are missing; ``shape``, ``checksum`` they
+    state. The reason is counted: ``absent`` nothing is stored; ``evicted``, ``expired``, ``over quota`` nothing is
+    stored, because the server has removed it for this reason; ``gap`` blocks are missing; ``shape``, ``checksum`` they
     are damaged; ``manifest`` it is unreadable, or of an earlier version; ``tails`` a record of blocks is unreadable;
     ``pool`` no blocks are free; ``recompute`` computing is faster than fetching; ``slow`` no reply in time; ``late``
     not everything within the limit of a load; ``down`` no connection; ``gone`` one of several servers does not answer;

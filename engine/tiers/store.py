@@ -162,8 +162,8 @@ class AgentCacheStore:
         self.claims = Claims(spec, pages, self._loop)
         self._sources = LoadSources(spec, pool, pages, cold, self._loop, self._tally, self._make_room_for)
         self._loadings: weakref.WeakSet[Loading] = weakref.WeakSet()  # to cancel at `close`
-        # the time.monotonic() of the next renewal of lifetimes on the page server: see `_put_off_renewal`
         self._deleted: dict[str, float] = {}  # agents, and when they were deleted, the earliest first
+        # the time.monotonic() of the next renewal of lifetimes on the page server: see `_put_off_renewal`
         self._renewals: OrderedDict[str | tuple[str, int], float] = OrderedDict()
         self._versions: weakref.WeakValueDictionary[str, _ContextVersion] = weakref.WeakValueDictionary()  # by agent
 

@@ -17,7 +17,7 @@ from typing_extensions import Buffer
 
 from kvpage_server import tracing
 from kvpage_server.client.commands import BlobCommands, Missed, PageCommands
-from kvpage_server.client.mapped import LEAST_BYTES, LEAST_PAGE, Dialogue, Maps, read_mapped, read_mapped_pages
+from kvpage_server.client.mapped import LEAST_MAPPED, LEAST_PAGE, Dialogue, Maps, read_mapped, read_mapped_pages
 from kvpage_server.client.page import (
     BlockBody,
     BlockName,
@@ -38,7 +38,7 @@ from kvpage_server.page import BlockShape, PageKey
 
 # -- Batches, cut into a part for each connection ----------------------------------------------------------------------
 
-_LEAST_BYTES = 1024 * 1024  # mean size of a part, at least: a further connection is not faster for less
+_LEAST_PART = 1024 * 1024  # mean size of a part, at least: a further connection is not faster for less
 
 
 def cut(sizes: Sequence[int], connections: int) -> list[slice]:
@@ -48,7 +48,7 @@ def cut(sizes: Sequence[int], connections: int) -> list[slice]:
     """
     ends = list(accumulate(sizes))
     total = ends[-1] if ends else 0
-    parts = max(1, min(connections, total // _LEAST_BYTES))
+    parts = max(1, min(connections, total // _LEAST_PART))
     bounds = [0, *(bisect_right(ends, total * i // parts) for i in range(1, parts)), len(ends)]
     return [slice(start, stop) for start, stop in pairwise(bounds) if start < stop]
 
@@ -80,7 +80,7 @@ class Call(Generic[T]):
 
 def _are_large(sizes: Sequence[int]) -> bool:
     """Return whether pages of these sizes are read sooner in the server's memory, if the client can map it."""
-    return sum(sizes) >= max(LEAST_BYTES, LEAST_PAGE * len(sizes))
+    return sum(sizes) >= max(LEAST_MAPPED, LEAST_PAGE * len(sizes))
 
 
 Sizes = Callable[[], Sequence[int]]  # bytes of each body, computed only if needed
@@ -186,7 +186,7 @@ class Calls:
         into = places(buffers, len(names))
         check_block_sizes(into.sizes(), shape)
         parts = self._parts(len(names), into.sizes)
-        maps = self._maps if shape.nbytes * len(names) >= LEAST_BYTES else None
+        maps = self._maps if shape.nbytes * len(names) >= LEAST_MAPPED else None
 
         def ask(to: BlobCommands, part: slice) -> Request[Missed] | Dialogue[Missed]:
             """Return the request for a part, or the dialogue if the server's memory may be mapped."""

@@ -39,7 +39,7 @@ from kvpage_server.page import BlockShape, PageKey
 
 T = TypeVar("T")
 
-LEAST_BYTES = 256 * 1024  # of a batch: a smaller one is not faster, because it takes two round trips
+LEAST_MAPPED = 256 * 1024  # of a batch: a smaller one is not faster, because it takes two round trips
 LEAST_PAGE = 128 * 1024  # bytes of a page, on average: the server answers KVPAGEMGET for smaller ones sooner
 NOT_IN_PLACE = "blocks are read in place only over a unix socket of one server, by a user who may read every key"
 _BYTES_AT_ONCE = 64 << 20  # bytes of blocks that the client keeps in the server's memory at the same time

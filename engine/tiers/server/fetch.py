@@ -38,7 +38,7 @@ from ...spec import Shapes
 from .connection import OUTAGES
 from .lookup import FetchReport, FetchRequest, Lookup, Remote
 from .manifest import BlockPlace, Miss
-from .restore_planner import LEAST_BYTES, Plan
+from .restore_planner import LEAST_MEASURED, Plan
 
 # -- Receiving planned blocks into the memory in which they are used, with a check of each -----------------------------
 
@@ -139,7 +139,7 @@ class Receiver:
 
     def _check_rate(self) -> None:
         """Raise Miss if the rest is computed faster than received, at the rate of this fetch so far."""
-        if not self._lookup.may_compute or self._report.nbytes < LEAST_BYTES:
+        if not self._lookup.may_compute or self._report.nbytes < LEAST_MEASURED:
             return
         rest = [place for place in self._lookup.missing(self.plan) if place not in self.arrays]
         rate = self._report.nbytes / (time.perf_counter() - self._begun)
@@ -149,8 +149,9 @@ class Receiver:
             raise Miss("recompute")
 
     async def _receive_chunk(self, places: Sequence[BlockPlace], memory: Sequence[mx.array]) -> None:
-        """Receive blocks of one size. For a block that does not match its seal, raise Miss and delete the seal, so that
-        the next save writes the block again.
+        """Receive blocks of one size. For a block that is missing, has another shape or does not match its seal, delete
+        the seal, so that the next save writes the block again, and raise Miss. If one of several servers does not
+        answer, raise Miss only.
         """
         nbytes = self._layout.nbytes(places[0])
         mx.eval(memory)
@@ -357,7 +358,7 @@ class Fetch:
         """Fetch the context: look up, plan and lease its blocks, allocate memory in the pool, and receive them."""
         with span("kvpage.lookup") as seen:
             digests = await self._lookup.ask()
-            plan = await self._lookup.lease(digests)
+            plan = await self._lookup.plan_and_lease(digests)
             missing = self._lookup.missing(plan)
             nbytes = self._lookup.remote.layout.nbytes(*missing)
             if not plan.blocks and not self._request.beyond and not self.report.reasons:

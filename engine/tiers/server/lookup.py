@@ -108,8 +108,9 @@ class Lookup:
         return [place for place in (*plan.blocks, *plan.states[:1]) if place.seal not in self.digests_in_memory]
 
     async def ask(self) -> dict[str, str]:
-        """Read the agent's manifest, the records of partial blocks, and all digests that a plan may need. Return the
-        digests by seal."""
+        """Read the agent's manifest, the records of full and partial blocks, and the digests of the blocks of prompt
+        and manifest. Return the digests by seal, also those of the records, and an empty one for each block in memory.
+        """
         connection, spec, agent_id = self.remote.connection, self.remote.spec, self._request.agent_id
         seals = [place.seal for place in self._offer.places]
         parents = self._parents()
@@ -136,7 +137,7 @@ class Lookup:
             self.report.missed("gap")
         return stored
 
-    async def lease(self, digests: dict[str, str]) -> Plan:
+    async def plan_and_lease(self, digests: dict[str, str]) -> Plan:
         """Decide between the fetch of blocks and their computation. Return a plan whose blocks exist and are leased;
         if computing is faster, only the blocks in memory.
         """

@@ -22,7 +22,7 @@ from .manifest import BlockPlace, ContextManifest
 
 VALID_SECONDS = 30.0  # age of the last measurement up to which the link's rate is used
 MOST_PERIODS = 64  # of computation, with which a prompt that was computed earlier is compared
-LEAST_BYTES = 1 << 20  # smaller transfers are not measured, because latency dominates them
+LEAST_MEASURED = 1 << 20  # bytes; smaller transfers are not measured, because latency dominates them
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,8 @@ class Rates:
         self._requests.observe(1, seconds)
 
     def received(self, nbytes: int, seconds: float, planned: int) -> None:
-        """Note that `nbytes` of `planned` bytes have arrived in `seconds`. Less than LEAST_BYTES are not measured."""
-        if planned >= LEAST_BYTES:
+        """Note that `nbytes` of `planned` bytes have arrived in `seconds`, if at least LEAST_MEASURED were planned."""
+        if planned >= LEAST_MEASURED:
             self._link.observe(nbytes, seconds)
             self._link_seen = self._clock()
 

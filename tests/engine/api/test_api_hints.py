@@ -301,7 +301,7 @@ def test_a_cancelled_load_frees_its_blocks(pool: BlockPool, begun: bool) -> None
     store.save(context)
     pool.free(context.block_ids, "alice")
     agents = SimpleNamespace(step=lambda _: time.sleep(0.01), wake=lambda: None)
-    engine: Any = SimpleNamespace(agents=agents, store=store, pool=pool, close=store.close)
+    engine: Any = SimpleNamespace(agent_engine=agents, store=store, pool=pool, close=store.close)
     service: Any = SimpleNamespace(tokens=SimpleNamespace(count=1))
     tenant: Any = SimpleNamespace(name="")
     held, go = threading.Event(), threading.Event()

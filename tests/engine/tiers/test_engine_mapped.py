@@ -30,7 +30,7 @@ def test_a_context_is_read_in_the_server_s_memory(
     tmp_path: Path, pool: BlockPool, monkeypatch: pytest.MonkeyPatch, user: str, over: str
 ) -> None:
     """An engine that is connected over TCP finds the unix socket. A user with limited rights reads copies."""
-    monkeypatch.setattr("kvpage_server.client.calls.LEAST_BYTES", 1)
+    monkeypatch.setattr("kvpage_server.client.calls.LEAST_MAPPED", 1)
     model = tiny_llama()
     spec = ModelCacheSpec.probe(model, TOKENIZER, model_id="tiny")
     saved = computed(model, spec, TOKENS)

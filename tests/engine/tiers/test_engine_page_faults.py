@@ -95,7 +95,7 @@ def test_a_slowly_arriving_rest_is_computed(
     proxy: Proxy, tier: PageTier, pool: BlockPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The link was fast when it was decided to fetch."""
-    monkeypatch.setattr("engine.tiers.server.fetch.LEAST_BYTES", 1)
+    monkeypatch.setattr("engine.tiers.server.fetch.LEAST_MEASURED", 1)
     tier.rates.received(1 << 30, 1.0, 1 << 30)
     assert held(pool, tier.load("alice")) == 700
     tier.rates.prefilled(1000, 1.0)

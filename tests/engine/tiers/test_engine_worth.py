@@ -133,7 +133,7 @@ def test_a_fast_link_is_used_by_a_slow_model(tier: PageTier) -> None:
 
 
 def test_the_link_is_measured_by_received_bytes(tier: PageTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.tiers.server.restore_planner.LEAST_BYTES", 1000)
+    monkeypatch.setattr("engine.tiers.server.restore_planner.LEAST_MEASURED", 1000)
     assert (tier.rates.link_rate, tier.rates.latency) == (None, None)
     fetch = tier.fetch("alice", TOKENS)
     held(tier._remote.pool, fetch.result())
