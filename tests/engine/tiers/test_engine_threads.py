@@ -29,7 +29,7 @@ from engine.tiers.store import AgentCacheStore, CacheConfig
 ROOT = Path(__file__).parents[3]
 DOCUMENT = ROOT / "docs" / "architecture.md"
 MOST = 6
-OWNER = "owner"
+OWNER = "engine"
 TOKENS = some_tokens(1, 60)
 
 pool = pool_of(256)
