@@ -236,8 +236,9 @@ checksum: Callable[[Buffer], int] = xxhash.xxh3_64_intdigest  # XXH3-64 of a bod
 
 
 def unix_ms() -> int:
-    """Return the time in unix milliseconds."""
-    return time.time_ns() // 1_000_000
+    """Return the time in unix milliseconds; 0 for a clock before 1970, because stored times are not negative."""
+    now = time.time_ns() // 1_000_000
+    return now if now > 0 else 0
 
 
 def _wrong_version(version: int) -> PageError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -225,3 +226,15 @@ def test_rates_go_on_after_a_jump(server: RunningServer) -> None:
         assert moment is not None
         assert (moment.seconds, round(moment.commands), round(moment.at - previous, 3)) == (1, 10, 1)
         previous = moment.at
+
+
+def test_values_are_stored_before_1970(tmp_path: Path) -> None:
+    with started(tmp_path, "--store", "tiered") as (_, client, clock):
+        clock.jump(-time.time_ns() - HOUR)
+        set_page(client, "r")
+        assert client.set("string", "value", ex=600)
+        assert client.save()
+        assert 0 < client.ttl("string") <= 600
+    tiered = start_server("--store", "tiered", directory=tmp_path, program=clock.program)
+    with tiered as server, server.client() as client:
+        assert client.get("string") == b"value"
