@@ -408,7 +408,7 @@ def _write_pid(path: Path) -> None:
     is_new = not path.exists()
     try:
         with open(path, "w", opener=open_private, encoding="utf-8") as file:
-            restrict_permissions(file.fileno())
+            restrict_permissions(file.fileno(), name=path)
             file.write(f"{os.getpid()}\n")
     except OSError as error:
         if is_new:

@@ -51,7 +51,7 @@ from kvpage_server.configuration.kinds import (
     zmq_address,
 )
 from kvpage_server.core.protocol import split_words
-from kvpage_server.store.disk.database import FILE, STORE_FILES
+from kvpage_server.store.disk.database import FILE, NECESSARY_FILES, STORE_FILES
 from kvpage_server.store.eviction.policies import POLICIES
 from kvpage_server.system.durable import private_directory
 from kvpage_server.system.process import usable_memory
@@ -64,6 +64,7 @@ from kvpage_server.system.process import usable_memory
 _LONGEST_SOCKET = 107 if sys.platform == "linux" else 103  # bytes of a unix socket's path at most
 
 
+_REMEDY = "Name another directory with --dir, or do without a disk: --store memory"
 _NEW_FILE = 4096  # bytes that a new file needs
 _NEW_STORE = 20 * max(PAGESIZE, 4096)  # bytes of the files of an empty store, in pages of LMDB
 
@@ -84,8 +85,11 @@ def check_paths(config: Config) -> None:
         kind, _, path = config.value(name).partition("://")
         if kind == "ipc" and not path.startswith(("@", "*")):  # which ZMQ makes without a name of a file
             _check_socket(name, Path(path))
-    if config.store == "tiered" and "dir" not in config.chosen:
-        _check_directory("dir", Path.cwd(), needs=0 if Path(FILE).exists() else _NEW_STORE)
+    if config.store == "tiered":
+        try:
+            _check_store(Path(config.dir) if "dir" in config.chosen else Path.cwd())
+        except ConfigError as error:
+            raise (ConfigError(f"{error}. {_REMEDY}") if "dir" in config.chosen else error) from None
 
 
 def check_separate(config: Config) -> None:
@@ -120,7 +124,18 @@ def _is_pidfile(path: Path) -> bool:
     return not content or content.isdigit()
 
 
-def _check_file(name: str, path: Path) -> None:
+def _check_store(place: Path) -> None:
+    """Check that the store in a directory can be opened, or a new one created, together with the directory."""
+    for name in NECESSARY_FILES:
+        if (place / name).exists():
+            _check_file("dir", place / name, os.O_RDWR)
+    is_new = not (place / FILE).exists()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    _check_directory("dir", place, needs=_NEW_STORE if is_new else 0)
+
+
+def _check_file(name: str, path: Path, mode: int = os.O_WRONLY) -> None:
     if not path.exists():
         _check_directory(name, path.parent, needs=_NEW_FILE)
     elif path.is_dir():
@@ -129,7 +144,7 @@ def _check_file(name: str, path: Path) -> None:
         raise ConfigError(f"{name}: {path} is not a regular file")
     else:
         try:
-            os.close(os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK))
+            os.close(os.open(path, mode | os.O_NOCTTY | os.O_NONBLOCK))
         except OSError as error:
             raise ConfigError(f"{name}: {path} cannot be written: {error.strerror}") from None
 
@@ -531,8 +546,7 @@ def enter_data_directory(config: Config) -> None:
         os.chdir(config.dir)
     except OSError as error:
         raise ConfigError(
-            f"the store belongs into {config.dir}, but {error.filename}: {error.strerror}. "
-            "Name another directory with --dir, or do without a disk: --store memory"
+            f"the store belongs into {config.dir}, but {error.filename}: {error.strerror}. {_REMEDY}"
         ) from None
     if (before / FILE).exists() and not before.samefile(config.dir):
         use = f"kvpage-server --dir {shlex.quote(str(before))}"

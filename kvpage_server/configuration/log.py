@@ -11,6 +11,7 @@ import sys
 import time
 from contextlib import suppress
 from io import TextIOWrapper
+from pathlib import Path
 from typing import TextIO
 
 from kvpage_server.configuration.config import Config
@@ -25,7 +26,9 @@ _CLOSED = (errno.EIO, errno.EPIPE)  # errors of a closed terminal, and of a clos
 
 def start(config: Config) -> None:
     """Start to log as configured: level, file and format. Raises OSError if the log file cannot be opened."""
-    logging.basicConfig(level=LEVELS[config.loglevel], handlers=[_handler(config)])
+    handler = _handler(config)
+    logging.basicConfig(level=LEVELS[config.loglevel], handlers=[handler])
+    _restrict(handler)
 
 
 def reopen(config: Config) -> None:
@@ -41,6 +44,7 @@ def reopen(config: Config) -> None:
         raise handler.failure
     old = list(root.handlers)
     root.handlers[:] = [handler]
+    _restrict(handler)
     for one in old:
         try:
             one.close()
@@ -100,8 +104,13 @@ class _File(_Lines, logging.FileHandler):
             file.close()
             raise OSError(errno.EINVAL, "it is not a regular file", self.baseFilename)
         os.set_blocking(file.fileno(), True)
-        restrict_permissions(file.fileno(), leave=0o660)
         return file
+
+
+def _restrict(handler: _Lines) -> None:
+    """Restrict the rights of a log file. It is open as the log, because a warning may follow."""
+    if isinstance(handler, _File) and handler.stream:
+        restrict_permissions(handler.stream.fileno(), leave=0o660, name=Path(handler.baseFilename))
 
 
 class _StandardError(_Lines, logging.StreamHandler[TextIO]):

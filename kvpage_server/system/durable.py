@@ -42,8 +42,9 @@ def private_directory(path: Path) -> None:
         path.mkdir(_PRIVATE_DIRECTORY, exist_ok=True)
 
 
-def restrict_permissions(file: int | Path, leave: int = _PRIVATE_FILE) -> None:
-    """Remove all permissions except `leave` from a regular file. Log a warning if that fails.
+def restrict_permissions(file: int | Path, leave: int = _PRIVATE_FILE, *, name: Path | None = None) -> None:
+    """Remove all permissions except `leave` from a regular file. Log a warning if that fails, with the `name` of a
+    descriptor.
 
     Raises OSError if `file` does not exist.
     """
@@ -52,7 +53,7 @@ def restrict_permissions(file: int | Path, leave: int = _PRIVATE_FILE) -> None:
         try:
             os.chmod(file, stat.S_IMODE(mode) & leave)
         except OSError as error:
-            log.warning("others may read %s, which cannot be changed: %s", file, error.strerror)
+            log.warning("others may read %s, which cannot be changed: %s", name or file, error.strerror)
 
 
 def flush(descriptor: int) -> None:

@@ -24,7 +24,7 @@ from wire import Wire, encode_command
 
 from kvpage_server import __version__, core
 from kvpage_server.configuration.config import ConfigError, from_arguments
-from kvpage_server.store.disk.database import Disk
+from kvpage_server.store.disk.database import NECESSARY_FILES, Disk
 from kvpage_server.store.eviction.policies import POLICIES
 
 ROOT = Path(__file__).parents[2]
@@ -113,6 +113,19 @@ class TestWords:
         assert run("--check-config", str(CONF), "--port", "9222").returncode == 0
         assert refused("--check-config", "--port", "x").startswith("port must be")
         assert refused("--check-config", str(CONF), "--nosuch", "1") == f"unknown parameter 'nosuch'; {NO_SUCH}"
+
+    @pytest.mark.parametrize("words", [(), ("--check-config",)])
+    def test_a_file_of_the_store_that_cannot_be_opened(self, tmp_path: Path, words: tuple[str, ...]) -> None:
+        for name in NECESSARY_FILES:
+            place = tmp_path / name
+            place.mkdir()
+            shown = refused(*words, "--port", "0", "--dir", str(tmp_path))
+            assert shown == f"dir: {place} is a directory"
+            place.rmdir()
+        if os.geteuid() != 0:  # root may write to every file
+            place.touch(0o400)
+            shown = refused(*words, "--port", "0", "--dir", str(tmp_path))
+            assert shown == f"dir: {place} cannot be written: Permission denied"
 
     def test_check_config_reads_certificates_without_a_tls_port(self) -> None:
         for words, reason in (
@@ -390,7 +403,7 @@ class TestLog:
     def test_a_pipe_in_the_place_of_the_store_is_refused(self, tmp_path: Path, name: str) -> None:
         os.mkfifo(tmp_path / name)
         message = refused("--port", "0", "--store", "tiered", "--dir", str(tmp_path))
-        assert message == f"{name}: File or stream is not seekable."
+        assert message == f"dir: {tmp_path / name} is not a regular file"
 
     def test_a_link_to_a_store_that_is_not_there_stays(self, tmp_path: Path) -> None:
         store, elsewhere = tmp_path / "kvpage.lmdb", tmp_path / "disk" / "store.lmdb"

@@ -5,7 +5,9 @@ They contain pages, strings and names of all tenants.
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
 import signal
 import stat
@@ -21,6 +23,8 @@ from keyspaces import block, set_block
 from servers import START_WITHIN, STOP_WITHIN, RunningServer, answers, free_port, start_server
 from waiting import until
 
+from kvpage_server.configuration import log
+from kvpage_server.configuration.config import Config
 from kvpage_server.page import DType
 from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.disk.lmdb_file import DiskError
@@ -200,3 +204,18 @@ class TestWriting:
         with open(os.devnull, encoding="utf-8") as nowhere:
             restrict_permissions(nowhere.fileno())
         assert os.stat(os.devnull).st_mode == before
+
+    def test_a_log_file_that_others_may_read_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refused(*_: object) -> None:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+
+        path = tmp_path / "log"
+        path.touch()
+        path.chmod(0o666)
+        monkeypatch.setattr(os, "chmod", refused)
+        monkeypatch.setattr(logging.getLogger(), "handlers", [])
+        log.reopen(Config(logfile=str(path)))
+        logging.getLogger().handlers[0].close()
+        assert f"others may read {path}, which cannot be changed: Operation not permitted\n" in path.read_text(
+            encoding="utf-8"
+        )

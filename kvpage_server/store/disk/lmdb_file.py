@@ -114,7 +114,7 @@ def lock(path: Path) -> IO[bytes]:
         owner = lock.read(20).decode("ascii", "replace").strip()
         lock.close()
         raise DiskError(_in_use(path, f", pid {owner}"))
-    restrict_permissions(lock.fileno())
+    restrict_permissions(lock.fileno(), name=path)
     lock.truncate(0)
     lock.write(b"%d\n" % os.getpid())
     lock.flush()
