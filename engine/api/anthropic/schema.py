@@ -16,6 +16,7 @@ from ..openai.schema import (
     MAX_STOP,
     MAX_STOPS,
     MAX_TOOLS,
+    OF_CHATS,
     Breakpoint,
     ChatBody,
     RequestBody,
@@ -33,6 +34,7 @@ _BLOCKS_OF = {
 }
 
 _UNSUPPORTED: dict[str, Values] = {  # refused fields, with the values that change nothing and are accepted
+    **OF_CHATS,
     "container": (),
     "context_management": ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     "fallbacks": ([],),
@@ -211,6 +213,7 @@ class CountBody(RequestBody):
     tool_choice: ToolChoice = ToolChoice(type="auto")
     thinking: Thinking = Thinking(type="adaptive")
     output_config: OutputConfig = OutputConfig()
+    output_format: OutputFormat | None = None  # an earlier name of `output_config.format`
     cache_control: CacheControl | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # as in a chat
 
@@ -290,7 +293,7 @@ class CountBody(RequestBody):
             "continue_final_message": messages[-1].role == "assistant",
             **self.more_fields(),
         }
-        if output_format := self.output_config.format:
+        if output_format := self.output_config.format or self.output_format:
             schema = {"name": "answer", "schema": output_format.definition}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return ChatBody.of(fields)

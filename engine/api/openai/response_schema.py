@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from .errors import ApiError, invalid, shortened
 from .schema import (
     MAX_TOOLS,
+    OF_CHATS,
     ChatBody,
     ChatCacheOptions,
     MarkedBody,
@@ -28,14 +29,18 @@ ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 
 _UNSUPPORTED: dict[str, Values] = {
+    **OF_CHATS,
     "background": (False,),
     "background_options": (),
     "context_management": ([],),
     "image": (),
     "include": ([], ["reasoning.encrypted_content"]),
+    "max_tokens": (),
     "max_tool_calls": (),
+    "messages": (),
     "moderation": (),
     "prompt": (),
+    "top_k": (0, -1),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
@@ -147,6 +152,12 @@ class TextFormat(RequestBody):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
     definition: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.type == "json_schema" and self.definition is None:
+            raise PydanticCustomError("missing", "Field required", {"field": "schema"})
+        return self
 
 
 class TextConfig(RequestBody):
@@ -272,8 +283,8 @@ class ResponseBody(RequestBody):
             "chat_template_kwargs": self.chat_template_kwargs,
         }
         text_format = self.text.format
-        if text_format.type == "json_schema":
-            schema = {"name": text_format.name or "answer", "schema": text_format.definition or {}}
+        if text_format.type != "text" and text_format.definition is not None:
+            schema = {"name": text_format.name or "answer", "schema": text_format.definition}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         elif text_format.type != "text":
             fields["response_format"] = {"type": text_format.type}

@@ -92,6 +92,26 @@ _IN_BOTH: dict[str, Values] = {
     "vllm_xargs": ({},),
     "watermarking": (),
 }
+# Fields of chats that Responses and Messages do not have.
+OF_CHATS: dict[str, Values] = {
+    "frequency_penalty": (0,),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "logit_bias": ({},),
+    "max_completion_tokens": (),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "n": (1,),
+    "presence_penalty": (0,),
+    "reasoning_effort": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "seed": (),
+    "stop": ([],),
+    "structured_outputs": (),
+}
 IN_CHATS: dict[str, Values] = {
     **_IN_BOTH,
     "audio": (),
@@ -116,6 +136,17 @@ IN_CHATS: dict[str, Values] = {
     "separate_reasoning": (True,),
     "thinking": (),
     "thinking_budget": (),
+    # Fields of Responses and Messages.
+    "conversation": (),
+    "input": (),
+    "instructions": (),
+    "max_output_tokens": (),
+    "output_config": ({},),
+    "output_format": (),
+    "previous_response_id": (),
+    "stop_sequences": ([],),
+    "system": ("", []),
+    "text": ({"format": {"type": "text"}},),
 }
 IN_TEXTS: dict[str, Values] = {**_IN_BOTH, "add_special_tokens": (True,)}
 IN_MESSAGES: dict[str, Values] = {
@@ -498,6 +529,16 @@ class ResponseFormat(RequestBody):
 
     type: Annotated[str, _only("text", "json_object", "json_schema")]
     json_schema: JsonSchema | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_schema(cls, given: Any) -> Any:
+        """Accept llama.cpp's form, in which the schema is next to the type."""
+        if not isinstance(given, dict) or given.get("json_schema") is not None or given.get("schema") is None:
+            return given
+        if given.get("type") not in ("json_object", "json_schema"):
+            return given
+        return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given["schema"]}}
 
     @model_validator(mode="after")
     def _complete(self) -> Self:

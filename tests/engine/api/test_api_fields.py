@@ -28,6 +28,8 @@ HELLO = [{"role": "user", "content": "Hello"}]
 ORIGINAL: dict[type[RequestBody], dict[str, Any]] = {
     ChatBody: {"model": "tiny", "messages": HELLO},
     CompletionBody: {"model": "tiny", "prompt": "Hello"},
+    ResponseBody: {"model": "tiny", "input": "Hello"},
+    MessagesBody: {"model": "tiny", "messages": HELLO, "max_tokens": 1},
 }
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SDK = {  # OpenAI's types of requests
@@ -188,6 +190,22 @@ def test_unsupported_fields_are_refused_by_name(kind: type[RequestBody]) -> None
             kind.parse(json.dumps({**ORIGINAL[kind], name: value}).encode())
 
 
+def test_a_schema_in_another_apis_form_is_honoured_or_refused() -> None:
+    of = {"type": "object", "properties": {"a": {"const": 1}}}
+    for kind in ("json_object", "json_schema"):  # llama.cpp's form
+        body = ChatBody.of({**ORIGINAL[ChatBody], "response_format": {"type": kind, "schema": of}})
+        assert body.constraints.keys() == {"response_format.json_schema.schema"}
+        found = ResponseBody.of({**ORIGINAL[ResponseBody], "text": {"format": {"type": kind, "schema": of}}})
+        assert found.chat([]).constraints.keys() == {"response_format.json_schema.schema"}
+    earlier = MessagesBody.of({**ORIGINAL[MessagesBody], "output_format": {"type": "json_schema", "schema": of}})
+    assert earlier.chat().constraints.keys() == {"response_format.json_schema.schema"}
+    nested = {"format": {"type": "json_schema", "json_schema": {"name": "x", "schema": of}}}
+    error = refusal(ResponseBody, text=nested)
+    assert (error.param, error.code) == ("text.format.schema", "missing_required_parameter")
+    assert refusal(ResponseBody, response_format={"type": "json_object"}).param == "response_format"
+    assert refusal(ChatBody, instructions="Be brief.").param == "instructions"
+
+
 def test_the_issues_fields_are_among_them() -> None:
     assert "thinking_budget" in ChatBody.unsupported
     assert {"presence_context_size", "frequency_context_size"} <= CompletionBody.unsupported.keys()
@@ -295,14 +313,11 @@ def test_fields_of_other_servers_are_refused_by_name(kind: type[RequestBody]) ->
 @pytest.mark.parametrize("kind", [ChatBody, CompletionBody, ResponseBody, MessagesBody])
 def test_an_error_names_no_type_of_this_program(kind: type[RequestBody]) -> None:
     said: list[str] = []
-    whole: dict[str, Any] = {"model": "m", "messages": [], "input": "Hi", "max_tokens": 1}
-    if kind is CompletionBody:
-        whole["prompt"] = "Hi"
     for field in kind.model_fields:
         values: list[Any] = [1, "x", [1], {}, [{}], {"type": "x"}, [{"type": "function", "function": 1}], {"format": 1}]
         for value in values:
             try:
-                kind.of(whole | {field: value})
+                kind.of(ORIGINAL[kind] | {field: value})
             except ApiError as error:
                 said.append(str(error))
     assert [text for text in said if re.search("instance of|dictionary|[a-z][A-Z]", text)] == []
