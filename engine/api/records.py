@@ -7,6 +7,7 @@ up to MAX_BYTES; and so are values that could not be sent to it, until it answer
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 from collections import Counter
@@ -21,11 +22,14 @@ from pydantic_core import from_json, to_json
 
 from kvpage_server import bounded
 from kvpage_server.client.raw_commands import RawCommand, integer, ok, text
+from kvpage_server.system.text import plural
 
 from ..chains import Chain, ContextNames
 from ..tiers.pages import DEADLINE
 from ..tiers.server.connection import ServerConnection
 from .openai.errors import ApiError, invalid
+
+log = logging.getLogger(__name__)
 
 SECONDS = 30 * 24 * 3600  # as OpenAI's API
 MAX_BYTES = 16 << 20  # of the values in memory
@@ -50,6 +54,8 @@ class Records:
         self._server = ServerConnection(url, "responses", deadline) if url else None
         self._kept: dict[str, bytes] = {}  # by key, the oldest first: values that are not on the page server
         self._bytes = 0
+        self._lost: Counter[str] = Counter()  # values by kind that left memory before the page server had them
+        self._failure = ""  # why the page server has not stored the values in memory
         self._writing_back: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()  # of a batch that is sent, or a deletion
 
@@ -67,13 +73,23 @@ class Records:
             self._writing_back = asyncio.create_task(self._write_back())
         return not self._server
 
-    async def close(self) -> None:
-        """Send the values in memory to the page server, if there is one and it answers."""
-        if self._writing_back:
-            self._writing_back.cancel()
-            await asyncio.wait([self._writing_back])
-            while self._kept and await self._send_kept():
-                pass
+    async def close(self) -> int:
+        """Send the values in memory to the page server, if there is one and it answers. Log and return the number of
+        responses, conversations and items of these that are lost.
+        """
+        if not (self._server and self._writing_back):
+            return 0
+        self._writing_back.cancel()
+        await asyncio.wait([self._writing_back])
+        self._server.breaker.retry()
+        while self._kept and await self._send_kept():
+            pass
+        self._lost.update(map(_kind, self._kept))
+        lost = {kind: self._lost[kind] for kind in ("response", "conversation", "item") if self._lost[kind]}
+        if lost:
+            counts = ", ".join(plural(count, kind) for kind, count in lost.items())
+            log.error("%s could not be written to the page server (%s)", counts, self._failure or "no memory left")
+        return sum(lost.values())
 
     async def _write_back(self) -> None:
         """Send the values in memory to the page server as soon as it answers."""
@@ -158,11 +174,20 @@ class Records:
             for other, held in self._kept.items():
                 sizes[_tenant(other)] += len(held)
             ((largest, _),) = sizes.most_common(1)
-            self._bytes -= len(self._kept.pop(next(other for other in self._kept if _tenant(other) == largest)))
+            oldest = next(other for other in self._kept if _tenant(other) == largest)
+            self._bytes -= len(self._kept.pop(oldest))
+            if self._server:
+                if not self._lost:
+                    log.error("the memory for responses is full, and the page server does not answer: some are lost")
+                self._lost[_kind(oldest)] += 1
 
     async def _ask(self, server: ServerConnection, work: Coroutine[Any, Any, list[Any]]) -> list[Any] | None:
         """Return the replies of the page server to `work`; None if it does not answer."""
-        return await asyncio.wrap_future(server.loop.start(server.attempt(work, lambda _: None)))
+
+        def failed(why: str) -> None:
+            self._failure = why
+
+        return await asyncio.wrap_future(server.loop.start(server.attempt(work, failed)))
 
 
 def parsed(raw: bytes | None) -> dict[str, Any] | None:
@@ -179,6 +204,10 @@ def parsed(raw: bytes | None) -> dict[str, Any] | None:
 
 def _set(key: str, value: bytes) -> RawCommand:
     return RawCommand(["SET", key, value, "EX", str(SECONDS)], ok)
+
+
+def _kind(key: str) -> str:
+    return key.partition(":")[0]
 
 
 def _tenant(key: str) -> str:

@@ -236,7 +236,8 @@ def run(
     volatile_lines: VolatileLines,
     report: Callable[[str], object],
 ) -> int:
-    """Serve until a signal arrives. Return the exit code: 0, or 1 if a context could not be saved or an engine failed.
+    """Serve until a signal arrives. Return the exit code: 0, or 1 if an engine failed, or a context or a stored
+    response could not be saved.
 
     `options` are those of each model, by its name in the API; all have the same page server. `report` is called with a
     text before each long step of a load. `host` is the name on which `listener` listens, and `origins` are sites whose
@@ -290,8 +291,8 @@ async def _serve(server: HttpServer, service: Service, records: Records, listene
         models.stop_loading()
         await asyncio.gather(*(worker.finish(grace) for worker in models.workers))
         await serving
-        await asyncio.gather(records.close(), models.close())
-    return int(failed or models.unsaved > 0)
+        lost, _ = await asyncio.gather(records.close(), models.close())
+    return int(failed or lost > 0 or models.unsaved > 0)
 
 
 async def _first_of(*waits: object) -> None:

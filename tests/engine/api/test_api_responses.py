@@ -423,6 +423,19 @@ def test_a_response_of_an_outage_is_stored_after_it(tmp_path: Path, stopped: boo
             assert create(client, previous_response_id=kept.id).output
 
 
+def test_lost_responses_are_logged_and_fail_the_exit(tmp_path: Path) -> None:
+    store = f"redis://127.0.0.1:{free_port()}"
+    with (
+        start_engine(write_tiny(tmp_path / "tiny"), "--store", store, "--keep", "named", code=1) as engine,
+        engine.client() as client,
+    ):
+        first = create(client)
+        create(client, previous_response_id=first.id)
+        client.conversations.create(items=[{"type": "message", "role": "user", "content": "Hello"}])
+    lost = "2 responses, 1 conversation, 1 item could not be written to the page server (down)"
+    assert lost in engine.final_log
+
+
 def test_a_response_that_another_engine_has_deleted_is_absent(server: RunningServer, tmp_path: Path) -> None:
     model = write_tiny(tmp_path / "tiny")
     with start_engine(model, "--store", server.url) as first, start_engine(model, "--store", server.url) as second:
