@@ -214,8 +214,8 @@ def _withdraw(keyspace: Keyspace, leased: list[Granted], most: int) -> Steps[Non
 
 
 def _count_misses(client: Client, names: list[tuple[bytes, int]], pages_per_block: int) -> Steps[None]:
-    """Count the block `names[0]` as a miss, and the complete blocks after it as misses with the reason "hole". A block
-    has (req_id, page_id) as its name.
+    """Count the block `names[0]` as a missed read, and the complete blocks after it as missed with the reason "hole". A
+    block has (req_id, page_id) as its name.
     """
     block_missed(client, *names[0])
 
@@ -223,7 +223,9 @@ def _count_misses(client: Client, names: list[tuple[bytes, int]], pages_per_bloc
         blocks = (client.keyspace.reader.block(*name) for name in some)
         return [block is not None and block.pages == pages_per_block for block in blocks]
 
-    count_miss(client, HOLE, sum((yield from each(names[1:], lost))))
+    holes = sum((yield from each(names[1:], lost)))
+    client.keyspace.counters.misses += 1 + holes
+    count_miss(client, HOLE, holes)
 
 
 @_protection(

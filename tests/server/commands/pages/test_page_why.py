@@ -127,6 +127,7 @@ def test_misses_are_counted_by_reason() -> None:
         assert misses() == {"never_stored": 3, "deleted": 2, "incomplete": 1}
         prefix(client, "r", 1, "r", 0, "x", 0, "r", 2, pages=5)
         assert misses() == {"never_stored": 4, "deleted": 2, "incomplete": 1, "hole": 1}
+        assert client.info("stats")["keyspace_misses"] == sum(misses().values())
 
 
 def test_every_reason_is_reported_and_counted(tmp_path: Path) -> None:
