@@ -257,11 +257,12 @@ class PageTier:
         before: bytes | None = None
         mark, deleted = await self._deletion(agent_id, used)  # at first: a later deletion changes the mark
         manifest, parts = await self.loop.on_block_thread(lambda: self._parts(context, context.stored_states))
+        named = manifest  # as it is stored
 
         def made(stored: bytes | None) -> bytes:
-            nonlocal before
-            before = stored
-            return manifest.dump(spec, self._layout.together, stored)
+            nonlocal before, named
+            before, named = stored, manifest.with_earlier_states(stored, spec)
+            return named.dump(spec, self._layout.together, stored)
 
         saved = None
         if not deleted:
@@ -275,7 +276,7 @@ class PageTier:
             return saved
 
         async def record() -> None:
-            await tails.record(connection, self._layout, spec, manifest, saved.places)
+            await tails.record(connection, self._layout, spec, named, saved.places)
             await self._forget_unsaved(agent_id)
             await self._forget_records({manifest_key(agent_id, spec.fingerprint): before}, agent_id)
 

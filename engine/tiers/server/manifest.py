@@ -17,7 +17,7 @@ from kvpage_server import bounded
 from kvpage_server.client import BlockName
 from kvpage_server.page import BlockShape, DType, PageKey, Plane, tag_of, unix_ms
 
-from ...chains import chain_hash, root_of
+from ...chains import chain_hash, common_prefix, root_of
 from ...generation.tokens import token_ids
 from ...memory.blocks import block_names
 from ...spec import ModelCacheSpec, Shapes
@@ -32,6 +32,7 @@ UNKNOWN = b""  # in place of the mark if its server does not answer
 MODEL_SHOWN = 200  # characters of a model's name in a manifest, at most
 # Bounds of a manifest's JSON, which others may have written: a context has at most two million tokens.
 CONTAINERS, STRINGS, VALUES = 50_000, 100_000, 4_000_000
+EARLIER_STATES, EARLIER_BYTES = 256, 64 << 20  # states of the manifest before that a manifest keeps, at most
 MOST_KINDS = 1024  # kinds of places that a layout remembers; last blocks differ in length, states in position
 
 
@@ -211,6 +212,29 @@ class ContextManifest:
             name = chain_hash(spec.fingerprint, parent, self.tokens[position - tokens : position])
             places.append(BlockPlace(name, tokens, position, of_state=True, tag=tag_of(self.names, index, together)))
         return places
+
+    def with_earlier_states(self, before: bytes | None, spec: ModelCacheSpec) -> Self:
+        """Return the manifest with the last states of the manifest `before` that its tokens have. The engine that saves
+        the context does not have them if it has restored only one state.
+        """
+        try:
+            if not spec.has_state or before is None:
+                return self
+            other = self.parse(before, self.agent_id, spec)
+        except Miss:
+            return self
+        common, size = min(common_prefix(self.tokens, other.tokens), len(self.tokens) - 1), spec.block_tokens
+        found = {position for position in (*other.inner, len(other.tokens)) if position % size and position <= common}
+        inner, left = {*self.inner}, EARLIER_BYTES
+        for position in sorted(found - inner, reverse=True)[:EARLIER_STATES]:
+            left -= spec.state_nbytes(position)
+            if left < 0:
+                break
+            inner.add(position)
+        named = {place.name for place in other.inner_places(spec)} | {*other.names}
+        places = replace(self, inner=tuple(sorted(inner))).inner_places(spec)
+        mine = tuple(place.end for place in places if place.end in self.inner or place.name in named)
+        return replace(self, inner=mine)
 
     def dump(self, spec: ModelCacheSpec, together: int, before: bytes | None = None) -> bytes:
         """Return the bytes to store in place of the manifest `before`: a digest, and JSON. The tokens are last, so that

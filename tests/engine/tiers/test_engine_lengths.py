@@ -156,6 +156,23 @@ def test_another_writer_of_a_block_keeps_its_states(tier: PageTier) -> None:
     assert not tier.unsaved
 
 
+def stored_states(home: Home) -> int:
+    return sum(len(client.keys("state:*")) for client in home.clients)
+
+
+def test_a_later_save_keeps_the_states_before_it(tier: PageTier, home: Home) -> None:
+    """A save by an engine that has restored a context after one state does not delete the others."""
+    spec = tier._remote.spec
+    for count, states in ((86, (13, 45, 82, 84)), (86, (47,)), (87, (86,))):
+        assert tier.save(context(spec, states, count))
+    for state in (13, 45, 47, 82, 84, 86):
+        assert reached(tier, (*TOKENS[:state], 1), "bob") == reached(tier, (*TOKENS[:state], 1)) == state
+    before = stored_states(home)
+    assert tier.save(replace(context(spec, (45,), 47), tokens=(*TOKENS[:45], 1, 2)))
+    assert stored_states(home) < before  # without those after the tokens in common
+    assert not tier.unsaved
+
+
 def test_states_of_an_earlier_turn_stay_in_records(tier: PageTier) -> None:
     """The full blocks of a turn are published before its answer is saved, and the states in them were stored before."""
     spec = tier._remote.spec
