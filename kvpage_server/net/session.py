@@ -325,7 +325,7 @@ class Session:
         """Run received commands for one turn at most, and send their replies. Join the run queue if commands remain."""
         client, transport, replies, memory = self.client, self._transport, self._replies, self._memory
         if self._tracking.is_under_way:
-            self._hold()
+            self._hold(first=True)
             return
         left, deadline = MOST_COMMANDS, monotonic_ns() + TURN
         stopped = False  # whether the loop ended because too much output was unsent; after the flush, it may be less
@@ -508,18 +508,18 @@ class Session:
             return self._is_held
         if tracking.send_pending():
             return False
-        self._hold()
+        self._hold(first=False)
         return True
 
-    def _hold(self) -> None:
-        """Wait until all pending messages to tracking clients are sent."""
+    def _hold(self, *, first: bool) -> None:
+        """Wait until all pending messages to tracking clients are sent, see `Tracking.when_sent`."""
 
         def start(then: Callable[[], None]) -> None:
             def sent() -> None:
                 self._is_held = False
                 then()
 
-            self._tracking.when_sent(sent)
+            self._tracking.when_sent(sent, first=first)
 
         if not self._is_held:
             self._is_held = True

@@ -254,7 +254,9 @@ class Tracking:
         self._messages = 0  # number of keys that were added to `due` since the last `send_pending`
         self._left = 0  # bytes of messages that may still be sent
         self._steps: Iterator[None] = iter(())  # the rest of the messages that are sent together
-        self._waiting: list[Callable[[], None]] = []  # called when all pending messages are sent
+        # Called when all pending messages are sent; those of `_first` are called before the others.
+        self._first: list[Callable[[], None]] = []
+        self._waiting: list[Callable[[], None]] = []
 
     def __bool__(self) -> bool:
         return bool(self.clients)
@@ -555,9 +557,13 @@ class Tracking:
         """
         return not self.is_due or (not self.is_under_way and self._take_turn())
 
-    def when_sent(self, then: Callable[[], None]) -> None:
-        """Call `then` when all pending messages are sent, in a later turn. Some must be under way."""
-        self._waiting.append(then)
+    def when_sent(self, then: Callable[[], None], *, first: bool) -> None:
+        """Call `then` when all pending messages are sent, in a later turn. Some must be under way.
+
+        `first` is for a session that has not run yet: the next step of a command that causes messages would hold it
+        back again, until the command's end.
+        """
+        (self._first if first else self._waiting).append(then)
 
     def _take_turn(self) -> bool:
         """Send messages for up to `_TURN` nanoseconds, and plan the next turn if some are left."""
@@ -580,7 +586,7 @@ class Tracking:
     def _go_on(self) -> None:
         if self._take_turn():
             self.is_under_way = False
-            waiting, self._waiting = self._waiting, []
+            waiting, self._first, self._waiting = [*self._first, *self._waiting], [], []
             for then in waiting:
                 then()
 

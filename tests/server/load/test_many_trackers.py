@@ -5,6 +5,7 @@ Measured in processor time of a server in this process, as in `test_stalls`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -14,6 +15,7 @@ from waiting import until
 from wire import Wire, encode_command, parse
 
 from kvpage_server.commands.notifying import tracking
+from kvpage_server.net.session import Session
 
 TRACK = [[b"HELLO", b"3"], [b"CLIENT", b"TRACKING", b"ON"]]
 LONGEST = 0.05  # seconds of a turn, for slow machines; usually 9 to 16 ms. Without limits both take 0.13 to 0.17 s
@@ -145,3 +147,37 @@ def test_messages_of_several_turns_precede_later_replies(
                 assert list(invalidated(wire)) == [[b"key"]]
             own = [writer.reply() for _ in range(2)]
             assert sorted(frame[:1] for frame in own) == [b"$", b">"]
+
+
+def test_a_command_in_steps_does_not_hold_others_back(turns: Turns, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session that waits for messages runs before the command's next step, which causes messages again."""
+    hold, run = Session._hold, Session._run
+    held, most = Counter[Session](), [0]
+
+    def note_hold(session: Session, *, first: bool) -> None:
+        held[session] += first
+        most[0] = max(most[0], held[session])
+        hold(session, first=first)
+
+    def note_run(session: Session) -> None:
+        before = held[session]
+        run(session)
+        if held[session] == before:
+            del held[session]
+
+    blocks = [word for page in range(3000) for word in (b"steps", b"0", b"0", b"%d" % page, *b"0 1 1 1 0 a".split())]
+    with ExitStack() as stack:
+        writer, other, *trackers = [stack.enter_context(Wire(turns.server.port)) for _ in range(22)]
+        writer.ask(b"KVPAGEMSET", b"3000", *blocks)
+        for wire in trackers:
+            wire.send(b"".join(map(encode_command, [TRACK[0], [*TRACK[1], b"BCAST"]])))
+            wire.reply()
+            wire.reply()
+        monkeypatch.setattr(tracking, "_TURN", 0)
+        monkeypatch.setattr(Session, "_hold", note_hold)
+        monkeypatch.setattr(Session, "_run", note_run)
+        writer.send(encode_command([b"KVPAGEDEL", b"steps"]))
+        for _ in range(100):
+            other.ask(b"PING")
+        assert writer.reply() == b":3000\r\n"
+    assert most[0] <= 1
