@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 SECONDS = 30 * 24 * 3600  # as OpenAI's API
 MAX_BYTES = 16 << 20  # of the values in memory
 BATCH_BYTES = 1 << 20  # of values that are sent together when the page server answers again
+AT_ONCE = 64  # values that are read with a request
+MOST_READ = 64 << 20  # bytes of a conversation, which may have items that no model has read
 FIRST_PAUSE, LAST_PAUSE = 0.5, 30.0  # seconds between two attempts to send them
 # Bounds of a value's JSON, which others may have written.
 _CONTAINERS, _STRINGS, _VALUES = 65_536, 262_144, 524_288
@@ -126,6 +128,18 @@ class Records:
                 raise _away()
             found = dict(zip(absent, values, strict=True))
         return [self._kept.get(key) or found.get(key) for key in keys]
+
+    async def get_all(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Return the values of keys as `get`, AT_ONCE at a time. Raises ApiError (400) for more than MOST_READ bytes."""
+        found, size = list[bytes | None](), 0
+        for start in range(0, len(keys), AT_ONCE):
+            some = await self.get(keys[start : start + AT_ONCE])
+            size += sum(len(value or b"") for value in some)
+            if size > MOST_READ:
+                most = f"the conversation before it has more than {MOST_READ >> 20} MB"
+                raise invalid(f"input: {most}", "input", "context_length_exceeded")
+            found += some
+        return found
 
     async def change(self, key: str, change: Callable[[bytes | None], bytes | None]) -> bool:
         """Replace a value by `change` of it, although other engines may change it, too. None stands for no value.
@@ -230,8 +244,7 @@ def _away() -> ApiError:
 # A longer context takes the place of a shorter one with the same first tokens. Ends name the shorter ones, so that they
 # are not freed with the longer one.
 #
-# A conversation is read with two requests, whatever its length, and its size is bounded by the model's context, because
-# replies, which have fields of any size, are not a part of it.
+# A conversation is read without the replies, which have fields of any size.
 
 MAX_TURNS = 4096  # of a conversation
 MAX_LEFT = 16  # contexts of a ContextEnd
@@ -296,7 +309,7 @@ class ResponseRecords:
         last = await self.turn(tenant, response_id)
         if not last:
             return None
-        values = await self._records.get([_keys(tenant, one)[0] for one in last.ancestors])
+        values = await self._records.get_all([_keys(tenant, one)[0] for one in last.ancestors])
         earlier = await asyncio.to_thread(lambda: [_turn(value) for value in values])
         found = [turn for turn in earlier if turn]
         return [*found, last] if len(found) == len(earlier) else None
@@ -381,8 +394,7 @@ def _context(found: Any) -> ContextNames | None:
 #     conversation:{tenant}:{conversation id}       JSON of a StoredConversation: its metadata, and the ids of its items
 #     item:{tenant}:{conversation id}:{item id}     JSON of an item
 #
-# An item is written before the conversation names it, so a reader finds every item. A conversation is read with two
-# requests, whatever its length.
+# An item is written before the conversation names it, so a reader finds every item.
 
 MAX_ITEMS = 4096  # of a conversation
 _CONVERSATION_ID = re.compile(r"conv_[0-9a-f]{32}")
@@ -423,8 +435,8 @@ class ConversationRecords:
         return _conversation(raw)
 
     async def items(self, tenant: str, conversation_id: str, ids: Sequence[str]) -> list[Item]:
-        """Return the items with these ids that are stored."""
-        values = await self._records.get([_item_key(tenant, conversation_id, one) for one in ids])
+        """Return the items with these ids that are stored. Raises ApiError (400) if they are too large together."""
+        values = await self._records.get_all([_item_key(tenant, conversation_id, one) for one in ids])
         found = await asyncio.to_thread(lambda: [parsed(value) for value in values])
         return [item for item in found if item]
 

@@ -112,6 +112,11 @@ async def test_items_that_no_conversation_has_are_not_kept(
     conversations = ConversationRecords(Records(server.url, 40))
     items = [{"id": f"item_{i}", "text": "A secret"} for i in range(3)]
     made, _ = await conversations.create("", {}, items[:1])
+    ids = [item["id"] for item in items[:1]] * 70
+    assert len(await conversations.items("", made, ids)) == 70
+    monkeypatch.setattr("engine.api.records.MOST_READ", 100)
+    with pytest.raises(ApiError, match="the conversation before it has more than"):
+        await conversations.items("", made, ids)
     with pytest.raises(ApiError, match="at most 2"):
         await conversations.append("", made, items[1:])
     assert len(client.keys(f"item:*{made}*")) == 1
