@@ -50,7 +50,13 @@ from kvpage_server.store.disk.database import FILE, Disk
 from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.system.durable import open_private, restrict_permissions
-from kvpage_server.system.process import handle_signals, ignore_all_signals, ignore_signals, raise_descriptor_limit
+from kvpage_server.system.process import (
+    exit_on_signals,
+    handle_signals,
+    ignore_all_signals,
+    ignore_signals,
+    raise_descriptor_limit,
+)
 from kvpage_server.system.program import ends_quietly
 from kvpage_server.system.text import plural
 
@@ -131,6 +137,7 @@ def _main(words: list[str]) -> None:
 def _run(config: Config) -> None:
     """Run a server with a checked configuration until it is stopped. Raises the errors of a start."""
     log.start(config)
+    exit_on_signals()
     enter_data_directory(config)
     server = Server(config, _open_store(config))
     upstream = _upstream(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import os
 import resource
 import select
@@ -12,6 +13,8 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+
+log = logging.getLogger("kvpage")
 
 # -- Signals: docs/operations.md has a table of them -------------------------------------------------------------------
 #
@@ -43,6 +46,20 @@ def ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to clean up yet, so no traceback
+
+
+def exit_on_signals() -> None:
+    """Log a signal of `STOP` and exit with 0, until `handle_signals` is called. A start has nothing to write. Ignored
+    signals stay ignored.
+    """
+
+    def stop(number: int, _: object) -> None:
+        log.info("%s: stopping before the start is complete", signal.Signals(number).name)
+        os._exit(0)
+
+    for number in STOP:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, stop)
 
 
 def handle_signals(loop: asyncio.AbstractEventLoop, stop: Callable[[int], None], renew: Callable[[], None]) -> None:

@@ -68,6 +68,16 @@ app.main()
 """
 
 
+# A server that gets a signal before it opens its store.
+STOPPED_START = """
+import signal, sys
+from kvpage_server import app
+number, open_store = int(sys.argv.pop(1)), app._open_store
+app._open_store = lambda config: (signal.raise_signal(number), open_store(config))
+app.main()
+"""
+
+
 def command(directory: Path, port: int, *options: str) -> list[str]:
     """Return the command of a server with a disk, which writes only at the end."""
     where = ["--dir", str(directory), "--port", str(port)]
@@ -265,6 +275,14 @@ def test_ctrl_c_while_it_starts_leaves_no_traceback(tmp_path: Path) -> None:
         _, received = process.communicate(timeout=60)
         os.close(writing)
     assert (process.returncode, received) == (-signal.SIGINT, b"")
+
+
+@pytest.mark.parametrize("number", STOP[:3], ids=lambda number: signal.Signals(number).name)
+def test_stop_signals_stop_a_start_in_order(tmp_path: Path, number: int) -> None:
+    words = [sys.executable, "-c", STOPPED_START, str(number), "--dir", str(tmp_path), "--port", "0"]
+    done = subprocess.run(words, capture_output=True, encoding="utf-8", timeout=100)
+    assert done.returncode == 0
+    assert done.stderr.endswith(f"{signal.Signals(number).name}: stopping before the start is complete\n")
 
 
 @pytest.mark.parametrize(
