@@ -130,7 +130,7 @@ class Records:
         return [self._kept.get(key) or found.get(key) for key in keys]
 
     async def get_all(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Return the values of keys as `get`, AT_ONCE at a time. Raises ApiError (400) for more than MOST_READ bytes."""
+        """Return values as `get`, AT_ONCE at a time. Raises ApiError (400) if they have more than MOST_READ bytes."""
         found, size = list[bytes | None](), 0
         for start in range(0, len(keys), AT_ONCE):
             some = await self.get(keys[start : start + AT_ONCE])
