@@ -323,6 +323,7 @@ class Client:
     spared: bool = field(default=False, init=False)  # CLIENT NO-EVICT
     touches: bool = field(default=True, init=False)  # its reads count as uses; CLIENT NO-TOUCH
     needs_password: bool = field(default=False, init=False)  # may not log in as a user without a password
+    over_http: bool = field(default=False, init=False)  # of the process that answers HTTP
     closing: bool = field(default=False, init=False)
     gone: bool = field(default=False, init=False)  # its connection is closed, and it is about to be forgotten
     transaction: Transaction | None = field(default=None, init=False)  # commands queued since MULTI

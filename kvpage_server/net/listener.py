@@ -185,7 +185,7 @@ class Listener:
             if not self._refuse_if_necessary(sock, user is not None or _is_loopback(address)):
                 session = self._begin_session(sock, address, lambda session: SocketTransport(self._loop, sock, session))
                 session.client.touches = False  # reads of a viewer are no uses of a key
-                session.client.needs_password = needs_password
+                session.client.needs_password, session.client.over_http = needs_password, True
                 session.client.become(user or (None if needs_password else session.client.user))
 
     def _refuse_if_necessary(self, sock: socket.socket, local: bool) -> bool:

@@ -257,7 +257,9 @@ class _Failures:
 
 
 class LoginLimiter:
-    """Failed logins by address, and the delays that follow from them."""
+    """Failed logins by address, and the delays that follow from them. Those over HTTP have counts of their own: behind
+    a proxy, all viewers have its address, which may be that of engines.
+    """
 
     def __init__(self) -> None:
         self._failures: OrderedDict[str, _Failures] = OrderedDict()  # in order of the last failure
@@ -266,13 +268,13 @@ class LoginLimiter:
         """Return the number of addresses with failures."""
         return len(self._failures)
 
-    def take_turn(self, address: str) -> float:
+    def take_turn(self, address: str, *, over_http: bool = False) -> float:
         """Return the seconds that an attempt to log in from an address ("host:port") has to wait, usually 0, and
         reserve its turn.
 
         It must be called before each attempt. Raises TooMany if the wait would be longer than _LONGEST_SECONDS.
         """
-        found = self._failures.get(_network(address))
+        found = self._failures.get(_network(address, over_http=over_http))
         now = time.monotonic()
         if found is None or not found.are_many(now):
             return 0.0
@@ -282,9 +284,9 @@ class LoginLimiter:
         found.next_try = turn + _PAUSE_SECONDS
         return turn - now
 
-    def note(self, address: str) -> None:
+    def note(self, address: str, *, over_http: bool = False) -> None:
         """Count a failed login from an address ("host:port"). The first that makes the address wait is logged."""
-        network, now = _network(address), time.monotonic()
+        network, now = _network(address, over_http=over_http), time.monotonic()
         found = self._failures.setdefault(network, _Failures(0.0, now))
         self._failures.move_to_end(network)
         found.count, found.counted = found.left(now) + 1, now
@@ -295,11 +297,11 @@ class LoginLimiter:
             self._failures.popitem(last=False)
 
 
-def _network(address: str) -> str:
+def _network(address: str, *, over_http: bool) -> str:
     """Return the name under which the failures of an address are counted: the host, for IPv6 its /64 network, or the
     path of a unix socket.
     """
     host = address.rpartition(":")[0]
-    if not host.startswith("["):
-        return host
-    return str(ipaddress.ip_network(f"{host[1:-1].partition('%')[0]}/64", strict=False))
+    if host.startswith("["):
+        host = str(ipaddress.ip_network(f"{host[1:-1].partition('%')[0]}/64", strict=False))
+    return f"{host} (HTTP)" if over_http else host

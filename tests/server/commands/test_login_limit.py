@@ -44,6 +44,7 @@ def test_ten_failures_are_free_and_then_tries_are_a_second_apart(clock: Clock) -
     known.note("10.0.0.1:2")
     assert [known.take_turn(f"10.0.0.1:{port}") for port in range(3)] == [1, 2, 3]
     assert known.take_turn("10.0.0.2:1") == 0
+    assert known.take_turn("10.0.0.1:1", over_http=True) == 0
     clock.now += 10
     assert known.take_turn("10.0.0.1:9") == 0
 

@@ -16,6 +16,8 @@ from browsing import TOKEN, SeenServer, start_seen_server
 from servers import free_port, start_server
 from waiting import eventually, until
 
+from kvpage_server.commands.access.users import FREE_FAILURES
+
 BODY = bytes(8192)
 QUOTA = 'kv:a"\\{x},y=z.*'
 
@@ -174,6 +176,14 @@ def test_a_cookie_without_access_is_not_used_to_log_in(seen: SeenServer, change:
         assert browser.post("/login", data={"user": "brief", "password": "first"}).headers["location"] == "/"
         assert browser.get("/metrics").status_code == 200
         client.execute_command("ACL", "DELUSER", "brief")
+
+
+def test_wrong_passwords_over_http_have_their_own_count() -> None:
+    with start_seen_server("--requirepass", "secret") as seen:
+        with seen.stranger() as browser:
+            for guess in range(FREE_FAILURES):
+                assert browser.get("/metrics", auth=("default", f"{guess}")).status_code == 401
+        until(lambda: f"127.0.0.1 (HTTP) sent a wrong password {FREE_FAILURES} times" in seen.server.log)
 
 
 def test_a_login_cookie_is_hidden_from_scripts_and_other_sites(seen: SeenServer) -> None:

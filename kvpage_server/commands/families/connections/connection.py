@@ -144,7 +144,7 @@ def _authenticate(client: Client, name: bytes, password: bytes) -> None:
     _wait_for_its_turn(client)
     user = client.server.users.authenticate(name, password)
     if user is None or (client.needs_password and user.no_password):
-        client.server.login_limit.note(client.address)
+        client.server.login_limit.note(client.address, over_http=client.over_http)
         client.server.refuse(client, "auth", b"AUTH", name)
         raise ReplyError("WRONGPASS invalid username-password pair or user is disabled.")
     client.become(user)
@@ -158,7 +158,7 @@ def _wait_for_its_turn(client: Client) -> None:
         client.waited_to_authenticate = False
         return
     try:
-        seconds = client.server.login_limit.take_turn(client.address)
+        seconds = client.server.login_limit.take_turn(client.address, over_http=client.over_http)
     except TooMany as error:
         raise ReplyError(f"ERR {error}") from None
     if seconds:
