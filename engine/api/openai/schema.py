@@ -148,7 +148,15 @@ IN_CHATS: dict[str, Values] = {
     "system": ("", []),
     "text": ({"format": {"type": "text"}},),
 }
-IN_TEXTS: dict[str, Values] = {**_IN_BOTH, "add_special_tokens": (True,)}
+IN_TEXTS: dict[str, Values] = {
+    **_IN_BOTH,
+    "add_special_tokens": (True,),
+    # Fields of chats.
+    "max_completion_tokens": (),
+    "messages": (),
+    "reasoning_effort": (),
+    "tools": ([],),
+}
 IN_MESSAGES: dict[str, Values] = {
     "audio": (),
     "function_call": (),
