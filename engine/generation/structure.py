@@ -12,6 +12,7 @@ import json
 import math
 import re
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,7 +25,7 @@ from urllib.parse import unquote
 import mlx.core as mx
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerFast
 
@@ -102,7 +103,7 @@ def of_grammar(grammar: str) -> str:
     if len(grammar) > MAX_LETTERS:
         raise ConstraintError(f"a grammar has {MAX_LETTERS:,} characters at most, got {len(grammar):,}")
     try:
-        lark = any_to_lark(grammar)
+        lark = grammar if is_lark_syntax(grammar) else gbnf_to_lark(_GBNF.sub(_plain, grammar))
     except Exception as error:
         raise ConstraintError(f"the grammar is invalid: {error!s:.300}") from error
     parts = [*_LARK.finditer(lark)]
@@ -113,6 +114,56 @@ def of_grammar(grammar: str) -> str:
     if other := next((part["other"] for part in parts if part["other"]), None):
         raise ConstraintError(f"{other} is not supported within a grammar")
     return LLMatcher.grammar_from_lark(lark)
+
+
+# Comments, texts and character classes of GBNF. One without an end is matched, too, so that the search is linear.
+_GBNF = re.compile(r'#[^\r\n]*|"(?:[^"\\]|\\.)*"?|\[(?:[^\]\\]|\\.)*\]?', re.DOTALL)
+_GBNF_CHARACTER = re.compile(
+    r'\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(["\\\[\]nrt]))|([^\\])', re.DOTALL
+)
+_SHORT_ESCAPES = {"n": "\n", "r": "\r", "t": "\t"}
+_ESCAPED = {value: f"\\{name}" for name, value in _SHORT_ESCAPES.items()}
+
+
+def _plain(found: re.Match[str]) -> str:
+    """Return a text or a class of GBNF for llguidance's converter, which does not know all escapes, and takes some
+    plain characters of a class as operators of regular expressions. Raises ConstraintError.
+    """
+    whole, inner = found[0], found[0][1:-1]
+    if whole[0] == "#" or len(whole) < 2 or whole[-1] != {'"': '"', "[": "]"}[whole[0]]:
+        return whole
+    negated = whole.startswith("[^")
+    parts = [*_GBNF_CHARACTER.finditer(inner, negated)]
+    if negated + sum(len(part[0]) for part in parts) < len(inner):
+        return whole  # the converter refuses an unknown escape
+    if whole[0] == '"':
+        return f'"{"".join(_escaped(_character(part), _IN_TEXTS) for part in parts)}"'
+    made, i = list[str](), 0
+    while i < len(parts):
+        is_range = i + 2 < len(parts) and parts[i + 1][0] == "-"
+        ends = parts[i : i + 3 : 2] if is_range else parts[i : i + 1]
+        made.append("-".join(_escaped(_character(part), _IN_CLASSES) for part in ends))
+        i += 3 if is_range else 1
+    return f"[{'^' if negated else ''}{''.join(made)}]"
+
+
+_IN_TEXTS, _IN_CLASSES = '"\\', "\\[]^-&~"  # characters that are escaped
+
+
+def _character(found: re.Match[str]) -> str:
+    digits = found[1] or found[2] or found[3]
+    code = int(digits or "0", 16)
+    if code > sys.maxunicode or 0xD800 <= code < 0xE000:
+        raise ConstraintError(f"the grammar is invalid: {found[0]} is no character")
+    return chr(code) if digits else _SHORT_ESCAPES.get(found[4], found[4]) or found[5]
+
+
+def _escaped(character: str, special: str) -> str:
+    if character in _ESCAPED:
+        return _ESCAPED[character]
+    if character in special:
+        return f"\\{character}" if character in '"\\[]' else f"\\x{ord(character):02x}"
+    return f"\\x{ord(character):02x}" if ord(character) < 32 or ord(character) == 127 else character
 
 
 def of_lark(lark: str) -> str:

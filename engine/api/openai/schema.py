@@ -50,7 +50,6 @@ _IN_BOTH: dict[str, Values] = {
     "ebnf": (),
     "frequency_context_size": (),
     "grammar": ("",),
-    "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
     "include_stop_str_in_output": (False,),
     "json_schema": (),

@@ -19,6 +19,7 @@ from engine_models import letter_tokenizer
 
 # isort: split
 import mlx.core as mx
+from llguidance import LLMatcher, LLTokenizer
 from pydantic import create_model
 from tokenizers.decoders import BPEDecoder, Metaspace, WordPiece
 
@@ -182,7 +183,7 @@ async def test_an_answer_with_a_constraint_equals_the_answer_alone(engine: Runni
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", ""),
         ({"guided_regex": "a", "min_tokens": 1}, "min_tokens", ""),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", ""),
-        ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend", ""),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", ""),
     ],
 )
 def test_a_wrong_constraint_is_refused_by_name(
@@ -350,6 +351,37 @@ def rules(count: int) -> str:
 def test_a_grammar_of_many_rules_is_refused(make: Callable[[], str], error: str) -> None:
     with pytest.raises(ConstraintError, match=error):
         make()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "accepted", "refused"),
+    [
+        (r'[\u0400-\u04ff]+ "."', ["привет."], ["a."]),
+        (r'[\u00e0-\u00ff] "."', ["é."], ["a.", "Ā."]),
+        (r'"\u00e9\x41\x0a" "\U0001F642"', ["éA\n🙂"], ["e"]),
+        (r"[\U0001F600-\U0001F64F\u4e00-\u9fff]", ["😀", "日"], ["a"]),
+        ('[a~~b]+ "."', ["~a~b."], ["c."]),
+        ('[&&|]+ "."', ["&|&."], ["a."]),
+        ('[+--] "."', ["+.", ",.", "-."], ["*.", "/."]),
+        ('[a-] [^^b] "/" "#"', ["aa/#", "-c/#"], ["b", "ab", "a^"]),
+        (r'[\]\[/"-] "\"\\" # "[" and more', ['["\\', ']"\\', '""\\', '-"\\'], ["a"]),
+        (r'[^"\\\x7F\x00-\x1F] [\t\x0a]', ["é\t", "a\n"], ["\x1f", '"', "\x7f", "a "]),
+    ],
+)
+def test_gbnf_is_read_as_by_llama_cpp(grammar: str, accepted: list[str], refused: list[str]) -> None:
+    tokenizer = LLTokenizer("byte")
+    for text in (*accepted, *refused):
+        matcher = LLMatcher(tokenizer, of_grammar(f"root ::= {grammar}"))
+        data = [*text.encode()]
+        matches = matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
+        assert (matches, text) == (text in accepted, text)
+
+
+@pytest.mark.parametrize("code", [r"\ud800", r"\U00110000"])
+def test_a_code_that_is_no_character_is_refused(code: str) -> None:
+    for grammar in (f'"{code}"', f"[{code}]"):
+        with pytest.raises(ConstraintError, match="is no character"):
+            of_grammar(f"root ::= {grammar}")
 
 
 @pytest.mark.parametrize("make", [lambda: of_json(references(998)), lambda: of_grammar(rules(500))])
