@@ -232,7 +232,7 @@ async def chat(request: Request) -> Response:
         raise invalid("prompt_cache_breakpoint: this API has no ttl of 12h, /v1/responses has it", "messages")
     model = await service.model(request, tenant, body.model)
     asked, given, readers, _ = await conversation(service, model, request, tenant, body, f"chat_{uuid4().hex}")
-    envelope = _envelope(model, CHAT, body, given, asked[0].boundaries)
+    envelope = _envelope(model, CHAT, body, given, asked, asked[0].boundaries)
     shapes = []
     for i, reader in enumerate(readers):
         likelihoods = ChatLikelihoods(model.prompts.token_text, body.top_logprobs) if body.logprobs else None
@@ -345,7 +345,7 @@ async def complete(request: Request) -> Response:
     logprobs = body.logprobs if body.choices == body.n else max(1, body.logprobs or 0)  # best_of compares them
     labelled = [(tokens, prompt if isinstance(prompt, str) else None) for tokens, prompt in texts]
     asked, given = _prompts(service, model, request, tenant, body, labelled, body.max_tokens, logprobs, constraint)
-    envelope = _envelope(model, TEXT, body, given)
+    envelope = _envelope(model, TEXT, body, given, asked)
     shapes = []
     for i, one in enumerate(asked):
         likelihoods = None if body.logprobs is None else TextLikelihoods(prompts.token_text, one.tokens, body.logprobs)
@@ -420,7 +420,10 @@ def _envelope(
     kind: Kind,
     body: CompletionFields,
     given: str | None,
+    asked: Sequence[Prompt],
     boundaries: Sequence[Boundary] | None = None,
 ) -> Envelope:
-    counts = body.stream_options.include_usage
-    return Envelope(kind, body.model, model.engine.spec.fingerprint, given, boundaries, counts=counts)
+    options, fingerprint = body.stream_options, model.engine.spec.fingerprint
+    tokens = sum(len(one.tokens) for one in asked if one.leader is None) if options.continuous_usage_stats else None
+    counts = options.include_usage
+    return Envelope(kind, body.model, fingerprint, given, boundaries, counts=counts, prompt_tokens=tokens)

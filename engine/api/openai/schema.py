@@ -520,6 +520,7 @@ class StreamOptions(RequestBody):
     """Options of a streamed reply."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # of vLLM: with `include_usage`, each chunk has the numbers so far
 
 
 class JsonSchema(RequestBody):

@@ -117,9 +117,11 @@ class Envelope:
         boundaries: Sequence[Boundary] | None,
         *,
         counts: bool,
+        prompt_tokens: int | None = None,
     ) -> None:
         """Set the fields. `agent_id` is the client's name for the agent. `boundaries` of the prompt are in ascending
-        order; None for the end of each prompt. With `counts`, chunks of a stream have the field `usage`.
+        order; None for the end of each prompt. With `counts`, chunks of a stream have the field `usage`. It is null
+        without the `prompt_tokens` of all prompts, else it has the numbers so far.
         """
         self._kind = kind
         self._id = f"{kind.prefix}-{uuid.uuid4().hex}"
@@ -127,10 +129,19 @@ class Envelope:
         self._agent_id = agent_id
         self._boundaries = boundaries
         self._counts = counts
+        self._prompt_tokens = prompt_tokens
+        self._generated = 0
+
+    def count_token(self) -> None:
+        """Count a token of an answer."""
+        self._generated += 1
 
     def chunk(self, *choices: Reply, **more: Any) -> Reply:
         """Return a chunk of a stream, with parts of some choices."""
-        usage = {"usage": None} if self._counts else {}
+        usage: Reply = {"usage": None} if self._counts else {}
+        if self._counts and self._prompt_tokens is not None:
+            numbers = self._prompt_tokens, self._generated, self._prompt_tokens + self._generated
+            usage["usage"] = dict(zip(("prompt_tokens", "completion_tokens", "total_tokens"), numbers, strict=True))
         return {"id": self._id, "object": self._kind.chunk, **self._common, "choices": choices, **usage, **more}
 
     async def whole(self, choices: Sequence[Reply], prompts: Sequence[Answer], answers: Sequence[Answer]) -> Reply:
@@ -176,6 +187,7 @@ class ChatShape:
         yield self._delta({"role": "assistant", "content": ""})
 
     def chunks(self, token: Token) -> Iterable[Reply]:
+        self._envelope.count_token()
         yield from self._replies(self._reader.read(token))
 
     def closing(self, answer: Answer) -> Iterable[Reply]:
@@ -258,6 +270,7 @@ class TextShape:
             yield self._envelope.chunk(self._choice(self._echo, (), None))
 
     def chunks(self, token: Token) -> Iterable[Reply]:
+        self._envelope.count_token()
         self.add(token)
         if token.text:
             yield self._envelope.chunk(self._choice(token.text, self._taken(), None))

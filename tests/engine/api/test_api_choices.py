@@ -57,6 +57,15 @@ def test_a_stream_of_n_answers_has_the_index_in_each_chunk(api: openai.OpenAI) -
     assert [texts[i] for i in range(3)] == [choice.message.content for choice in whole.choices]
     assert (roles, reasons) == ([0, 1, 2], {0: "length", 1: "length", 2: "length"})
     assert [usage.completion_tokens for usage in usages] == [36]
+    more: Any = {"include_usage": True, "continuous_usage_stats": True}
+    for stream in (
+        chat(api, n=3, stream=True, stream_options=more),
+        complete(api, ["Hello", "Good day"], max_tokens=18, stream=True, stream_options=more),
+    ):
+        *running, last = [chunk.usage for chunk in stream]
+        assert [usage.completion_tokens for usage in running] == sorted(usage.completion_tokens for usage in running)
+        assert {usage.prompt_tokens for usage in running} == {last.prompt_tokens}
+        assert running[-1].completion_tokens == last.completion_tokens == 36
 
 
 def test_the_first_answer_is_the_context_of_the_agent(api: openai.OpenAI) -> None:
