@@ -125,6 +125,11 @@ class Flusher:
         return set(self._failed)
 
     @property
+    def is_writing(self) -> bool:
+        """Whether a write is in progress."""
+        return self._writing.locked()
+
+    @property
     def waiting(self) -> int:
         """Bytes of the prompts that wait to be published. Called with the lock held."""
         return sum(prompt.nbytes for prompt in self._prompts)

@@ -98,6 +98,7 @@ class LoadSources:
     loop: EventLoop
     tally: Tally
     make_room: Callable[[int], object]  # evicts from memory, so that a context with this number of tokens has space
+    frees: Callable[[], bool]  # returns whether memory becomes free when a context is written
 
 
 class LoadState(Enum):
@@ -238,9 +239,15 @@ class Loading:
         if sources.pages:
             blocks = memory.blocks.blocks if memory.blocks else ()
             held = blocks[: memory.reach // sources.spec.block_tokens]
-            options = {"named": request.named, "whole": request.whole}
             self._fetch = sources.pages.fetch(
-                self._agent_id, self._tokens, held=held, within=within, beyond=memory.reach, **options
+                self._agent_id,
+                self._tokens,
+                held=held,
+                within=within,
+                beyond=memory.reach,
+                named=request.named,
+                whole=request.whole,
+                frees=sources.frees,
             )
             self._fetch.add_done_callback(self._log_failure)
         if sources.cold and request.named:

@@ -187,17 +187,19 @@ class PageTier:
         beyond: int = 0,
         named: bool = True,
         whole: bool = False,
+        frees: Callable[[], bool] = lambda: False,
     ) -> Fetch:
         """Begin a load; see `load`.
 
         `held` are the first full blocks of `tokens`, if they are in memory: they are shared instead of fetched. Nothing
         is fetched unless it has more than the first `beyond` tokens. `within` is the time limit in seconds, by default
         `restore_within`. An agent that is not `named` has no context of its own. With `whole`, also blocks that are
-        computed faster are fetched.
+        computed faster are fetched. `frees` returns whether memory becomes free when a context is written.
         """
         check_agent_id(agent_id)
         within = self._within if within is None else within
-        return Fetch(self._remote, FetchRequest(agent_id, tokens, held, within, beyond, named, whole), self._count)
+        request = FetchRequest(agent_id, tokens, held, within, beyond, named, whole, frees)
+        return Fetch(self._remote, request, self._count)
 
     def _count(self, fetch: Fetch) -> None:
         self.misses.update([*fetch.report.reasons, *(["error"] if fetch.failure else [])])

@@ -160,7 +160,7 @@ class AgentCacheStore:
         self._tree = ContextTree(spec, pool, tree_bytes, publish)
         self._flusher = Flusher(self._hot, self._loop, pages, cold, self._tally, queue_bytes)
         self.claims = Claims(spec, pages, self._loop)
-        self._sources = LoadSources(spec, pool, pages, cold, self._loop, self._tally, self._make_room_for)
+        self._sources = LoadSources(spec, pool, pages, cold, self._loop, self._tally, self._make_room_for, self._frees)
         self._loadings: weakref.WeakSet[Loading] = weakref.WeakSet()  # to cancel at `close`
         self._deleted: dict[str, float] = {}  # agents, and when they were deleted, the earliest first
         # the time.monotonic() of the next renewal of lifetimes on the page server: see `_put_off_renewal`
@@ -915,6 +915,11 @@ class AgentCacheStore:
 
     def _make_room_for(self, tokens: int) -> None:
         self.make_room(self.spec.blocks_for(max(tokens, 0)), max(tokens, 0) * self.spec.token_nbytes)
+
+    def _frees(self) -> bool:
+        """Return whether memory becomes free soon: a context is being written, or leaves memory when it is written."""
+        with self._lock:
+            return self._flusher.is_writing or bool(self._hot.bytes_being_freed(self._flusher.failing))
 
     def _has_space(self, blocks: int, nbytes: int) -> bool:
         return self._pool.available_blocks >= blocks and self._pool.available_bytes >= nbytes

@@ -232,6 +232,7 @@ class FetchEvent(Enum):
     CANCEL = auto()
 
 
+_FREED_WITHIN = 1.0  # seconds for which a fetch waits for memory that is being freed
 _MOVES = {
     (FetchState.RUNNING, FetchEvent.WORK_ENDED): FetchState.ENDED,
     (FetchState.RUNNING, FetchEvent.WORK_FAILED): FetchState.FAILED,
@@ -364,10 +365,7 @@ class Fetch:
             if not plan.blocks and not self._request.beyond and not self.report.reasons:
                 self.report.missed(await self._lookup.why_absent())
             seen.set(tokens=plan.reach, blocks=len(missing), bytes=nbytes, reason=self.why)
-        try:
-            blocks = sum(not place.of_state for place in missing)
-            self._ids = self._pool.allocate(blocks, self._request.agent_id, nbytes)
-        except PoolExhaustedError:
+        if not await self._allocate(sum(not place.of_state for place in missing), nbytes):
             self.report.missed("pool")
             return
         self._received = Receiver(self._lookup, plan, digests)
@@ -377,6 +375,22 @@ class Fetch:
                 await self._received.receive()
             finally:
                 seen.set(tokens=self._received.reach, bytes=self.report.nbytes, reason=self.why)
+
+    async def _allocate(self, blocks: int, nbytes: int) -> bool:
+        """Allocate memory in the pool. Wait for it up to _FREED_WITHIN seconds while contexts are written that free
+        memory then. Return whether there is enough.
+        """
+        end = time.monotonic() + _FREED_WITHIN
+        while True:
+            waits = self._request.frees() and time.monotonic() < end
+            try:
+                self._ids = self._pool.allocate(blocks, self._request.agent_id, nbytes)
+            except PoolExhaustedError:
+                if not waits:
+                    return False
+                await asyncio.sleep(_FREED_WITHIN / 100)
+            else:
+                return True
 
     # -- assembling the context ------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import nlargest
@@ -48,6 +48,7 @@ class FetchRequest:
     beyond: int = 0  # tokens of the prompt that memory has: less is not fetched
     named: bool = True  # whether the agent can have a context of its own
     whole: bool = False  # whether blocks that are computed faster are fetched, too
+    frees: Callable[[], bool] = lambda: False  # returns whether memory becomes free when a context is written
 
 
 @dataclass(slots=True)

@@ -385,6 +385,20 @@ def test_without_free_blocks_nothing_is_loaded(tier: PageTier, pool: BlockPool) 
     pool.free(others)
 
 
+def test_a_load_waits_for_memory_that_is_being_freed(tier: PageTier, pool: BlockPool) -> None:
+    tier.save(context())
+    others, asked = pool.allocate(30), []
+
+    def frees() -> bool:
+        asked.append(len(asked))
+        if len(asked) == 3:
+            pool.free(others)
+        return True
+
+    assert held(pool, tier.fetch("alice", frees=frees).result()) == 700
+    assert not tier.misses
+
+
 def test_only_fetched_blocks_are_leased(tier: PageTier, client: redis.Redis, pool: BlockPool) -> None:
     tier.save(context())
     held(pool, tier.load("alice", TOKENS[:300]))

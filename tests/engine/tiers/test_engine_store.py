@@ -199,6 +199,7 @@ def test_only_the_newest_context_is_written_and_files_when_idle(
     with store._flusher.paused():  # the server is slow
         for count in range(10, 60):
             remember(store, pool, "alice", TOKENS[:count])
+        assert store._frees()
     assert eventually(lambda: store.metrics().page.saves > 0)
     metrics = store.metrics()
     assert (metrics.page.saves, metrics.cold.saves, metrics.dirty_agents) == (1, 0, 1)
@@ -210,6 +211,7 @@ def test_only_the_newest_context_is_written_and_files_when_idle(
     before = store.metrics()
     store.flush_dirty()
     store.evict_all_to_disk()
+    assert not store._frees()
     store.close()
     assert (store.metrics().page.saves, store.metrics().cold.saves) == (before.page.saves, before.cold.saves)
 
