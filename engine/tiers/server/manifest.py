@@ -252,6 +252,7 @@ class ContextManifest:
             "by": WRITER,
             "together": together,
             "owner": self.owner,
+            "share": spec.sharing.share,
             "chain": self.names,
             "states": [[place.end, place.name] for place in self.inner_places(spec)],
             "tokens": self.tokens,
@@ -260,7 +261,9 @@ class ContextManifest:
 
     @classmethod
     def parse(cls, raw: bytes, agent_id: str, spec: ModelCacheSpec) -> Self:
-        """Parse the output of `dump`. Raises Miss for the manifest of another agent or model, and for a damaged one."""
+        """Parse the output of `dump`. Raises Miss for the manifest of another agent or model, a damaged one, and one
+        whose blocks have names by another rule of sharing.
+        """
         stored = _content(raw, manifest_key(agent_id, spec.fingerprint))
         try:
             states = list(token_ids([position for position, _ in stored.get("states", ())]))
@@ -269,7 +272,8 @@ class ContextManifest:
                 raise Miss("manifest")
             found = cls.of(agent_id, token_ids(stored["tokens"]), spec, states, owner)
             if list(found.names) != stored["chain"] or list(found.inner) != states:
-                raise Miss("manifest")
+                share = spec.sharing.share
+                raise Miss("manifest" if stored.get("share", share) == share else "share")
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise Miss("manifest") from error
         return found

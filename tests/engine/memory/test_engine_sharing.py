@@ -75,6 +75,18 @@ def test_a_client_reuses_its_own_and_shared_blocks(
     assert found(stores[engine], pool, "alice@acme", (*PROMPT, 7)) == 0
 
 
+def test_another_rule_is_the_reason_of_a_miss(server: RunningServer, pool: BlockPool) -> None:
+    context = made(pool, "alice", PROMPT)
+    tiers = [PageTier(server.url, spec_of(share), pool) for share in ("none", "all", "system")]
+    assert tiers[0].save(context)
+    pool.free(context.block_ids, "alice")
+    for tier in tiers[1:]:
+        assert tier.load("alice") is None
+        assert tier.misses == {"share": 1}
+    for tier in tiers:
+        tier.close()
+
+
 @hypothesis.given(
     share=st.sampled_from(["none", "system", "all"]),
     head=st.sampled_from([HEAD, ()]),
