@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
@@ -91,6 +92,7 @@ def options_of(query: str, *, tls: bool) -> dict[str, Any]:
 SLOTS = 16384
 SCHEMES = {"valkey-cluster": "redis", "redis-cluster": "redis", "rediss-cluster": "rediss"}
 slot_of = key_slot  # takes a key as bytes: the CRC of the part in its first braces, or of all of it
+_HOST = re.compile(r"[\w.:%-]+")  # a name or an address; no separator of a URL
 _TAG = re.compile(rb"[^{]*\{[^}]+\}")
 
 
@@ -162,9 +164,7 @@ def ranges_of(value: Any, asked: Node) -> Iterator[tuple[int, int, Shard]]:
     for entry in value:
         try:
             first, last, *nodes = entry
-            primary, *replicas = [
-                Node(bytes(host).decode() if host else asked.host, int(port)) for host, port, *_ in nodes
-            ]
+            primary, *replicas = [_named(bytes(host or b"").decode(), int(port), asked) for host, port, *_ in nodes]
             if not 0 <= first <= last < SLOTS:
                 raise ValueError(f"there are no slots {first} to {last}")
         except (TypeError, ValueError) as error:
@@ -173,18 +173,35 @@ def ranges_of(value: Any, asked: Node) -> Iterator[tuple[int, int, Shard]]:
 
 
 def redirection(line: str, asked: Node) -> tuple[int, Node] | None:
-    """Return the slot and the node in a MOVED or ASK error of the node `asked`; None if the error is malformed.
-
-    An empty host stands for the host of `asked`.
-    """
+    """Return the slot and the node in a MOVED or ASK error of the node `asked`; None if the error is malformed."""
     _, _, rest = line.partition(" ")
     slot, _, address = rest.partition(" ")
     host, _, port = address.rpartition(":")
     if not (slot.isascii() and slot.isdigit() and int(slot) < SLOTS):
         return None
-    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+    if not (port.isascii() and port.isdigit()):
         return None
-    return int(slot), Node(host.strip("[]") or asked.host, int(port))
+    try:
+        return int(slot), _named(host.strip("[]"), int(port), asked)
+    except ValueError:
+        return None
+
+
+def _named(host: str, port: int, asked: Node) -> Node:
+    """Return the node that `asked` names in a reply. Raises ValueError for text that is no host, and for a port that is
+    none, such as 0 of a node that has only TLS.
+
+    An empty host, or "?", which stands for an unknown host name, is that of `asked`.
+    """
+    if host in ("", "?"):
+        host = asked.host
+    elif not _HOST.fullmatch(host):
+        raise ValueError(f"{host!r:.60} is not a host")
+    elif ":" in host:
+        ip_address(host)
+    if not 0 < port < 65536:
+        raise ValueError(f"{port} is not a port")
+    return Node(host, port)
 
 
 class Address:

@@ -44,7 +44,8 @@ from kvpage_server.client import AsyncPageClient, Page, PageClient, Refused, Uns
 from kvpage_server.client.cluster.commands import OPENING_SIZE, Scattered, block_key, head_size
 from kvpage_server.client.cluster.store import ClusterCalls
 from kvpage_server.client.cluster.topology import Node as NodeAddress
-from kvpage_server.client.cluster.topology import has_tag, redirection, slot_of
+from kvpage_server.client.cluster.topology import has_tag, ranges_of, redirection, slot_of
+from kvpage_server.client.errors import WrongReply
 from kvpage_server.client.page import pages_of_block
 from kvpage_server.client.wire.reply import Lines
 from kvpage_server.page import BlockShape, DType, KVType, PageKey, Plane, decode_page
@@ -266,6 +267,18 @@ def test_a_redirection_without_a_host_means_the_same_host() -> None:
     assert redirection("MOVED 3999 :6381", asked) == (3999, NodeAddress("10.0.0.1", 6381))
     assert redirection("ASK 3999 [::1]:6381", asked) == (3999, NodeAddress("::1", 6381))
     assert redirection("MOVED 3999 host:x", asked) is None
+    assert redirection("MOVED 3999 ?:6381", asked) == (3999, NodeAddress("10.0.0.1", 6381))
+    assert [shard.primary for *_, shard in ranges_of([[0, 9, [b"?", 6381], [b"", 1]]], asked)] == [("10.0.0.1", 6381)]
+
+
+@pytest.mark.parametrize(
+    ("host", "port"), [("host/?password=x", 1), ("a@b", 1), ("a:b", 1), ("host", 0), ("host", 65536)]
+)
+def test_a_node_that_cannot_be_in_a_url_is_refused(host: str, port: int) -> None:
+    asked = NodeAddress("10.0.0.1", 7000)
+    assert redirection(f"MOVED 3999 {host}:{port}", asked) is None
+    with pytest.raises(WrongReply, match=r"is not a port|is not a host|does not appear to be"):
+        list(ranges_of([[0, 9, [host.encode(), port]]], asked))
 
 
 def test_lines_may_arrive_in_any_pieces() -> None:
