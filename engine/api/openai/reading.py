@@ -67,8 +67,9 @@ class Markup:
         Raises the exceptions of mlx-lm's parsers, of any class.
         """
         parser: Callable[[str, Any], Any] = self._tokenizer.tool_parser
-        if getattr(parser, "__module__", "").endswith("pythonic"):
-            _check_python(text)
+        check = _CHECKS.get(getattr(parser, "__module__", "").rpartition(".")[2])
+        if check:
+            check(text)
         parsed = parser(text, list(tools))
         return parsed if isinstance(parsed, list) else [parsed]
 
@@ -382,16 +383,17 @@ class Reader:
     def _parse(self, text: str) -> list[tuple[str, str | None, str]]:
         """Return the calls in a text, also of tools that are not offered; [] if it is no call.
 
-        Some of mlx-lm's parsers know no names with dots or hyphens, or take the end of such a name. Then they get other
-        names.
+        Some of mlx-lm's parsers know no names with dots or hyphens. Then they get other names, which are not in the
+        text.
         """
         calls = self._parse_with(text, self._tools)
-        if all(name in self._names and _has_name(text, name) for name, _, _ in calls) and calls:
-            return calls
         odd = {found[0] for found in self._odd_names.finditer(text)}
-        aliases = {name: f"kvpage_{i}_" for i, name in enumerate(odd)}
-        if not aliases or any(alias in text for alias in aliases.values()):
-            return [] if any(not _has_name(text, name) for name, _, _ in calls) else calls
+        if not odd or (calls and all(name in self._names for name, _, _ in calls)):
+            return calls
+        prefix = "kvpage_"
+        while prefix in text:
+            prefix += "_"
+        aliases = {name: f"{prefix}{i}_" for i, name in enumerate(odd)}
         tools = [
             {**tool, "function": {**tool["function"], "name": aliases.get(name := tool["function"]["name"], name)}}
             for tool in self._tools
@@ -419,11 +421,6 @@ def _whole(name: str) -> str:
     return rf"(?:(?<![\w.-])|(?<=\bfunctions\.)){re.escape(name)}(?![\w.-])"
 
 
-def _has_name(text: str, name: str) -> bool:
-    """Return whether a call in `text` may have the name of a tool: not if this is only a part of longer names."""
-    return name not in text or re.search(_whole(name), text) is not None
-
-
 def _check_python(text: str) -> None:
     """Raise ValueError for calls with arguments that mlx-lm's parser of Python would leave out: those without names."""
     try:
@@ -433,6 +430,16 @@ def _check_python(text: str) -> None:
     calls = [one for one in getattr(parsed, "elts", ()) if isinstance(one, ast.Call)]
     if any(call.args or any(word.arg is None for word in call.keywords) for call in calls):
         raise ValueError("arguments have names")
+
+
+def _check_mistral(text: str) -> None:
+    """Raise ValueError for a name of which mlx-lm's parser of Mistral's calls would take the end: one with a dot."""
+    if _CUT_NAME.search(text):
+        raise ValueError("a name has letters, digits, _ and -")
+
+
+_CUT_NAME = re.compile(r"[^\s\w}-][\w-]+\s*\[ARGS\]")  # before a name are the beginning, white space or other arguments
+_CHECKS: dict[str, Callable[[str], None]] = {"pythonic": _check_python, "mistral": _check_mistral}  # by parser
 
 
 def _call(parsed: dict[str, Any]) -> tuple[str, str | None, str]:

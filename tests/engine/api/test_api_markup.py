@@ -170,6 +170,9 @@ def test_a_name_is_read_as_a_whole(kind: str, name: str) -> None:
     assert read(markup(kind), text, tools=offered(name)) == expected
     assert read(markup(kind), text, tools=offered("file", name)) == expected
     assert read(markup(kind), text, tools=offered("file")) == (text, "", [])
+    argument = f"a file, {name}, kvpage_0_, kvpage__0_"
+    text, expected = text.replace(f"of {name}", argument), ("", "", [(name, {"city": argument})])
+    assert read(markup(kind), text, tools=offered("file", name)) == expected
 
 
 @pytest.mark.parametrize(
