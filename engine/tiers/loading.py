@@ -35,7 +35,7 @@ from .cold import SafetensorsCacheAdapter
 from .metrics import Tally, Tier
 from .pages import PageTier
 from .server.connection import FAILING
-from .server.fetch import Fetch
+from .server.fetch import Fetch, until_freed
 from .server.lookup import REMOVED, FetchReport
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class LoadSources:
     cold: SafetensorsCacheAdapter | None
     loop: EventLoop
     tally: Tally
-    make_room: Callable[[int], object]  # evicts from memory, so that a context with this number of tokens has space
+    make_room: Callable[[int], bool]  # evicts for a context with this number of tokens; returns whether it has space
     frees: Callable[[], bool]  # returns whether memory becomes free when a context is written
 
 
@@ -342,6 +342,10 @@ class Loading:
         return reach if self._tokens is None else min(reach, len(self._tokens) - 1)
 
     async def _read(self, in_file: int) -> None:
+        """Load the agent's file, as soon as memory that is being freed is free. The wait takes no file thread, because
+        memory may be freed by the write of a file.
+        """
+        await until_freed(lambda: self._sources.make_room(in_file), self._sources.frees)
         await self._sources.loop.on_file_thread(lambda: self._read_file(in_file))
 
     def _read_file(self, in_file: int) -> None:
@@ -350,7 +354,6 @@ class Loading:
         assert sources.cold
         if in_file:
             sources.tally.count("disk_loads")
-        sources.make_room(in_file - self._memory.reach)
         found, why = sources.cold.find(
             self._agent_id, self._tokens, is_cancelled=lambda: self._state is not LoadState.RUNNING
         )

@@ -913,8 +913,8 @@ class AgentCacheStore:
             return self._hot.evict(failing) or self._tree.evict() or self._tree.evict(kept=True)
         return self._tree.evict() or self._hot.evict(failing) or self._tree.evict(kept=True)
 
-    def _make_room_for(self, tokens: int) -> None:
-        self.make_room(self.spec.blocks_for(max(tokens, 0)), max(tokens, 0) * self.spec.token_nbytes)
+    def _make_room_for(self, tokens: int) -> bool:
+        return self.make_room(self.spec.blocks_for(max(tokens, 0)), max(tokens, 0) * self.spec.token_nbytes)
 
     def _frees(self) -> bool:
         """Return whether memory becomes free soon: a context is being written, or leaves memory when it is written."""

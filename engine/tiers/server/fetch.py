@@ -232,7 +232,7 @@ class FetchEvent(Enum):
     CANCEL = auto()
 
 
-_FREED_WITHIN = 1.0  # seconds for which a fetch waits for memory that is being freed
+_FREED_WITHIN = 1.0  # seconds for which a load waits for memory that is being freed
 _MOVES = {
     (FetchState.RUNNING, FetchEvent.WORK_ENDED): FetchState.ENDED,
     (FetchState.RUNNING, FetchEvent.WORK_FAILED): FetchState.FAILED,
@@ -249,6 +249,20 @@ _MOVES = {
 def moved(state: FetchState, event: FetchEvent) -> FetchState:
     """Return the state after an event, by the table above."""
     return _MOVES.get((state, event), state)
+
+
+async def until_freed(attempt: Callable[[], bool], frees: Callable[[], bool]) -> bool:
+    """Repeat `attempt` until it returns True, up to _FREED_WITHIN seconds, while contexts are written that free memory
+    then: `frees` returns that. Return the last result.
+    """
+    end = time.monotonic() + _FREED_WITHIN
+    while True:
+        waits = frees() and time.monotonic() < end
+        if attempt():
+            return True
+        if not waits:
+            return False
+        await asyncio.sleep(_FREED_WITHIN / 100)
 
 
 class Fetch:
@@ -365,7 +379,8 @@ class Fetch:
             if not plan.blocks and not self._request.beyond and not self.report.reasons:
                 self.report.missed(await self._lookup.why_absent())
             seen.set(tokens=plan.reach, blocks=len(missing), bytes=nbytes, reason=self.why)
-        if not await self._allocate(sum(not place.of_state for place in missing), nbytes):
+        allocate = partial(self._allocate, sum(not place.of_state for place in missing), nbytes)
+        if not await until_freed(allocate, self._request.frees):
             self.report.missed("pool")
             return
         self._received = Receiver(self._lookup, plan, digests)
@@ -376,21 +391,13 @@ class Fetch:
             finally:
                 seen.set(tokens=self._received.reach, bytes=self.report.nbytes, reason=self.why)
 
-    async def _allocate(self, blocks: int, nbytes: int) -> bool:
-        """Allocate memory in the pool. Wait for it up to _FREED_WITHIN seconds while contexts are written that free
-        memory then. Return whether there is enough.
-        """
-        end = time.monotonic() + _FREED_WITHIN
-        while True:
-            waits = self._request.frees() and time.monotonic() < end
-            try:
-                self._ids = self._pool.allocate(blocks, self._request.agent_id, nbytes)
-            except PoolExhaustedError:
-                if not waits:
-                    return False
-                await asyncio.sleep(_FREED_WITHIN / 100)
-            else:
-                return True
+    def _allocate(self, blocks: int, nbytes: int) -> bool:
+        """Allocate memory in the pool. Return whether there is enough."""
+        try:
+            self._ids = self._pool.allocate(blocks, self._request.agent_id, nbytes)
+        except PoolExhaustedError:
+            return False
+        return True
 
     # -- assembling the context ------------------------------------------------------------------------------------
 

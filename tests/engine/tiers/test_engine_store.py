@@ -732,6 +732,28 @@ def test_a_full_pool_evicts_for_a_load(pool: BlockPool, cold: SafetensorsCacheAd
     store.close()
 
 
+def test_a_file_waits_for_memory_that_is_being_freed(pool: BlockPool, cold: SafetensorsCacheAdapter) -> None:
+    pool.reconfigure(20)
+    store = AgentCacheStore(SPEC, pool, cold=cold, config=CacheConfig(prefix_bytes=0))
+    remember(store, pool, "alice", some_tokens(0, 64))
+    store.evict_all_to_disk()
+    asked = []
+
+    def frees() -> bool:
+        asked.append(store._frees())
+        return asked[-1]
+
+    store._sources = replace(store._sources, frees=frees)
+    with store._flusher.paused():  # the disk is slow
+        remember(store, pool, "bob", some_tokens(1, 64))
+        remember(store, pool, "carol", some_tokens(2, 64))
+        loading = store.begin_load("alice", (*some_tokens(0, 64), 1))
+        assert eventually(lambda: len(asked) > 1)
+    loaded = loading.result(timeout=PATIENCE)
+    assert (loaded.tier, taken(pool, loaded)) == ("cold", 64)
+    store.close()
+
+
 def test_an_unwritable_context_is_lost_only_when_space_is_needed(
     pool: BlockPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
