@@ -49,10 +49,15 @@ SHARED = {  # a process, by tests in several files, because they share an engine
 }
 
 
+APART = re.compile("test_known_failing_seeds_pass")  # tests of half a minute each, for any process
+
+
 class ByFile(LoadFileScheduling):
-    """A file's tests run in one process, and so do those of an entry of SHARED."""
+    """A file's tests run in one process, and so do those of an entry of SHARED. Each test of APART is a unit."""
 
     def _split_scope(self, nodeid: str) -> str:
+        if APART.search(nodeid):
+            return nodeid
         file: str = super()._split_scope(nodeid)
         return next((group for group, tests in SHARED.items() if tests.search(nodeid)), file)
 

@@ -15,6 +15,7 @@ import pytest
 
 import kvpage_server.commands.families  # noqa: F401 - it fills the table
 from kvpage_server.commands.specs import TABLE
+from tests.simulation.cli.arguments import KNOWN, known_seeds
 from tests.simulation.defects import DoesNotApply, Mistake, apply
 from tests.simulation.defects.mistakes import MISTAKES
 from tests.simulation.programs.program import Program
@@ -34,13 +35,21 @@ NOT_BY_PROGRAMS = {
     ),
     "kvlost": "tests/server/commands/test_lost_strings.py and the model of test_cold_commands.py have its replies",
 }
+PARTS = 3  # of the known seeds, which take about equally long
+WITH_KNOWN = """
+import runpy, sys
+from pathlib import Path
+from tests.simulation.cli import arguments
+arguments.KNOWN = Path(sys.argv.pop(1))
+runpy.run_module("tests.simulation", run_name="__main__")
+"""
 DIGEST = re.compile(r"^seed (\d+): .* digest (\w+)", re.MULTILINE)
 AGAIN = re.compile(r"again: \.venv/bin/python -m tests\.simulation --seed (\d+)")
 
 
-def simulate(*arguments: str, core: str = "") -> subprocess.CompletedProcess[str]:
-    """Run some seeds on the command line."""
-    command = [sys.executable, "-m", "tests.simulation", *arguments]
+def simulate(*arguments: str, core: str = "", known: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run some seeds on the command line. With `known`, `--known` runs those of this file."""
+    command = [sys.executable, *(("-c", WITH_KNOWN, known) if known else ("-m", "tests.simulation")), *arguments]
     environment = os.environ | {"PYTHONHASHSEED": "0"} | ({"KVPAGE_CORE": core} if core else {})
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, encoding="utf-8", timeout=HANGS)
 
@@ -74,8 +83,13 @@ def test_every_command_is_in_some_program() -> None:
     assert {name.decode("latin1") for name, *_ in filter(None, names)} - TABLE.keys() == {"nosuch"}
 
 
-def test_known_failing_seeds_pass() -> None:
-    check(simulate("--known"))
+@pytest.mark.parametrize("part", range(PARTS))
+def test_known_failing_seeds_pass(part: int, tmp_path: Path) -> None:
+    file, runs = tmp_path / "seeds.txt", known_seeds(KNOWN)[part::PARTS]
+    file.write_text("".join(f"{seed} {steps}\n" for seed, steps in runs), encoding="utf-8")
+    result = simulate("--known", known=file)
+    check(result)
+    assert f"{len(runs)} runs, " in result.stdout
 
 
 def test_runs_with_faults_are_deterministic_on_both_cores() -> None:
