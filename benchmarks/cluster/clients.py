@@ -215,9 +215,10 @@ def _measured(
                     server.admin.flushall()
     for (op, name), of_it in passes.items():
         ours = passes[op, SERVER if name == SIDE_BY_SIDE else OURS]
-        for what, get in (("GB/s", lambda p: p.gb_per_s), ("client CPU s/GB", lambda p: p.cpu_s_per_gb)):
-            ratio = median(get(a) / get(b) for a, b in zip(of_it, ours, strict=True))
-            mine, theirs = median(map(get, of_it)), median(map(get, ours))
+        for what, measure in (("GB/s", "gb_per_s"), ("client CPU s/GB", "cpu_s_per_gb")):
+            by_client: list[list[float]] = [[getattr(one, measure) for one in some] for some in (of_it, ours)]
+            ratio = median(a / b for a, b in zip(*by_client, strict=True))
+            mine, theirs = map(median, by_client)
             at_least = at_most = None
             if name == ALONE and what == "GB/s":
                 at_most = 1 / 0.9

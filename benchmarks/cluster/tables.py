@@ -47,9 +47,9 @@ def clients() -> str:
         return " / ".join(f"{one['value']:.2f}" if is_ratio else one["measured"].split(" / ")[0] for one in both)
 
     rows = [
-        [label, *(cell(work, *row) for work in works)]
-        for label, *row in _ROWS
-        if all((f"{op} {work}", *row[:2]) in known for work in works for op in _OPS)
+        [label, *(cell(work, who, what, is_ratio) for work in works)]
+        for label, who, what, is_ratio in _ROWS
+        if all((f"{op} {work}", who, what) in known for work in works for op in _OPS)
     ]
     return table(["writing / reading", *works], rows)
 
