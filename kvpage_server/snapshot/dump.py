@@ -203,7 +203,9 @@ class _Dump:
         if summary is not None:
             self._check_selection(summary.selection)
             if not update:
-                raise DumpError(f"{self._path} holds a finished dump; --update brings it up to date")
+                raise DumpError(
+                    f"{self._path} holds a finished dump; continue with --update, which brings it up to date"
+                )
             same_process = bool(self._run_id) and summary.run_id == self._run_id  # at another URL
             if summary.server and self._server and summary.server != self._server and not same_process:
                 raise DumpError(

@@ -425,7 +425,8 @@ def test_the_commands_report_their_results(server: RunningServer, client: redis.
     assert code == 0
     assert shown.startswith("8 pages and 1 string, 449 bytes in 2 files, ")
     code, _, errors = kvpage("dump", str(tmp_path), *url)
-    assert (code, errors) == (1, f"kvpage: {tmp_path} holds a finished dump; --update brings it up to date\n")
+    advice = "continue with --update, which brings it up to date"
+    assert (code, errors) == (1, f"kvpage: {tmp_path} holds a finished dump; {advice}\n")
     code, shown, _ = kvpage("dump", str(tmp_path), "--update", *url)
     assert code == 0
     assert "in 2 files, 2 of them as they were, " in shown
