@@ -422,14 +422,32 @@ def _whole(name: str) -> str:
 
 
 def _check_python(text: str) -> None:
-    """Raise ValueError for calls with arguments that mlx-lm's parser of Python would leave out: those without names."""
+    """Raise ValueError for calls of which mlx-lm's parser of Python would leave out arguments or parts of them: those
+    without names, and the rest of a text that is no list of calls with literals.
+    """
     try:
-        parsed = ast.parse(text[text.find("[") : text.rfind("]") + 1], mode="eval").body
+        listed = getattr(ast.parse(text[text.find("[") : text.rfind("]") + 1], mode="eval").body, "elts", [])
     except (SyntaxError, ValueError):
-        return  # the parser has rules of its own for other texts
-    calls = [one for one in getattr(parsed, "elts", ()) if isinstance(one, ast.Call)]
+        listed = []
+    calls = [one for one in listed if isinstance(one, ast.Call)]
     if any(call.args or any(word.arg is None for word in call.keywords) for call in calls):
         raise ValueError("arguments have names")
+    literal = listed == calls and all(_is_literal(word.value) for call in calls for word in call.keywords)
+    if not (calls and literal) and (found := _PYTHON_CALL.search(text)) and _PYTHON_ARGUMENT.sub("", found[1]).strip():
+        raise ValueError("all of the text is arguments")
+
+
+def _is_literal(value: ast.expr) -> bool:
+    """Return whether an expression of Python is a literal, also with JSON's words."""
+    literals = (ast.Constant, ast.List, ast.Dict, ast.Tuple, ast.Set, ast.UnaryOp, ast.unaryop, ast.expr_context)
+    nodes = [*ast.walk(value)]
+    words = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return words <= {"true", "false", "null"} and all(isinstance(node, (*literals, ast.Name)) for node in nodes)
+
+
+# A call, and each of its arguments, as mlx-lm's parser finds them in texts that are no Python.
+_PYTHON_CALL = re.compile(r"\[[\w.]+\((.*?)\)\]", re.DOTALL)
+_PYTHON_ARGUMENT = re.compile(r"""\w+=(?:"[^"]*"|'[^']*'|[^,]+)(?:,\s*|$)""")
 
 
 def _check_mistral(text: str) -> None:

@@ -183,11 +183,31 @@ def test_a_name_is_read_as_a_whole(kind: str, name: str) -> None:
         ("pythonic", '[weather("Oslo")]'),
         ("pythonic", '[weather("Oslo", days=3)]'),
         ("pythonic", '[weather(**{"city": "Oslo"})]'),
+        ("pythonic", "[weather(Oslo Norway)]"),
+        ("pythonic", "[weather(city='Oslo's, harbour')]"),
+        ("pythonic", "[weather(city=Oslo, days=[1, 2])]"),
+        ("pythonic", "[weather(city=Oslo), weather(city=Rome)]"),
+        ("pythonic", '[weather(city="Oslo"), [weather(city="Rome")]]'),
     ],
 )
 def test_a_call_with_lost_arguments_is_text(kind: str, call: str) -> None:
     start, end = marks(kind)
     assert read(markup(kind), start + call + end) == (start + call + end, "", [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("city=Oslo", {"city": "Oslo"}),
+        ("city=Oslo Norway, days=3", {"city": "Oslo Norway", "days": 3}),
+        ("city='Oslo's harbour'", {"city": "'Oslo's harbour'"}),
+        ('city="Oslo,\nNorway", days=3', {"city": "Oslo,\nNorway", "days": 3}),
+        ('city="Oslo", days=[1, -2], snow=true', {"city": "Oslo", "days": [1, -2], "snow": True}),
+    ],
+)
+def test_python_with_bare_words_is_a_call(arguments: str, expected: Any) -> None:
+    start, end = marks("pythonic")
+    assert read(markup("pythonic"), f"{start}[weather({arguments})]{end}") == ("", "", [("weather", expected)])
 
 
 @kinds
