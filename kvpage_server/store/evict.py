@@ -441,8 +441,14 @@ class QuotaAccounts:
         self._uncounted: Iterator[None] | None = None  # the remaining steps of the count of existing values
 
     def set_rules(self, rules: Sequence[Rule]) -> None:
-        """Replace the quotas, and begin to count the existing values. Nothing is evicted yet."""
+        """Replace the quotas, and begin to count the existing values. Nothing is evicted yet.
+
+        A write that waits for room may still have an account of a replaced quota. Its limit is removed, because its
+        units are not up to date any more: they may have been removed, and others may have their names.
+        """
         contents = self._contents
+        for replaced in self.of:
+            replaced.limit = 0
         contents.eviction_order.set_quotas(rules, contents.catalogue.costs)
         self.of = {
             quota: (QuotaAccount(contents, quota), QuotaIndexAccount(contents, quota, self._memory))

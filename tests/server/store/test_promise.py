@@ -358,3 +358,24 @@ def test_two_batches_of_which_memory_takes_one() -> None:
         received = sorted(at_once(server, [batch("ta", MANY, LONG), batch("tb", MANY, LONG)]))
         assert [one[:4] for one in received] == ["+OK\r", "-OOM"]
         assert client.dbsize() == MANY
+
+
+@pytest.mark.parametrize("quotas", ["", "kv:t* 1gb", "kv:u* 1mb kv:t* 2gb"])
+@pytest.mark.parametrize("evicted", [0, 1])
+def test_a_batch_that_waits_for_room_ignores_replaced_quotas(quotas: str, evicted: int) -> None:
+    here = tenant(COUNTED, "allkeys-lru")
+    here.server.config.change("maxmemory", "1gb")
+    apply(here.server, ["maxmemory"])
+    for number in range(PAGES):
+        here.call("KVPAGESET", *page("ta", number))
+    steps = begin(here, batch("tb"))
+    while len(here.keyspace) > PAGES - evicted:
+        assert next(steps) == ()
+    here.server.config.change("quota", quotas)
+    apply(here.server, ["quota"])
+    there = [number for number in range(PAGES) if here.call("EXISTS", f"kv:ta:0:0:{number}:0") == b":1\r\n"]
+    here.call("KVPAGEDEL", "ta")
+    for number in there:  # the replaced quota knows blocks with the same names
+        here.call("KVPAGESET", *page("ta", number))
+    assert type(last(steps)) is not ReplyError
+    assert len(here.keyspace) == len([*here.keyspace.eviction_order.units.victims()]) == PAGES + len(there)
