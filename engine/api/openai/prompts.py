@@ -29,7 +29,7 @@ from .calls import FORCED, INSTEAD, MARKED, CallError, OfferedTool, Written, com
 from .errors import invalid
 from .reading import REASONING, Markup
 from .schema import ChatBody, CompletionFields, Message, ResponseFormat, Tool
-from .templates import CallFormat, ControlTokens, Renderer, TemplateFailedError, call_format, short_id
+from .templates import OF_THOUGHTS, CallFormat, ControlTokens, Renderer, TemplateFailedError, call_format, short_id
 
 SHORT = 1000  # characters of a text that is encoded on the event loop, in half a millisecond
 LETTERS_A_TOKEN = 16  # nearly every token has fewer characters
@@ -55,7 +55,6 @@ _RESERVED = frozenset(
         "truncation",
     }
 )
-_OF_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of a message's reasoning in templates
 
 Offered = list[dict[str, Any]] | None  # the tools of a request
 _Made = TypeVar("_Made")
@@ -280,14 +279,17 @@ class Prompts:
 
     def _plain(self, message: Message, i: int, template: str | None) -> dict[str, Any]:
         """Return message number `i` for the template: the content as text, and the arguments and ids of calls in the
-        format that the template expects.
+        format that the template expects. White space that the template writes around a thought is not in the message.
 
         Raises ApiError for arguments that are not JSON.
         """
         plain = message.model_dump(exclude_none=True, exclude={"reasoning", "reasoning_content"})
         plain.setdefault("content", "")
         if thought := message.reasoning_content or message.reasoning:
-            plain |= {name: thought for name in _OF_THOUGHTS if template is None or name in template}
+            start, end, following = self._call_format(template).thought
+            thought = thought.removeprefix(start).removesuffix(end)
+            plain |= {name: thought for name in OF_THOUGHTS if template is None or name in template}
+            plain["content"] = plain["content"].removeprefix(following)
         if plain["role"] == "developer":
             plain["role"] = "system"
         for j, call in enumerate(plain.get("tool_calls", ())):
@@ -308,6 +310,7 @@ class Prompts:
                 lambda messages, tools: self._rendered(messages, template, tools),
                 TemplateFailedError,
                 self._tokenizer.tool_call_start or "",
+                (self._tokenizer.think_start or "", self._tokenizer.think_end or ""),
             )
         return self._call_formats[template]
 

@@ -22,7 +22,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 # -- control tokens ----------------------------------------------------------------------------------------------------
@@ -89,12 +89,15 @@ class ControlTokens:
 # In OpenAI's API, the arguments of a tool call are a text with JSON. Most templates expect an object, and write it as
 # JSON or item by item. Others, such as DeepSeek's, expect the text. Mistral's refuse ids of calls that are not nine
 # letters and digits. `call_format` detects that: it renders a short conversation with a call. Many templates write a
-# newline between a text and a call. An answer does not show it, so that the next prompt has it once.
+# newline between a text and a call. An answer does not show it, so that the next prompt has it once. Some, as MiniMax
+# M2's, write the newlines around a thought, too, which an answer shows. They are removed from a message before.
 
 _OBJECT = {"kvpage": "probe"}
 _NAME = "probe"
 _SHORT_ID = "probe0000"
 _TEXT = "probe text"
+_THOUGHT = "probe thought"
+OF_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of a message's reasoning in templates
 _PROPERTIES = {"kvpage": {"type": "string", "description": "A word."}}
 _TOOL = {  # the same for each request, because the result is kept
     "type": "function",
@@ -119,15 +122,19 @@ class CallFormat(NamedTuple):
     text: bool = False  # the arguments as a text, and not as an object
     short_ids: bool = False
     separator: str = ""  # white space between a text and the first call after it
+    thought: tuple[str, str, str] = ("", "", "")  # white space before and after a thought, and after its end mark
 
 
 def call_format(
-    render: Callable[[list[dict[str, Any]], list[dict[str, Any]]], str], refusals: type[Exception], mark: str
+    render: Callable[[list[dict[str, Any]], list[dict[str, Any]]], str],
+    refusals: type[Exception],
+    mark: str,
+    thought: tuple[str, str],
 ) -> CallFormat:
-    """Return the format of tool calls that a template expects.
+    """Return the format of tool calls that a template expects, and the white space that it writes.
 
     `render` renders messages and tools with the template. `refusals` is the class of its exceptions. `mark` is the
-    first mark of a call.
+    first mark of a call. `thought` are the marks around a thought, empty if the model has none.
     """
     for id_ in (f"call_{'0' * 24}", _SHORT_ID):
         for arguments in (_OBJECT, json.dumps(_OBJECT)):
@@ -138,16 +145,34 @@ def call_format(
                 with suppress(refusals):
                     after = render(_conversation(arguments, id_, _TEXT), [_TOOL]).partition(_TEXT)[2]
                     if mark and after.lstrip().startswith(mark.strip()):
-                        return found._replace(separator=after[: len(after) - len(after.lstrip())])
+                        found = found._replace(separator=after[: len(after) - len(after.lstrip())])
+                if all(thought):
+                    thoughts = dict.fromkeys(OF_THOUGHTS, _THOUGHT)
+                    with suppress(refusals):
+                        text = render(_conversation(arguments, id_, _TEXT, thoughts), [_TOOL])
+                        found = found._replace(thought=_around_thought(text, *thought))
                 return found
     return CallFormat()
 
 
-def _conversation(arguments: object, id_: str, text: str = "") -> list[dict[str, Any]]:
+def _around_thought(text: str, opening: str, closing: str) -> tuple[str, str, str]:
+    """Return the white space around the thought in a conversation, and after its end mark."""
+    before, found, rest = text.partition(_THOUGHT)
+    if not (found and before.rstrip().endswith(opening.strip())):
+        return "", "", ""
+    end, _, after = rest.partition(closing.strip())
+    following, found, _ = after.partition(_TEXT)
+    start = before[len(before.rstrip()) :]
+    return start, "" if end.strip() else end, "" if following.strip() or not found else following
+
+
+def _conversation(
+    arguments: object, id_: str, text: str = "", thoughts: Mapping[str, str] = MappingProxyType({})
+) -> list[dict[str, Any]]:
     call = {"id": id_, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
     return [
         {"role": "user", "content": "a"},
-        {"role": "assistant", "content": text, "tool_calls": [call]},
+        {"role": "assistant", "content": text, "tool_calls": [call], **thoughts},
         {"role": "tool", "name": _NAME, "tool_call_id": id_, "content": "b"},
     ]
 

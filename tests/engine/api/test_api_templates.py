@@ -349,6 +349,38 @@ def test_reasoning_of_the_history_has_the_templates_name(renderer: Renderer, nam
     assert "a greeting" not in rendered(letters(renderer, TEXT + END), history)
 
 
+THOUGHTS = {  # how templates write a thought and a text
+    "MiniMax M2": r"'<think>\n' ~ m.reasoning_content ~ '\n</think>\n\n' ~ m.content",
+    "Step 3.7": r"'<think>\n' ~ m.reasoning_content ~ '\n</think>\n' ~ m.content",
+    "Qwen 3": r"'<think>\n' ~ m.reasoning_content.strip('\n') ~ '\n</think>\n\n' ~ m.content.lstrip('\n')",
+    "LFM2.5": r"'<think>' ~ m.reasoning_content ~ '</think>' ~ m.content",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("MiniMax M2", "hm so\n</think>\n\nLook."),
+        ("MiniMax M2", "hm so\n\n</think>\n\n\nLook."),
+        ("Step 3.7", "hm so\n</think>\nLook."),
+        ("Step 3.7", "\n</think>\nLook."),
+        ("Qwen 3", "hm so\n</think>\n\nLook."),
+        ("LFM2.5", "\nhm so\n</think>\n\nLook."),
+        ("LFM2.5", "hm so</think>Look."),
+    ],
+)
+def test_an_answer_with_a_thought_is_rendered_as_said(renderer: Renderer, name: str, answer: str) -> None:
+    tokenizer = letter_tokenizer()._tokenizer
+    tokenizer.add_tokens(["<think>", "</think>"])
+    message = f"{{% if m.role == 'assistant' %}}{{{{ {THOUGHTS[name]} }}}}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
+    tokenizer.chat_template = f"{{% for m in messages %}}{{{{ m.role }}}}:{message}" + END
+    prompts = Prompts(TokenizerWrapper(tokenizer), LETTERS, renderer)
+    thought, _, text = answer.partition("</think>")
+    expected = f"assistant:<think>{answer}" if name == "LFM2.5" else f"assistant:<think>\n{answer}"
+    history = [*HELLO, {"role": "assistant", "content": text, "reasoning": thought}, *HELLO]
+    assert expected in rendered(prompts, history)
+
+
 @pytest.mark.parametrize("sanitize", [False, True])
 def test_a_long_conversation_is_encoded_without_a_warning(
     renderer: Renderer, monkeypatch: pytest.MonkeyPatch, sanitize: bool
