@@ -17,6 +17,8 @@ from ..openai.schema import (
     MAX_STOPS,
     MAX_TOOLS,
     OF_CHATS,
+    OF_MESSAGES_IN_CHATS,
+    OF_RESPONSES,
     Breakpoint,
     ChatBody,
     RequestBody,
@@ -35,11 +37,16 @@ _BLOCKS_OF = {
 
 _UNSUPPORTED: dict[str, Values] = {  # refused fields, with the values that change nothing and are accepted
     **OF_CHATS,
+    **OF_RESPONSES,
     "container": (),
     "context_management": ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     "fallbacks": ([],),
     "mcp_servers": ([],),
+    "parallel_tool_calls": (True,),
+    "prompt": (),
+    "reasoning": (),
     "speed": ("standard",),
+    "top_logprobs": (0,),
 }
 
 # The paths of fields in errors of the chat to which a request is converted: see `renamed`.
@@ -127,6 +134,8 @@ Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Fi
 
 class AnthropicMessage(RequestBody):
     """A message of the conversation."""
+
+    unsupported: ClassVar = OF_MESSAGES_IN_CHATS
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[Block], Field(fail_fast=True), BeforeValidator(_blocks, str | list[Block])]

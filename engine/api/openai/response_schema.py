@@ -13,6 +13,8 @@ from .errors import ApiError, invalid, shortened
 from .schema import (
     MAX_TOOLS,
     OF_CHATS,
+    OF_MESSAGES,
+    OF_MESSAGES_IN_CHATS,
     ChatBody,
     ChatCacheOptions,
     MarkedBody,
@@ -30,6 +32,7 @@ TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reason
 
 _UNSUPPORTED: dict[str, Values] = {
     **OF_CHATS,
+    **OF_MESSAGES,
     "background": (False,),
     "background_options": (),
     "context_management": ([],),
@@ -40,6 +43,7 @@ _UNSUPPORTED: dict[str, Values] = {
     "messages": (),
     "moderation": (),
     "prompt": (),
+    "thinking": (),
     "top_k": (0, -1),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
@@ -90,6 +94,8 @@ ShortText = Annotated[str, Field(max_length=512)]
 
 class MessageItem(MarkedBody):
     """A message of the conversation."""
+
+    unsupported: ClassVar = OF_MESSAGES_IN_CHATS
 
     type: Literal["message"]
     role: Literal["user", "assistant", "system", "developer"]

@@ -91,28 +91,55 @@ _IN_BOTH: dict[str, Values] = {
     "vllm_xargs": ({},),
     "watermarking": (),
 }
-# Fields of chats that Responses and Messages do not have.
+# Fields of some APIs that others do not have.
 OF_CHATS: dict[str, Values] = {
+    "add_generation_prompt": (True,),
+    "best_of": (1,),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "enable_thinking": (),
     "frequency_penalty": (0,),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "ignore_eos": (False,),
     "logit_bias": ({},),
+    "logprobs": (False,),
     "max_completion_tokens": (),
     "min_p": (0,),
     "min_tokens": (0,),
     "n": (1,),
     "presence_penalty": (0,),
     "reasoning_effort": (),
+    "repetition_context_size": (),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "seed": (),
     "stop": ([],),
+    "stop_token_ids": ([],),
     "structured_outputs": (),
+    "suffix": ("",),
+    "xtc_probability": (0,),
+}
+OF_RESPONSES: dict[str, Values] = {
+    "conversation": (),
+    "input": (),
+    "instructions": (),
+    "max_output_tokens": (),
+    "previous_response_id": (),
+    "text": ({"format": {"type": "text"}},),
+}
+OF_MESSAGES: dict[str, Values] = {
+    "output_config": ({},),
+    "output_format": (),
+    "stop_sequences": ([],),
+    "system": ("", []),
 }
 IN_CHATS: dict[str, Values] = {
     **_IN_BOTH,
+    **OF_RESPONSES,
+    **OF_MESSAGES,
     "audio": (),
     "best_of": (1,),
     "function_call": ("auto", "none"),
@@ -129,37 +156,39 @@ IN_CHATS: dict[str, Values] = {
     "include_reasoning": (True,),
     "input_ids": (),
     "parse_tool_calls": (True,),
+    "prompt": (),
     "reasoning": (),
     "reasoning_format": ("auto", "deepseek"),
     "role_mapping": (),
     "separate_reasoning": (True,),
+    "suffix": ("",),
     "thinking": (),
     "thinking_budget": (),
-    # Fields of Responses and Messages.
-    "conversation": (),
-    "input": (),
-    "instructions": (),
-    "max_output_tokens": (),
-    "output_config": ({},),
-    "output_format": (),
-    "previous_response_id": (),
-    "stop_sequences": ([],),
-    "system": ("", []),
-    "text": ({"format": {"type": "text"}},),
 }
 IN_TEXTS: dict[str, Values] = {
     **_IN_BOTH,
+    **OF_RESPONSES,
+    **OF_MESSAGES,
     "add_special_tokens": (True,),
     # Fields of chats.
     "max_completion_tokens": (),
     "messages": (),
     "reasoning_effort": (),
+    "tool_choice": ("auto", "none"),
     "tools": ([],),
+    "top_logprobs": (0,),
 }
 IN_MESSAGES: dict[str, Values] = {
     "audio": (),
     "function_call": (),
     "prefix": (False,),  # of DeepSeek and Mistral
+}
+# Fields of a message in a chat that messages in Responses and Messages do not have.
+OF_MESSAGES_IN_CHATS: dict[str, Values] = {
+    "function_call": (),
+    "reasoning": ("",),
+    "reasoning_content": ("",),
+    "tool_calls": ([],),
 }
 
 

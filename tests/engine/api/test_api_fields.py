@@ -206,6 +206,32 @@ def test_a_schema_in_another_apis_form_is_honoured_or_refused() -> None:
     assert refusal(ChatBody, instructions="Be brief.").param == "instructions"
 
 
+# Fields of other APIs that change no answer of an API.
+HARMLESS = {"cache_control", "diagnostics", "metadata", "prompt_cache_key", "prompt_cache_options"}
+HARMLESS |= {"prompt_cache_retention", "store", "stream_options", "user", "xtc_threshold"}
+OF_TEMPLATES = {"add_generation_prompt", "chat_template_kwargs", "continue_final_message", "enable_thinking"}
+OF_TEMPLATES |= {"parallel_tool_calls", "reasoning", "thinking"}
+
+
+def own_fields(kind: type[RequestBody]) -> set[str]:
+    return {field.alias or name for name, field in kind.model_fields.items()}
+
+
+@pytest.mark.parametrize("kind", ORIGINAL)
+def test_fields_of_other_apis_are_honoured_or_refused(kind: type[RequestBody]) -> None:
+    harmless = HARMLESS | (OF_TEMPLATES if kind is CompletionBody else set())
+    for name in set().union(*map(own_fields, ORIGINAL)) - harmless:
+        assert (name in own_fields(kind)) != (name in kind.unsupported), name
+
+
+def test_calls_and_thoughts_in_a_chats_form_are_refused() -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for name, value in (("tool_calls", [call]), ("reasoning_content", "Hm")):
+        messages = [*HELLO, {"role": "assistant", "content": "Hi", name: value}]
+        assert refusal(MessagesBody, messages=messages).param == f"messages[1].{name}"
+        assert refusal(ResponseBody, input=messages).param == f"input[1].{name}"
+
+
 def test_the_issues_fields_are_among_them() -> None:
     assert "thinking_budget" in ChatBody.unsupported
     assert {"presence_context_size", "frequency_context_size"} <= CompletionBody.unsupported.keys()
