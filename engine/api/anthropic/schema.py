@@ -43,8 +43,6 @@ _UNSUPPORTED: dict[str, Values] = {  # refused fields, with the values that chan
     "fallbacks": ([],),
     "mcp_servers": ([],),
     "parallel_tool_calls": (True,),
-    "prompt": (),
-    "reasoning": (),
     "speed": ("standard",),
     "top_logprobs": (0,),
 }

@@ -91,12 +91,37 @@ _IN_BOTH: dict[str, Values] = {
     "vllm_xargs": ({},),
     "watermarking": (),
 }
+# Fields that chats refuse; Responses and Messages, too.
+_IN_CONVERSATIONS: dict[str, Values] = {
+    **_IN_BOTH,
+    "audio": (),
+    "best_of": (1,),
+    "function_call": ("auto", "none"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "verbosity": (),
+    "web_search_options": (),
+    # Fields of other servers.
+    "add_special_tokens": (False,),
+    "chat_template": (),
+    "documents": ([],),
+    "echo": (False,),
+    "include_reasoning": (True,),
+    "input_ids": (),
+    "parse_tool_calls": (True,),
+    "prompt": (),
+    "reasoning_format": ("auto", "deepseek"),
+    "role_mapping": (),
+    "separate_reasoning": (True,),
+    "suffix": ("",),
+    "thinking_budget": (),
+}
 # Fields of some APIs that others do not have.
 OF_CHATS: dict[str, Values] = {
+    **_IN_CONVERSATIONS,
     "add_generation_prompt": (True,),
-    "best_of": (1,),
     "continue_final_message": (False,),
-    "echo": (False,),
     "enable_thinking": (),
     "frequency_penalty": (0,),
     "guided_choice": (),
@@ -119,7 +144,6 @@ OF_CHATS: dict[str, Values] = {
     "stop": ([],),
     "stop_token_ids": ([],),
     "structured_outputs": (),
-    "suffix": ("",),
     "xtc_probability": (0,),
 }
 OF_RESPONSES: dict[str, Values] = {
@@ -128,6 +152,7 @@ OF_RESPONSES: dict[str, Values] = {
     "instructions": (),
     "max_output_tokens": (),
     "previous_response_id": (),
+    "reasoning": (),
     "text": ({"format": {"type": "text"}},),
 }
 OF_MESSAGES: dict[str, Values] = {
@@ -135,36 +160,9 @@ OF_MESSAGES: dict[str, Values] = {
     "output_format": (),
     "stop_sequences": ([],),
     "system": ("", []),
-}
-IN_CHATS: dict[str, Values] = {
-    **_IN_BOTH,
-    **OF_RESPONSES,
-    **OF_MESSAGES,
-    "audio": (),
-    "best_of": (1,),
-    "function_call": ("auto", "none"),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "moderation": (),
-    "verbosity": (),
-    "web_search_options": (),
-    # Fields of other servers.
-    "add_special_tokens": (False,),
-    "chat_template": (),
-    "documents": ([],),
-    "echo": (False,),
-    "include_reasoning": (True,),
-    "input_ids": (),
-    "parse_tool_calls": (True,),
-    "prompt": (),
-    "reasoning": (),
-    "reasoning_format": ("auto", "deepseek"),
-    "role_mapping": (),
-    "separate_reasoning": (True,),
-    "suffix": ("",),
     "thinking": (),
-    "thinking_budget": (),
 }
+IN_CHATS: dict[str, Values] = {**_IN_CONVERSATIONS, **OF_RESPONSES, **OF_MESSAGES}
 IN_TEXTS: dict[str, Values] = {
     **_IN_BOTH,
     **OF_RESPONSES,
