@@ -10,8 +10,8 @@ from engine.api.openai.schema import ChatBody, RequestBody
 def undocumented(document: str, theirs: Any, ours: type[RequestBody], *, whole: bool) -> list[str]:
     """Return the fields of an SDK's type that `ours` does not handle, and that the row "ignored" does not name.
 
-    With `whole`, add the fields of `ours` that the table does not name. It need not name refused fields of chats, because
-    it has a link to them.
+    With `whole`, add the fields of `ours` that the table does not name. It need not name refused fields of chats,
+    because it has a link to them.
     """
     handled = {*ours.model_fields, *ours.unsupported}
     named = {*ours.model_fields, *(ours.unsupported.keys() - ChatBody.unsupported.keys())}
