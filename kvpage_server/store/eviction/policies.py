@@ -135,7 +135,7 @@ class S3FIFO(Queues):
     def victims(self) -> Iterator[Unit]:
         yield from self._waiting_victims()
         spared: set[Unit] = set()  # spared units, all of which are in the main queue; each unit is offered once
-        while len(spared) < len(self):
+        while len(spared) < self._sizes[_NEW] + self._sizes[_MAIN]:
             # Examine the first unit of the small queue if that has its share of all units, or if every unit of the main
             # queue was spared.
             small, main = self._sizes[_NEW], self._sizes[_MAIN]

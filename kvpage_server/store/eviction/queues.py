@@ -268,15 +268,17 @@ class Queues(ABC):
     def _find_unlinked(self) -> int:
         """Return the place of a waiting unit that is in no queue; NO_PLACE if the next places have none.
 
-        A call examines up to _PLACES_PER_SEARCH places from `_next_unlinked` on, so all calls together examine each
-        place once. Places of removed units that the old policy kept become free.
+        A call examines up to _PLACES_PER_SEARCH places from `_next_unlinked` on. The next call returns the same place
+        if its unit still waits, so all calls together examine each place at most twice. Places of removed units that
+        the old policy kept become free.
         """
         for place in range(self._next_unlinked, min(self._next_unlinked + _PLACES_PER_SEARCH, len(self._units))):
-            self._next_unlinked = place + 1
+            self._next_unlinked = place
             if self._is_in_old_queue(place):
                 if self._units[place] is not None:
                     return place
                 self._free_place(place)
+            self._next_unlinked = place + 1
         return NO_PLACE
 
     def _unlink_waiting(self, place: int) -> None:

@@ -564,3 +564,16 @@ def test_no_insertion_into_an_ordered_map_copies_all_items() -> None:
     finally:
         gc.enable()
     assert max(costs) < sum(costs) / 50
+
+
+@pytest.mark.parametrize("kind", [LRU, S3FIFO])
+def test_a_unit_that_was_only_offered_is_handed_over(kind: type[Queues]) -> None:
+    old = Prefix()
+    old.used_all([b"a", b"b", b"c"])
+    old.follows([b"a", b"b", b"c"])
+    list(islice(old.victims(), 3))  # spared, so `b` and `c` are in no queue
+    new = successor(old, kind)
+    offered = list(islice(new.victims(), 3))
+    assert new.hand_over(10) == offered[2:]
+    assert not new.hands_over
+    assert sorted(islice(new.victims(), 10)) == [b"a", b"b", b"c"]
