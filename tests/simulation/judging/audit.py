@@ -155,11 +155,12 @@ class Audit:
             self._least = judge.acknowledged
         else:
             slack = _SLACK + (self._run.seed.maxdisk > 0) * _ROOM_IS_MADE
-            self._least = self._position_at(self._run.machine.clock.now - SECOND - slack)
+            self._least = self._position_at(self._run.machine.clock.now - max(SECOND, self._two_commits()) - slack)
             if judge.model.disk_fails and self._failed_at >= 0:
                 self._least = min(self._least, self._failed_at)
         if not in_order:
             store.fog |= self._let_go
+            store.fog.update(key for end, key in store.cleared if end > self._least)
         makes_room = judge.model.disk_fails or self._run.seed.maxdisk
         self._gone = self._went_since() if makes_room else set()
         if not self._run.seed.disk:
@@ -169,6 +170,16 @@ class Audit:
             store.fog.clear()
             self._least = self._most = len(store.log)
         judge.model.talks = []
+
+    def _two_commits(self) -> int:
+        """Return the nanoseconds of the last commit and of an unfinished one. Changes during them may be lost: a change
+        waits for the end of the commit that is going on, and for the next one.
+        """
+        tiered, now = self._run.process.server.tiered, self._run.machine.clock.now
+        if tiered is None:
+            return 0
+        behind = tiered.behind
+        return int(behind._took * SECOND) + (now - int(behind._now.began * SECOND) if behind._now is not None else 0)
 
     def _went_since(self) -> set[bytes]:
         """Keys whose removal may be on disk already, as it made room: they were deleted, or due."""
@@ -216,6 +227,7 @@ class Audit:
         store.log.clear()
         store.batches.clear()
         store.late.clear()
+        store.cleared.clear()
         store.doubts.clear()
         store.fog.clear()
         judge.boundaries.clear()
@@ -351,6 +363,7 @@ class Audit:
     def _remove_all(self) -> None:
         run = self._run
         going = any(doubt.pending for doubt in self._judge.model.store.doubts)  # of commands without a reply
+        going = going or not self._is_well()  # FLUSHALL would be refused
         if going and run.machine.clock.now - self._since < 5 * PATIENCE:
             run.machine.later(20 * MS, self._remove_all)
             return

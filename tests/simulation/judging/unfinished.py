@@ -134,7 +134,7 @@ class Unfinished:
             timed = self._timed(asked, part)
             store.sure = False
             for key, cell in part.items():
-                store.fog.discard(key)
+                store.clear(key)
                 doubt.evicted.pop(key, None)
                 if store.keys.get(key) == cell:
                     store.keys[key] = timed[key]
@@ -169,7 +169,7 @@ class Unfinished:
         there = set(keyspace.listing.names()) if doubt.evicted else set()
         store.sure = False
         for key, cell in doubt.evicted.items():
-            store.fog.discard(key)
+            store.clear(key)
             store._set(key, replace(cell, expires=keyspace.contents.expires_of(key)) if cell and key in there else None)
         store.sure = True
         store.note_late(asked.at, doubt.evicted)

@@ -88,6 +88,7 @@ class Store:
     fog: set[bytes] = field(default_factory=set)  # keys of which nothing is known
     batches: list[Batch] = field(default_factory=list)  # that were to become visible in parts
     late: list[tuple[int, bytes, list[Cell]]] = field(default_factory=list)  # see `moments_of_late`
+    cleared: list[tuple[int, bytes]] = field(default_factory=list)  # numbers of changes, and keys, see `clear`
     now: int = 0  # unix milliseconds
     changed: Callable[[bytes], None] = lambda key: None
     # due values, with the time of their detection
@@ -292,6 +293,12 @@ class Store:
             if key in past:
                 past[key] += cells
         self.late += [(len(self.log), key, cells) for key, cells in past.items()]
+
+    def clear(self, key: bytes) -> None:
+        """End the fog around a key: `keys` has its value from now on. The values before stay unknown."""
+        if key in self.fog:
+            self.fog.discard(key)
+            self.cleared.append((len(self.log) + 1, key))
 
     def moments_of_late(self, least: int) -> dict[bytes, list[Cell]]:
         """Return keys whose values after `least` changes or later are unknown, with their possible values."""
