@@ -28,7 +28,7 @@ from .hints import Contexts, carry_out, hints_of
 from .models import ServedModel
 from .openai.errors import ApiError, invalid
 from .openai.prompts import Prompts
-from .openai.reading import Reader
+from .openai.reading import CallOptions, Reader
 from .openai.schema import LIFETIMES, MAX_ANSWERS, Breakpoint, ChatBody, CompletionBody, CompletionFields
 from .openai.shapes import CHAT, TEXT, ChatLikelihoods, ChatShape, Envelope, Kind, Reply, TextLikelihoods, TextShape
 from .service import Service, client_disconnects, unless_disconnected
@@ -294,9 +294,8 @@ async def conversation(
     asked[0] = replace(asked[0], explain=explain, lifetimes=Lifetimes(requested, tenant.name, service.tokens.count))
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
     streams = not (body.stop or body.stop_token_ids)
-    several = body.parallel_tool_calls
-    options: dict[str, Any] = {"several": several, "streams": streams, "separator": prompts.separator}
-    readers = [Reader(prompts.markup, tokens, tools, written=written, **options) for _ in asked]
+    options = CallOptions(body.parallel_tool_calls, streams, prompts.separator)
+    readers = [Reader(prompts.markup, tokens, tools, written=written, options=options) for _ in asked]
     return asked, given, readers, comparable
 
 
@@ -424,6 +423,7 @@ def _envelope(
     boundaries: Sequence[Boundary] | None = None,
 ) -> Envelope:
     options, fingerprint = body.stream_options, model.engine.spec.fingerprint
-    tokens = sum(len(one.tokens) for one in asked if one.leader is None) if options.continuous_usage_stats else None
-    counts = options.include_usage
-    return Envelope(kind, body.model, fingerprint, given, boundaries, counts=counts, prompt_tokens=tokens)
+    envelope = Envelope(kind, body.model, fingerprint, given, boundaries, counts=options.include_usage)
+    if options.continuous_usage_stats:
+        envelope.prompt_tokens = sum(len(one.tokens) for one in asked if one.leader is None)
+    return envelope

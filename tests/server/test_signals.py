@@ -73,6 +73,7 @@ STOPPED_START = """
 import signal, sys
 from kvpage_server import app
 number, open_store = int(sys.argv.pop(1)), app._open_store
+signal.signal(number, signal.SIG_DFL)  # a shell's background job ignores SIGINT and SIGQUIT
 app._open_store = lambda config: (signal.raise_signal(number), open_store(config))
 app.main()
 """

@@ -134,6 +134,15 @@ class AnswerPart:
         return self
 
 
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """How a reader returns the calls of an answer."""
+
+    several: bool = True  # False: the answer ends after its first call
+    streams: bool = True  # False: calls by a grammar are returned when complete, because a stop string may cut them
+    separator: str = ""  # white space that the chat template writes between a text and a call after it
+
+
 class Reader:
     """Parser of one answer, token by token.
 
@@ -151,16 +160,11 @@ class Reader:
         prompt: Sequence[int],
         tools: Sequence[dict[str, Any]],
         *,
-        several: bool = True,
         written: Written | None = None,
-        streams: bool = True,
-        separator: str = "",
+        options: CallOptions = CallOptions(),
     ) -> None:
-        """Start to parse the answer to `prompt`, token ids. `tools` are offered, in OpenAI's format.
-
-        Without `several`, the answer ends after its first call. `written` are calls that are written by a grammar.
-        Without `streams`, these are returned when they are complete, because a stop string may cut them. `separator` is
-        the white space that the chat template writes between a text and a call after it.
+        """Start to parse the answer to `prompt`, token ids. `tools` are offered, in OpenAI's format. `written` are
+        calls that are written by a grammar.
         """
         self.parsed = AnswerPart()  # the whole answer so far
         self.cut = False  # True after the first call without `several`: the rest of the answer is omitted
@@ -169,10 +173,10 @@ class Reader:
         self._names = {tool["function"]["name"] for tool in tools}
         longest_first = sorted(filter(_ODD.search, self._names), key=len, reverse=True)
         self._odd_names = re.compile("|".join(map(_whole, longest_first)) or "(?!)")
-        self._several = several
+        self._several = options.several
         self._written = written
-        self._streams = streams
-        self._separator = separator
+        self._streams = options.streams
+        self._separator = options.separator
         self._space: list[str] = []  # white space at the end of the text, which is no text if a call follows it
         self._spoke = False  # whether there is a text since the beginning of the answer, or since the last call
         self._normal = {FORCED: WRITTEN, INSTEAD: UNDECIDED}.get(written.when, NORMAL) if written else NORMAL

@@ -117,11 +117,9 @@ class Envelope:
         boundaries: Sequence[Boundary] | None,
         *,
         counts: bool,
-        prompt_tokens: int | None = None,
     ) -> None:
         """Set the fields. `agent_id` is the client's name for the agent. `boundaries` of the prompt are in ascending
-        order; None for the end of each prompt. With `counts`, chunks of a stream have the field `usage`. It is null
-        without the `prompt_tokens` of all prompts, else it has the numbers so far.
+        order; None for the end of each prompt. With `counts`, chunks of a stream have the field `usage`.
         """
         self._kind = kind
         self._id = f"{kind.prefix}-{uuid.uuid4().hex}"
@@ -129,7 +127,7 @@ class Envelope:
         self._agent_id = agent_id
         self._boundaries = boundaries
         self._counts = counts
-        self._prompt_tokens = prompt_tokens
+        self.prompt_tokens: int | None = None  # of all prompts: `usage` of chunks has the numbers so far; None: null
         self._generated = 0
 
     def count_token(self) -> None:
@@ -139,8 +137,8 @@ class Envelope:
     def chunk(self, *choices: Reply, **more: Any) -> Reply:
         """Return a chunk of a stream, with parts of some choices."""
         usage: Reply = {"usage": None} if self._counts else {}
-        if self._counts and self._prompt_tokens is not None:
-            numbers = self._prompt_tokens, self._generated, self._prompt_tokens + self._generated
+        if self._counts and self.prompt_tokens is not None:
+            numbers = self.prompt_tokens, self._generated, self.prompt_tokens + self._generated
             usage["usage"] = dict(zip(("prompt_tokens", "completion_tokens", "total_tokens"), numbers, strict=True))
         return {"id": self._id, "object": self._kind.chunk, **self._common, "choices": choices, **usage, **more}
 

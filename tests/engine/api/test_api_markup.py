@@ -18,7 +18,7 @@ from engine_models import letter_tokenizer
 # isort: split
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 
-from engine.api.openai.reading import NORMAL, REASONING, AnswerPart, Markup, Reader
+from engine.api.openai.reading import NORMAL, REASONING, AnswerPart, CallOptions, Markup, Reader
 from engine.scheduling.request import Token
 
 CALLS = {  # weather(city="Oslo"), without the marks around it
@@ -64,7 +64,7 @@ def read_pieces(
     of: Markup, pieces: Sequence[str], reason: str = "stop", *, tools: Any = TOOLS, **options: Any
 ) -> tuple[AnswerPart, AnswerPart]:
     """Read an answer. Returns the whole, and the sum of the parts for its pieces."""
-    reader = Reader(of, [1, 2], tools, **options)
+    reader = Reader(of, [1, 2], tools, options=CallOptions(**options))
     streamed = AnswerPart()
     for piece in pieces:
         streamed += reader.read(Token(0, 5, piece, False))
