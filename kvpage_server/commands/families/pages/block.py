@@ -218,7 +218,9 @@ def _read(
     With `coded`, it is the code if the block has one, in memory or made here, see `_coded`.
     """
     yield from ahead.next()
-    found = client.keyspace.reader.block(req_id, page)
+    found, tiered = client.keyspace.reader.block(req_id, page), client.server.tiered
+    # Pages that are in memory now stay until they are collected, which takes steps.
+    _held = tiered.fetching.holds.begin([found]) if tiered is not None and found is not None else None
     if (yield from misfits(client, found, expected)):
         ahead.end_step()
         return _misfit_missed(client)
