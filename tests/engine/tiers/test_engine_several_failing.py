@@ -109,6 +109,7 @@ def test_saves_are_completed_after_an_outage_of_one_server(
         with start_server(port=port):
             until(lambda: not store.metrics().dirty_agents, "every context is saved")
             until(lambda: store.outage is None, "the end of the outage")
+            until(lambda: "contexts are written to the page server again" in caplog.text, "the log")
             assert store.save_failures == {}
             events = re.findall(r"(lost connection|connected again) to the page server at (\S+)", caplog.text)
             assert events == [(event, f"redis://127.0.0.1:{port}") for event in ("lost connection", "connected again")]
