@@ -575,11 +575,12 @@ class PageTier:
         manifest = self._ask(self._manifest(agent_id))
         return len(manifest.tokens) if manifest else None
 
-    def is_whole(self, agent_id: str, *, gone: int = 0) -> bool | None:
+    def is_whole(self, agent_id: str, *, silent: int = 0) -> bool | None:
         """Return whether the agent has a context for this model without a missing block; None if the server does not
-        answer. Blocks on one of several servers that does not answer are missing; not if `gone` is 1.
+        answer. `silent` replaces the answers of one of several servers that does not answer: with 0, its blocks are
+        missing, with 1, they are not.
         """
-        return self._ask(self._is_whole(agent_id, gone))
+        return self._ask(self._is_whole(agent_id, silent))
 
     def why_removed(self, agent_id: str, tokens: Sequence[int]) -> tuple[str, int] | None:
         """Return why the server does not have the first lost block of an agent's context, a reason of KVPAGEWHY, and
@@ -602,12 +603,12 @@ class PageTier:
         except Miss:
             return None
 
-    async def _is_whole(self, agent_id: str, gone: int) -> bool:
+    async def _is_whole(self, agent_id: str, silent: int) -> bool:
         manifest = await self._manifest(agent_id)
         if not manifest:
             return False
         places = manifest.places(self._spec, self._layout.together)
-        return not await block_writer.missing(self._connection, self._layout, places, untouched=True, gone=gone)
+        return not await block_writer.missing(self._connection, self._layout, places, untouched=True, silent=silent)
 
     def _key(self, agent_id: str) -> str:
         return manifest_key(check_agent_id(agent_id), self._spec.fingerprint)

@@ -685,13 +685,13 @@ class AgentCacheStore:
         earliest = time.monotonic() - DELETION_SECONDS
         with self._lock:
             saved = [entry for entry in self._hot if entry.whole and entry.kept and entry.used > earliest]
-        is_whole = self._completeness(gone=1)
+        is_whole = self._completeness(silent=1)
         for entry in saved:
             agent_id = entry.context.agent_id
             if not (self._cold and self._cold.has(agent_id)) and is_whole(agent_id) is False:
                 entry.kept = False
 
-    def _completeness(self, *, gone: int = 0) -> Callable[[str], bool | None]:
+    def _completeness(self, *, silent: int = 0) -> Callable[[str], bool | None]:
         """Return `PageTier.is_whole` as a function of the agent; it is True without a page server. After None, the
         server is not asked again while its outage lasts, because each agent would cost a deadline.
         """
@@ -701,7 +701,7 @@ class AgentCacheStore:
             nonlocal answers
             if not (self._pages and answers):
                 return None if self._pages else True
-            found = self._pages.is_whole(agent_id, gone=gone)
+            found = self._pages.is_whole(agent_id, silent=silent)
             answers = found is not None or self._pages.outage is None
             return found
 

@@ -55,14 +55,15 @@ async def missing(
     places: Sequence[BlockPlace],
     *,
     untouched: bool = False,
-    gone: int = 0,
+    silent: int = 0,
 ) -> list[BlockPlace]:
     """Return the places that are not complete or not sealed. With `untouched`, this does not count as a use of their
-    keys. Those on one of several servers that does not answer are missing; not if `gone` is 1.
+    keys. `silent` replaces the answers of one of several servers that does not answer: with 0, its places are returned,
+    with 1, they are not.
     """
     raw_commands = [_raw_commands(place, connection, layout) for place in places]
     ask = connection.ask_untouched if untouched else connection.ask
-    answers = iter(await ask(chain.from_iterable(raw_commands), gone=gone))
+    answers = iter(await ask(chain.from_iterable(raw_commands), gone=silent))
     return [place for place, own in zip(places, raw_commands, strict=True) if [next(answers) for _ in own].count(0)]
 
 
