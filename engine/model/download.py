@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
@@ -110,7 +111,7 @@ def download(directory: Path, report: Report) -> Path:
         environment = os.environ | {"TMPDIR": str(directory)}
         with subprocess.Popen(command, env=environment, stdout=pip_output, stderr=subprocess.STDOUT) as process:
             while process.poll() is None:
-                report("Downloading", _largest(directory), WHEEL_BYTES)
+                report("Downloading", downloaded_bytes(directory), WHEEL_BYTES)
                 try:
                     process.wait(timeout=0.1)
                 except subprocess.TimeoutExpired:
@@ -123,14 +124,16 @@ def download(directory: Path, report: Report) -> Path:
     return directory / WHEEL
 
 
-def _largest(directory: Path) -> int:
-    """Return the size in bytes of the largest wheel under `directory`, which is the progress of the download."""
+def downloaded_bytes(directory: Path) -> int:
+    """Return the size in bytes of the largest wheel under `directory`, which is the progress of the download. pip moves
+    and removes files and directories meanwhile.
+    """
     sizes = [0]
-    for file in directory.rglob("*.whl"):
-        try:
-            sizes.append(file.stat().st_size)
-        except FileNotFoundError:  # pip has just moved it
-            continue
+    for folder, _, names in os.walk(directory):  # skips a directory that has vanished, which rglob does not
+        for name in names:
+            if name.endswith(".whl"):
+                with suppress(FileNotFoundError):
+                    sizes.append(Path(folder, name).stat().st_size)
     return max(sizes)
 
 

