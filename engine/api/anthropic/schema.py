@@ -398,9 +398,8 @@ def _conversation(system: Sequence[TextBlock], messages: Sequence[AnthropicMessa
     API. The texts of an answer are joined as the model wrote them, all others with an end of line.
     """
     found = [{"role": "system", "content": _joined(system)}] if system else []
-    names: dict[str, str] = {}  # of the tools, by the id of a call
     for message in messages:
-        made = [_answer(message.content, names)] if message.role == "assistant" else list(_asked(message, names))
+        made = [_answer(message.content)] if message.role == "assistant" else list(_asked(message))
         for one in made:
             if found and found[-1]["role"] == one["role"] != "tool":
                 found[-1] = _merged(found[-1], one)
@@ -420,10 +419,9 @@ def _joined(texts: Sequence[TextBlock]) -> str:
     return "\n".join(block.text for block in texts)
 
 
-def _answer(blocks: Sequence[Block], names: dict[str, str]) -> dict[str, Any]:
-    """Return an earlier answer as a message of a chat. Add the tools that it calls to `names`."""
+def _answer(blocks: Sequence[Block]) -> dict[str, Any]:
+    """Return an earlier answer as a message of a chat."""
     calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
-    names |= {call.id: call.name for call in calls}
     message: dict[str, Any] = {
         "role": "assistant",
         "content": "".join(block.text for block in blocks if isinstance(block, TextBlock)),
@@ -438,7 +436,7 @@ def _answer(blocks: Sequence[Block], names: dict[str, str]) -> dict[str, Any]:
     return message
 
 
-def _asked(message: AnthropicMessage, names: dict[str, str]) -> Iterator[dict[str, Any]]:
+def _asked(message: AnthropicMessage) -> Iterator[dict[str, Any]]:
     """Yield a message of a user or the system as messages of a chat: results of tools, and texts between them."""
     texts: list[TextBlock] = []
     for block in message.content:
@@ -448,7 +446,6 @@ def _asked(message: AnthropicMessage, names: dict[str, str]) -> Iterator[dict[st
             if texts:
                 yield {"role": message.role, "content": _joined(texts)}
                 texts = []
-            named = {"name": names[block.tool_use_id]} if block.tool_use_id in names else {}
-            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _joined(block.content), **named}
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _joined(block.content)}
     if texts or not message.content:
         yield {"role": message.role, "content": _joined(texts)}

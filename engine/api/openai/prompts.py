@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -217,6 +217,7 @@ class Prompts:
             self.separator = self._call_format(template).separator
         variables = _variables(body, template)
         plain = [self._plain(message, i, template) for i, message in enumerate(messages)]
+        _name_results(plain)
         controls = self._control_tokens(template) if self._sanitize else None
         if controls:
             plain = [controls.marked(message) for message in plain]
@@ -362,6 +363,17 @@ class Prompts:
                 param,
                 "context_length_exceeded",
             )
+
+
+def _name_results(messages: Iterable[dict[str, Any]]) -> None:
+    """Add the name of the tool to each result without one: that of the latest call before it with its id. Templates of
+    some models need it, and clients need not send it.
+    """
+    names: dict[str, str] = {}
+    for message in messages:
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
+        if message["role"] == "tool" and not message.get("name") and message.get("tool_call_id") in names:
+            message["name"] = names[message["tool_call_id"]]
 
 
 def _variables(body: ChatBody, template: str | None) -> dict[str, Any]:

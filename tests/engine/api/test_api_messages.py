@@ -336,7 +336,7 @@ def test_consecutive_messages_of_a_role_become_one() -> None:
             "reasoning_content": "f",
             "tool_calls": [{"id": "1", "type": "function", "function": function}],
         },
-        {"role": "tool", "tool_call_id": "1", "content": "i", "name": "weather"},
+        {"role": "tool", "tool_call_id": "1", "content": "i"},
         {"role": "user", "content": "j"},
     ]
 

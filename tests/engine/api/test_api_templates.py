@@ -21,8 +21,10 @@ from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from engine.api.anthropic.schema import MessagesBody
 from engine.api.openai.errors import ApiError
 from engine.api.openai.prompts import Prompts
+from engine.api.openai.response_schema import ResponseBody
 from engine.api.openai.schema import ChatBody
 from engine.api.openai.templates import Renderer, TemplateFailedError
 from engine.spec import ModelCacheSpec
@@ -147,6 +149,40 @@ def test_ids_of_calls_have_the_templates_length(renderer: Renderer) -> None:
     assert rendered(prompts, conversation).count("VvvODy9mT") == 2
     without_length = TEXT + CALLS.replace("ARGUMENTS", "{{ call.function.arguments | tojson }}{{ call.id }}") + END
     assert "[weather {}call_1]" in rendered(letters(renderer, without_length), calling("{}"))
+
+
+NAMED = {  # how models' templates write the name of a result's tool
+    "FunctionGemma": "{% if not m.name %}{{ raise_exception('a name is needed') }}{% endif %}{{ m.name }}",
+    "Kimi K2": "{{ m.name or m.role }}",
+    "Muse Spark": "{{ m.get('name') or m.tool_call_id }}",
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_results_have_the_name_of_their_tool(renderer: Renderer, name: str) -> None:
+    written = "{% for m in messages %}{% if m.role == 'tool' %}<NAME={{ m.content }}>{% endif %}"
+    prompts = letters(renderer, written.replace("NAME", NAMED[name]) + END)
+    items = [
+        {"role": "user", "content": "Hello"},
+        {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "call_1", "output": "rain"},
+    ]
+    blocks = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "call_1", "name": "weather", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": "rain"}]},
+    ]
+    of_messages = MessagesBody.of({"model": "tiny", "max_tokens": 1, "messages": blocks}).chat()
+    chats = [ChatBody.of({"model": "tiny", "messages": calling("{}")}), of_messages]
+    chats.append(ResponseBody.of({"model": "tiny", "input": items}).chat([]))
+    for body in chats:
+        assert prompts._tokenizer.decode(asyncio.run(prompts.of_chat(body))).count("<weather=rain>") == 1
+    again = [*calling("{}"), *calling("{}")]
+    again[4]["tool_calls"][0]["function"]["name"] = "time"
+    assert "<weather=rain><time=rain>" in rendered(prompts, again), "a call may have the id of an earlier one"
+    given = calling("{}")
+    given[2]["name"] = "rain"
+    assert "<rain=rain>" in rendered(prompts, given)
 
 
 @pytest.mark.parametrize("content", ["\ud800", "a\udfffb"])
