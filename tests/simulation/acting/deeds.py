@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tests.simulation.acting.dumps import Dumper
 from tests.simulation.acting.peers import Peer, encode
 from tests.simulation.acting.process import Process
-from tests.simulation.judging.audit import PATIENCE, doubt_overdue
+from tests.simulation.judging.audit import PATIENCE, doubt_lifetimes, doubt_overdue
 from tests.simulation.judging.scans import Scan
 from tests.simulation.programs.step import MS, PEERS, Step, name_of
 from tests.simulation.world.machine import ServerDied
@@ -180,6 +180,8 @@ class Deeds:
     def do_clock(self, step: Step) -> None:
         if step.extra["milliseconds"] < 0:
             doubt_overdue(self._run)
+        else:
+            doubt_lifetimes(self._run, step.extra["milliseconds"])
         self._run.machine.clock.set_wall(step.extra["milliseconds"] * MS)
 
     def do_settle(self, step: Step) -> bool:

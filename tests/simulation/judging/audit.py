@@ -415,3 +415,15 @@ def doubt_overdue(run: Run) -> None:
             store.fog.add(key)
         elif key not in store.keys:
             store.doubts.append(Doubt([{key: None}, *({key: value} for value in values)]))
+
+
+def doubt_lifetimes(run: Run, milliseconds: int) -> None:
+    """The clock will be set forward: a value whose lifetime has begun is due then. That of a command in steps may begin
+    later.
+    """
+    store = run.judge.model.store
+    due = run.machine.clock.unix_ms + milliseconds
+    for coming in [doubt.coming for doubt in store.doubts]:
+        unclear = [key for key, cell in coming.items() if cell is not None and 0 < cell.expires <= due]
+        store.settle(unclear)
+        store.fog.update(unclear)
