@@ -268,7 +268,7 @@ async def conversation(
     body = changed
     tokens = await unless_disconnected(request, prompts.of_chat(body, tenant.name))
     comparable.tokens.extend(tokens)
-    constraint, written = await unless_disconnected(request, prompts.constraint(body, tenant.name))
+    constraint, written = await unless_disconnected(request, prompts.constraint(body, tenant.name, tokens))
     first = next((message.content for message in body.messages if message.role == "user"), None)
     continues = prompts.keeps_space or body.continue_final_message
     asked, given = _prompts(

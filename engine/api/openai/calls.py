@@ -248,20 +248,23 @@ class Calls:
                 raise CallError(f"tools[{tool.index}].function.name", "a name consists of A-Z a-z 0-9 _ . -")
         self.values = {} if self.format.key is None else {tool.name: self._values(tool) for tool in tools}
 
-    def grammar(self, constraints: Constraints, *, several: bool, answer: Mapping[str, Any] | None = None) -> str:
+    def grammar(
+        self, constraints: Constraints, *, several: bool, answer: Mapping[str, Any] | None = None, thought: bool = False
+    ) -> str:
         """Return the grammar of one call; with `several`, of one or more. With `answer`, JSON texts that match this
-        schema are alternatives to calls.
+        schema are alternatives to calls. After a `thought` there may be line ends, as the model's template writes them.
         """
+        start = "start: BLANK? text\nBLANK: /\\n{1,4}/\ntext: " if thought else "start: "
         lark = self._lark(constraints, self._tools, several=several)
         if answer is not None:
-            lark = lark.replace("start: ", "start: answer | ", 1) + f"answer: {lark_of_json(answer)}\n"
-        return of_lark(lark)
+            start, lark = f"{start}answer | ", f"{lark}answer: {lark_of_json(answer)}\n"
+        return of_lark(f"{start}calls\n{lark}")
 
     def _lark(self, constraints: Constraints, tools: Sequence[OfferedTool], *, several: bool) -> str:
-        of, rules = self.format, {"start": "section"}
+        of, rules = self.format, {"calls": "section"}
         call = f"({' | '.join(f'call_{tool.index}' for tool in tools)})"
         if several and of.next_call is None:
-            rules["start"] = r'section ("\n"? section)*' if self.end else "section+"
+            rules["calls"] = r'section ("\n"? section)*' if self.end else "section+"
         elif several and of.next_call is not None:
             call += f" ({_literal(constraints, of.next_call)} {call})*"
         opening, closing = self.start + of.section[0], of.section[1] + self.end
@@ -426,9 +429,10 @@ def compile_calls(
     *,
     several: bool,
     answer: Mapping[str, Any] | None = None,
+    thought: bool = False,
 ) -> tuple[Constraint, Written] | None:
     """Return the constraint of an answer with calls of some tools; None for MARKED calls in a format without a mark of
-    one token. `answer` is the schema of JSON INSTEAD of calls.
+    one token. `answer` is the schema of JSON INSTEAD of calls. `thought` is whether the answer begins with one.
 
     If the schema of a tool cannot be constrained, raise CallError for a `strict` tool and for FORCED calls, otherwise
     constrain only the names of its arguments.
@@ -440,7 +444,8 @@ def compile_calls(
 
     def made(tools: Sequence[OfferedTool], answer: Mapping[str, Any] | None = None) -> tuple[Constraint, Written]:
         calls = Calls(tokenizer, tools)
-        grammar = calls.grammar(constraints, several=several and when != MARKED, answer=answer)
+        several_calls, after_thought = several and when != MARKED, thought and when != MARKED
+        grammar = calls.grammar(constraints, several=several_calls, answer=answer, thought=after_thought)
         return constraints.compile(grammar, mark), Written(calls, when, mark)
 
     try:

@@ -116,12 +116,15 @@ class Prompts:
         """Whether an answer in a conversation keeps its first space: see `history_adds_space`."""
         return self._keeps_space is not False
 
-    async def constraint(self, body: CompletionFields, tenant: str = "") -> tuple[Constraint | None, Written | None]:
-        """Return the constraint of an answer, and the calls that it writes; None without. Raises ApiError (400), which
-        names a field.
+    async def constraint(
+        self, body: CompletionFields, tenant: str = "", prompt: Sequence[int] = ()
+    ) -> tuple[Constraint | None, Written | None]:
+        """Return the constraint of an answer to `prompt`, token ids, and the calls that it writes; None without. Raises
+        ApiError (400), which names a field.
         """
         made = body.constraints
-        calls = self._calls(body) if isinstance(body, ChatBody) else None
+        thought = self.markup.start(prompt) == REASONING
+        calls = self._calls(body, thought=thought) if isinstance(body, ChatBody) else None
         if calls and made.keys() <= {"response_format", "response_format.json_schema.schema"}:
             made = {}
         elif calls and isinstance(body, ChatBody) and body.tool_choice.forces:
@@ -149,10 +152,10 @@ class Prompts:
         found[0].field = "tools" if calls else param
         return found
 
-    def _calls(self, body: ChatBody) -> Callable[[], tuple[Constraint, Written] | None] | None:
+    def _calls(self, body: ChatBody, *, thought: bool) -> Callable[[], tuple[Constraint, Written] | None] | None:
         """Return a function that compiles the calls of an answer: of a tool that the request forces, of any tool
         instead of the format of the answer, or of `strict` tools. It raises CallError, ConstraintError. Return None
-        without such calls.
+        without such calls. `thought` is whether the prompt opens one.
         """
         offered, formatted = body.offered, body.response_format or ResponseFormat(type="text")
         functions = [
@@ -167,9 +170,8 @@ class Prompts:
         if not functions or (when == MARKED and not any(function.strict for function in functions)):
             return None
         several = body.parallel_tool_calls and body.tool_choice.type != "function"
-        return partial(
-            compile_calls, self._tokenizer, self._constraints, functions, when, several=several, answer=answer
-        )
+        offered_to = partial(compile_calls, self._tokenizer, self._constraints, functions, when)
+        return partial(offered_to, several=several, answer=answer, thought=thought)
 
     def end_of_reasoning(self, prompt: Sequence[int]) -> list[int]:
         """Return the token ids that end the reasoning with which the answer to `prompt` begins; empty without one."""

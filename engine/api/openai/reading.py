@@ -238,6 +238,7 @@ class Reader:
         """Split a text at its marks, and add it to `part`. Hold back the end if it may be the beginning of a mark."""
         text, self._held = self._held + text, ""
         if self._state == UNDECIDED:
+            text = text.lstrip()  # line ends after a thought
             self._decide(text)
         if self._state == UNDECIDED:
             self._held = text

@@ -62,9 +62,10 @@ TOOLS = [OfferedTool("weather", PARAMETERS, 0), OfferedTool("ping", {}, 1)]
 formats = pytest.mark.parametrize(("kind", "marks"), [(kind, marks) for kind in KINDS for marks in (True, False)])
 
 
-def tokenizer_of(kind: str, *, marks: bool = True) -> TokenizerWrapper:
+def tokenizer_of(kind: str, *, marks: bool = True, thinks: bool = False) -> TokenizerWrapper:
     """A tokenizer of letters and, with `marks`, of the marks in TOKENS."""
     parser, letters = import_module(f"mlx_lm.tool_parsers.{kind}"), letter_tokenizer()
+    letters.add_tokens([AddedToken(mark, normalized=False) for mark in ("<think>", "</think>") if thinks])
     letters.add_tokens([AddedToken(mark, normalized=False) for mark in TOKENS.get(kind, []) if marks])
     around = {"tool_call_start": parser.tool_call_start, "tool_call_end": parser.tool_call_end}
     return TokenizerWrapper(letters._tokenizer, BPEStreamingDetokenizer, **around, tool_parser=parser.parse_tool_call)
@@ -200,6 +201,33 @@ def test_calls_or_json() -> None:
     assert made
     texts = {written(tokenizer, made[0]._matcher, seed)[0] for seed in range(30)}
     assert {text for text in texts if not text.startswith("<tool_call>")} == {"true", "false"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_after_a_thought_may_follow_line_ends(kind: str) -> None:
+    """Chat templates write them, so the next prompt begins with the answer."""
+    tokenizer = tokenizer_of(kind, thinks=True)
+    prompt = tokenizer.encode("a<think>", add_special_tokens=False)
+    constraints = Constraints(tokenizer, len(tokenizer), [END])
+    start = import_module(f"mlx_lm.tool_parsers.{kind}").tool_call_start
+    more: Any
+    for when, more in ((FORCED, {}), (INSTEAD, {"answer": {"type": "boolean"}})):
+        made = compile_calls(tokenizer, constraints, TOOLS[1:], when, several=False, thought=True, **more)
+        assert made
+        spaces = set()
+        for seed in range(40):
+            text, ended = written(tokenizer, made[0]._matcher, seed)
+            assert ended
+            spaces.add(text[: len(text) - len(text.lstrip("\n"))])
+            reader = Reader(Markup(tokenizer), prompt, [], written=made[1])
+            for piece in ("hm", "</think>", *text):
+                reader.read(Token(0, 5, piece, False))
+            reader.finish("stop")
+            called = text.lstrip("\n").startswith(start)
+            assert reader.parsed.reasoning == "hm"
+            assert [call["function"]["name"] for call in reader.parsed.calls] == ["ping"] * called
+            assert reader.parsed.text in (("",) if called else ("true", "false"))
+        assert {"", "\n", "\n\n", "\n\n\n"} <= spaces <= {"\n" * count for count in range(5)}
 
 
 @pytest.mark.parametrize(

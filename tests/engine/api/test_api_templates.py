@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from engine_models import letter_tokenizer, tiny_llama
 # isort: split
 from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
+from mlx_lm.tool_parsers.json_tools import parse_tool_call
 from mlx_lm.utils import load_tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -415,6 +417,34 @@ def test_an_answer_with_a_thought_is_rendered_as_said(renderer: Renderer, name: 
     expected = f"assistant:<think>{answer}" if name == "LFM2.5" else f"assistant:<think>\n{answer}"
     history = [*HELLO, {"role": "assistant", "content": text, "reasoning": thought}, *HELLO]
     assert expected in rendered(prompts, history)
+
+
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_a_forced_call_may_be_as_the_template_writes_it(renderer: Renderer, name: str) -> None:
+    tokenizer = letter_tokenizer()._tokenizer
+    tokenizer.add_tokens(["<think>", "</think>"])
+    call = '\'\n<call>{"name": "weather", "arguments": \' ~ call.function.arguments|tojson ~ \'}</call>\''
+    calls = f"{{% for call in m.tool_calls %}}{{{{ {call} }}}}{{% endfor %}}"
+    answer = f"{{% if m.tool_calls %}}{{{{ {THOUGHTS[name]} }}}}{calls}<end>{{% endif %}}"
+    tokenizer.chat_template = f"{{% for m in messages %}}{{{{ m.role }}}}:{answer}" + END.replace(":", ":<think>\n")
+    around = {"tool_call_start": "<call>", "tool_call_end": "</call>", "tool_parser": parse_tool_call}
+    wrapper = TokenizerWrapper(tokenizer, **around)
+    prompts = Prompts(wrapper, replace(LETTERS, vocab_size=len(tokenizer)), renderer)
+    history = calling('{"city": "Oslo"}')
+    history[1]["reasoning_content"] = "hm"
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"properties": {"city": {}}}}}]
+    body = ChatBody.of({"model": "tiny", "messages": history, "tools": tools, "tool_choice": "required"})
+
+    async def accepted() -> int:
+        prompt = await prompts.of_chat(body)
+        said = tokenizer.decode(prompt).partition("</think>")[2].partition("<end>")[0]
+        assert said.endswith('<call>{"name": "weather", "arguments": {"city": "Oslo"}}</call>')
+        constraint, _ = await prompts.constraint(body, "", prompt)
+        assert constraint
+        tokens = tokenizer.encode(said, add_special_tokens=False)
+        return len(tokens) - constraint._matcher.deep_copy().try_consume_tokens(tokens)
+
+    assert asyncio.run(accepted()) == 0
 
 
 @pytest.mark.parametrize("sanitize", [False, True])
