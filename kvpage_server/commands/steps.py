@@ -23,12 +23,12 @@ IN_THREAD_FROM = 1024 * 1024  # bytes that a command copies or hashes, from whic
 Steps = Generator[Reply, None, T]  # yield empty replies, or a Wait, and return their result
 
 
-def stepwise(steps: Steps[Reply], *, small: bool) -> Reply:
+def stepwise(steps: Steps[Reply], *, small: bool, whole: bool | None = None) -> Reply:
     """Return the reply that the generator `steps` returns. If the work is `small`, run all steps now, without other
-    clients in between; otherwise return a Stream that runs them.
+    clients in between; otherwise return a Stream that runs them, with `whole` as in `Stream`.
     """
     if not small:
-        return Stream(None, _in_steps(steps))
+        return Stream(None, _in_steps(steps), whole)
     while True:
         try:
             next(steps)

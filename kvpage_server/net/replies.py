@@ -221,7 +221,8 @@ class _BackgroundReply:
                 encode(step, self._client.protocol, self.pieces)
         except Exception:
             log.exception("a reply broke off; so does the connection of %s", self._client.address)
-            self._client.connection.abort()
+            if not self._client.gone:
+                self._client.connection.abort()
             return
         self.is_over = True
         self._then()

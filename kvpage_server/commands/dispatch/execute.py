@@ -38,6 +38,10 @@ _COMPARED = 1 << 18  # bytes of keys that are compared with patterns in a step, 
 _RIGHTS = 16 * _COMPARED  # such bytes above which the rights are checked in steps
 
 
+class _Disconnected(Exception):
+    """The signal that the client has disconnected while its rights are checked: its command does not run."""
+
+
 def begin(client: Client, spec: Spec, words: Command) -> Stream:
     """Return the reply to a command of more than WORDS_PER_STEP words: a Stream that runs its parts.
 
@@ -81,6 +85,8 @@ def check_rights_in_steps(client: Client, spec: Spec, words: Command) -> Stream:
         try:
             yield from _check_rights(client, spec, words)
             yield from (_queue if queues(client, spec) else _run_whole)(client, spec, words)
+        except _Disconnected:
+            return
         except ReplyError as error:
             yield rejected(client, spec, words, error)
 
@@ -103,8 +109,10 @@ def _queue(client: Client, spec: Spec, words: Command) -> Iterator[Reply]:
 
 def _check_rights(client: Client, spec: Spec, words: Command) -> Iterator[Reply]:
     """Check the rights for a command, or for a part of it, as `check_rights`, in several steps if `rights_need_steps`.
-    Raises ReplyError.
+    Raises ReplyError, and _Disconnected.
     """
+    if client.gone:
+        raise _Disconnected
     user = client.user
     if user is None or "no_auth" in spec.flags or not rights_need_steps(client, words):
         check_rights(client, spec, words)
@@ -115,6 +123,8 @@ def _check_rights(client: Client, spec: Spec, words: Command) -> Iterator[Reply]
             raise refused(client, denial)
         if not number % at_once:
             yield ()
+            if client.gone:
+                raise _Disconnected
 
 
 def refuse_in_steps(error: ReplyError, words: Command) -> Stream:
@@ -167,6 +177,8 @@ def _steps(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterator
                 end_caching(client, spec)
         else:
             yield from _run_whole(client, spec, words)
+    except _Disconnected:
+        pass
     except ReplyError as error:
         yield rejected(client, spec, words, error)
     yield from freed(words)

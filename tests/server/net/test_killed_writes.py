@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from stored_pages import Here
 
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.dispatch.execute import execute
 from kvpage_server.commands.dispatch.run import run
-from kvpage_server.commands.specs import find
+from kvpage_server.commands.specs import WORDS_PER_STEP, find
 from kvpage_server.commands.steps import in_thread
 from kvpage_server.core import Command
 from kvpage_server.net.replies import Replies
@@ -19,6 +21,7 @@ from kvpage_server.net.run_queue import RunQueue
 from kvpage_server.resp import Reply, Stream, Wait
 
 MB = 1 << 20
+USERS = 100  # connections of a user, more than one step examines
 PAGES = 12  # pages of 1 MB that were not hashed on arrival: three steps
 
 
@@ -119,3 +122,75 @@ def test_a_killed_clients_verification_ends(here: Here) -> None:
     replies = begin(here, "KVPAGEVERIFY", "r")
     assert replies.step(0) is False
     assert replies.drop() is None
+
+
+class Link:
+    """The connection of a client that is only closed."""
+
+    def __init__(self) -> None:
+        self.aborted = False
+
+    def abort(self, error: str = "") -> None:
+        self.aborted = True
+
+    def trust(self, trusted: bool) -> None:
+        pass
+
+
+def listeners(here: Here) -> list[Client]:
+    """Clients of a user "t" that listen to a channel."""
+    here.client.user = here.server.users.default
+    here.call("ACL", "SETUSER", "t", "on", "nopass", "+@all", "~a*", "&c")
+    clients = [Client(here.server, "test", "test", connection=Link(), id=number) for number in range(USERS)]  # type: ignore[arg-type]
+    for client in clients:
+        here.server.clients[client.id] = client
+        client.become(here.server.users.by_name[b"t"])
+        client.channels[b"c"] = None
+    return clients
+
+
+def closed(clients: list[Client]) -> list[bool]:
+    return [isinstance(client.connection, Link) and client.connection.aborted for client in clients]
+
+
+def forget(here: Here, client: Client) -> None:
+    """Forget a client as a session does after its connection is closed."""
+    client.gone = True
+    here.server.forget(client)
+    del client.connection
+
+
+def test_rights_that_a_killed_client_takes_end_subscriptions(here: Here) -> None:
+    clients = listeners(here)
+    kill_after_steps(here, ("ACL", "SETUSER", "t", "resetchannels"), lambda: any(closed(clients)))
+    assert all(closed(clients))
+
+
+def test_a_killed_connection_does_not_end_the_removal_of_a_user(here: Here) -> None:
+    clients = listeners(here)
+    replies = begin(here, "ACL", "DELUSER", "t")
+    while not any(closed(clients)):
+        replies.step(0)
+    forget(here, clients.pop())
+    for _ in replies.drop() or ():
+        pass
+    assert all(closed(clients))
+
+
+@pytest.mark.parametrize("patterns", [1, 200])
+def test_a_killed_client_without_rights_runs_nothing(here: Here, patterns: int) -> None:
+    client = listeners(here)[0]
+    here.call("ACL", "SETUSER", "t", *(f"~?{number}*z" for number in range(patterns)))
+    client.channels.clear()
+    assert here.call("MSET", "a", 1, "b", 1) == b"+OK\r\n"
+    keys = [b"a%d" % number for number in range(2 * WORDS_PER_STEP if patterns == 1 else 900)]
+    reply = execute(client, [b"DEL", b"a", *keys, b"b"])
+    assert type(reply) is Stream
+    replies = Replies(client, lambda: None)
+    replies.add(reply)
+    assert replies.step(0) is False
+    rest = replies.drop()
+    forget(here, client)
+    assert [step for step in rest or () if step != ()] == []
+    assert here.call("EXISTS", "a", "b") == b":2\r\n"
+    assert not here.server.refusals.entries

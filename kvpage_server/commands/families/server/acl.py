@@ -111,7 +111,7 @@ def acl_setuser(client: Client, args: list[Argument]) -> Reply:
         yield from _apply_changed_rights(client, {user.name})
         return OK
 
-    return stepwise(steps(), small=sum(map(len, rules)) <= _SHORT and _is_quiet(client))
+    return stepwise(steps(), small=sum(map(len, rules)) <= _SHORT and _is_quiet(client), whole=True)
 
 
 def _is_quiet(client: Client) -> bool:
@@ -136,10 +136,10 @@ def _apply_changed_rights(client: Client, changed: Collection[bytes]) -> Steps[N
             left.append(other)
     for start in range(0, len(left), _FEW):
         for other in left[start : start + _FEW]:
-            if _listens_too_much(other):
+            if not other.gone and _listens_too_much(other):
                 other.connection.abort()
         yield ()
-    if client.user is None or _listens_too_much(client):
+    if not client.gone and _listens_too_much(client):
         client.close()  # after the reply, in the last step of the command
 
 
@@ -167,7 +167,7 @@ def acl_deluser(client: Client, args: list[Argument]) -> Reply:
         yield from _apply_changed_rights(client, set(removed))
         return len(removed)
 
-    return stepwise(steps(), small=_is_quiet(client))
+    return stepwise(steps(), small=_is_quiet(client), whole=True)
 
 
 @_own(
@@ -291,7 +291,7 @@ def acl_load(client: Client, args: list[Argument]) -> Reply:
         yield from _apply_changed_rights(client, before)
         return OK
 
-    return stepwise(steps(), small=False)
+    return stepwise(steps(), small=False, whole=True)
 
 
 def _file(client: Client) -> Path:
