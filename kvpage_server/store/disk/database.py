@@ -392,7 +392,7 @@ class Disk:
         if not self.path.exists():
             create(self.path)
         self._file: IO[bytes] = self._locks.enter_context(claim(self.path))
-        self._marker = CleanMarker(self.path)
+        self._marker = CleanMarker(self.path, self._file)
         try:
             check_structure(self.path, self._marker)
             self._env = open_map(self.path, maxdisk, flushes=flushes)
@@ -475,6 +475,7 @@ class Disk:
         """Synchronise the file, which makes all commits durable. Raises DiskFull, DiskError."""
         with lmdb_errors(self.path, writing=True):
             self._env.sync(True)
+            self._marker.committed()
 
     @property
     def size(self) -> int:

@@ -52,10 +52,14 @@ class CleanMarker:
 
     While the database is open, the marker has the machine's boot id, too. A crash of the machine may lose writes. The
     boot id differs afterwards, so the marker is invalid.
+
+    `database` is the open file. A record of another file that has its name meanwhile raises OSError: the next start
+    would use that one, without the commits since then.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, database: IO[bytes]) -> None:
         self._path = path
+        self._opened = os.fstat(database.fileno())
         self._file = open_private(_with_suffix(path, ".clean"), os.O_RDWR | os.O_CREAT)
         self._boot = _BOOT_ID.read_text(encoding="utf-8").strip() if _BOOT_ID.exists() else ""
 
@@ -82,6 +86,8 @@ class CleanMarker:
 
     def _size_and_mtime(self) -> str:
         found = self._path.stat()
+        if not os.path.samestat(found, self._opened):
+            raise OSError(errno.ESTALE, "another file has replaced the open one", str(self._path))
         return f"{found.st_size} {found.st_mtime_ns}"
 
     def _write(self, text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tracemalloc
@@ -255,6 +256,20 @@ def test_a_foreign_database_is_refused(tmp_path: Path) -> None:
     env.close()
     with pytest.raises(DiskError, match="not a store of kvpage-server"):
         Disk(tmp_path)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_writes_fail_while_the_file_has_lost_its_name(disk: Disk, replaced: bool) -> None:
+    aside = disk.path.rename(disk.path.with_name("aside"))
+    if replaced:
+        shutil.copy(aside, disk.path)
+    error = "another file has replaced the open one" if replaced else "No such file or directory"
+    for write in (lambda: disk.write([]), disk.flush):
+        with pytest.raises(DiskError, match=f"{disk.path}: {error}"):
+            write()
+    aside.replace(disk.path)
+    disk.write([])
+    disk.flush()
 
 
 def test_a_missing_or_read_only_directory_is_refused(tmp_path: Path) -> None:
