@@ -131,7 +131,7 @@ def _is_from_here(method: str, headers: Headers) -> bool:
 
 HEADERS_SECONDS = 10.0  # from connecting or from a request's first byte to the end of its headers
 IDLE_SECONDS = 30  # between two requests; clients close idle connections sooner
-UNREAD_SECONDS = 10.0  # for a client to receive its output
+UNREAD_SECONDS = 30.0  # for a client to receive output that the system has no buffers for
 SLICE_BYTES = 2048  # parsed before other connections have their turn: at worst some 500 chunks or headers
 MAX_HEADERS_BYTES = 16_384
 MAX_HEADER_LINES = 512
@@ -313,6 +313,7 @@ class HttpConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # a stream of events rarely has more than a few kilobytes to send
         self.flow = _Flow(self)
         self._host = self.client[0] if self.client else ""
         self._tables = self._limiter.join(self, self._host)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
 
 import pytest
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from kvpage_server import http
 from kvpage_server.http import ConnectionLimiter, HttpServer, RefusalReplies
 
 CONNECTIONS = 8  # of which 7 may have a request
 Ask = Callable[[bytes], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
+SHORT = 40  # events of 1000 bytes
 HALF = b"POST /body HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nhalf"
 
 
@@ -23,8 +25,10 @@ def get(path: str) -> bytes:
     return f"GET {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n".encode()
 
 
-def serve(story: Callable[[Ask, asyncio.Event], Awaitable[None]]) -> None:
-    """Run a story with a server that answers /held after a signal, /body after its body, and others immediately."""
+def serve(story: Callable[[Ask, asyncio.Event], Awaitable[None]], closed: Callable[[str], object] = str) -> None:
+    """Run a story with a server that answers /held after a signal, /body after its body, /events with SHORT events
+    before a signal, and others immediately.
+    """
 
     async def run() -> None:
         may_go = asyncio.Event()
@@ -32,6 +36,9 @@ def serve(story: Callable[[Ask, asyncio.Event], Awaitable[None]]) -> None:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["path"] == "/held":
                 await may_go.wait()
+            if scope["path"] == "/events":
+                await StreamingResponse(events())(scope, receive, send)
+                return
             if scope["path"] == "/body":
                 try:
                     await Request(scope, receive).body()
@@ -39,12 +46,18 @@ def serve(story: Callable[[Ask, asyncio.Event], Awaitable[None]]) -> None:
                     return
             await PlainTextResponse("done")(scope, receive, send)
 
+        async def events() -> AsyncIterator[bytes]:
+            for _ in range(SHORT):
+                yield bytes(1000)
+            await may_go.wait()
+
         def refused(request: object, refusal: object) -> PlainTextResponse:
             return PlainTextResponse("", 503)
 
-        limiter = ConnectionLimiter(CONNECTIONS, CONNECTIONS, closed=str, always=["/health"])
+        limiter = ConnectionLimiter(CONNECTIONS, CONNECTIONS, closed=closed, always=["/health"])
         server = HttpServer(RefusalReplies(app, refused), limiter, grace=1)
         with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as stack:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # as little as the system allows
             serving = asyncio.create_task(server.serve([listening]))
 
             async def ask(data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -129,3 +142,20 @@ def test_malformed_bodies_of_any_method_are_not_logged(
 
     serve(story)
     assert (capfd.readouterr().err, caplog.records) == ("", [])
+
+
+def test_a_stream_that_nobody_reads_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "UNREAD_SECONDS", 0.1)
+    closed = asyncio.Queue[str]()
+
+    async def story(ask: Ask, may_go: asyncio.Event) -> None:
+        _, writer = await ask(b"")
+        port = writer.get_extra_info("peername")[1]
+        with socket.socket() as unread:
+            unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+            unread.connect(("127.0.0.1", port))
+            unread.sendall(get("/events"))
+            assert await closed.get() == "unread"
+        assert await status(ask, get("/")) == 200
+
+    serve(story, closed.put_nowait)
