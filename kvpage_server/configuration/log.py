@@ -16,7 +16,7 @@ from typing import TextIO
 
 from kvpage_server.configuration.config import Config
 from kvpage_server.system.durable import open_private, restrict_permissions
-from kvpage_server.system.text import LogLines
+from kvpage_server.system.text import LogLines, milliseconds_of
 
 log = logging.getLogger("kvpage")
 
@@ -139,7 +139,7 @@ class JSONLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         fields: dict[str, object] = {
-            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z",
+            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{milliseconds_of(record):03d}Z",
             "level": record.levelname.lower(),
             "message": record.getMessage(),
             **getattr(record, "facts", {}),

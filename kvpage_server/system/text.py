@@ -138,12 +138,21 @@ _SELDOM_SECONDS = 60.0  # seconds between two lines of a kind
 _MOST_KINDS = 256  # above this number, all further kinds count as one
 
 
+def milliseconds_of(record: logging.LogRecord) -> int:
+    """Return the milliseconds of a record's time, after its second. The field `msecs` is negative before 1970."""
+    return int(record.created % 1 * 1000)
+
+
 class LogLines(logging.Formatter):
     """Log formatter that escapes unprintable characters.
 
     A message may contain names that clients chose. A line end in a name could forge a record, and an escape sequence
     could control the terminal that shows the log. A message takes one line, and the lines of a traceback are indented.
     """
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.msecs = milliseconds_of(record)
+        return super().format(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = printable(record.message)

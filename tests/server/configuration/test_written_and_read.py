@@ -19,6 +19,7 @@ from servers import NO_REDIS, REDIS_SERVER, RunningServer, start_server
 import kvpage_server.commands.families  # noqa: F401  fills the table
 from kvpage_server.commands.access.user import RuleError, change_of
 from kvpage_server.commands.access.users import UserFileError, Users, lines_of, save_file
+from kvpage_server.configuration import log
 from kvpage_server.configuration.config import Config, ConfigError
 from kvpage_server.configuration.rewrite import rewritten
 from kvpage_server.system.text import LogLines
@@ -185,6 +186,15 @@ def test_a_message_is_one_line_of_the_log() -> None:
     assert second == "E a command failed"
     assert traceback
     assert all(line.startswith("    ") and line.isprintable() for line in traceback)
+
+
+def test_times_before_1970_have_positive_milliseconds() -> None:
+    handler = log._handler(Config())
+    for json in (False, True):
+        handler.setFormatter(log.JSONLines() if json else log._for_people())
+        record = log._line(logging.INFO, "x")
+        record.created, record.msecs = -0.75, -750.0  # as in Python 3.11
+        assert "59.250" in handler.format(record)
 
 
 def test_a_file_is_utf_8_in_any_locale(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_malformed_bodies_of_any_method_are_not_logged(
     assert (capfd.readouterr().err, caplog.records) == ("", [])
 
 
-def test_a_stream_that_nobody_reads_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unread_stream_of_few_bytes_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "UNREAD_SECONDS", 0.1)
     closed = asyncio.Queue[str]()
 
