@@ -138,6 +138,7 @@ def _run(config: Config) -> None:
     """Run a server with a checked configuration until it is stopped. Raises the errors of a start."""
     log.start(config)
     exit_on_signals()
+    _ensure_descriptors(config)
     enter_data_directory(config)
     server = Server(config, _open_store(config))
     upstream = _upstream(config)
@@ -335,7 +336,6 @@ async def serve(server: Server, upstream: Upstream | None) -> None:
     stopping, renewing = asyncio.Event(), asyncio.Event()
     server.stop = stopping.set
     handle_signals(loop, partial(_stop, stopping), renewing.set)
-    _ensure_descriptors(server.config)
     tiered, config = server.tiered, server.config
     if tiered is not None:
         tiered.connect(
@@ -437,13 +437,18 @@ def _renew_outputs(server: Server) -> None:
 
 
 def _ensure_descriptors(config: Config) -> None:
-    """Raise the limit of file descriptors to the number that maxclients needs. If that fails, lower maxclients."""
+    """Raise the limit of file descriptors to the number that maxclients needs. If that fails, lower maxclients.
+
+    Raises ConfigError if there are too few for the server and a client.
+    """
     most = raise_descriptor_limit(config.maxclients, OWN_DESCRIPTORS)
+    given, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    why = f"the system gives {given} file descriptors, and the server needs {OWN_DESCRIPTORS}, and one for each client"
+    if most < 1:
+        raise ConfigError(f"maxclients: {why} (ulimit -n)")
     if most < config.maxclients:
         config.maxclients = most
-        given, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        needs = f"the server needs {OWN_DESCRIPTORS}, and one for each client"
-        logger.warning("maxclients is %d: the system gives %d file descriptors, and %s", most, given, needs)
+        logger.warning("maxclients is %d: %s", most, why)
 
 
 def _limit_garbage_collection() -> None:

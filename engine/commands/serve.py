@@ -112,7 +112,7 @@ def serve(args: argparse.Namespace) -> NoReturn:
             args.max_queue,
             args.timeout,
             args.max_tokens,
-            raise_descriptor_limit(args.max_connections, OTHERS),
+            max(raise_descriptor_limit(args.max_connections, OTHERS), 1),
             args.max_from_address,
         )
         asked = {

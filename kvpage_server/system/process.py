@@ -125,7 +125,7 @@ def _check_terminal(
 def raise_descriptor_limit(connections: int, others: int) -> int:
     """Raise the limit of file descriptors for `connections` and `others`, as far as the system allows.
 
-    Return the number of connections that fit into the limit.
+    Return the number of connections that fit into the limit; below 1 if not even `others` and one do.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = connections + others
@@ -133,7 +133,7 @@ def raise_descriptor_limit(connections: int, others: int) -> int:
         return connections
     allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    return min(max(allowed - others, 1), connections)
+    return min(allowed - others, connections)
 
 
 # -- Passing of sockets, each with a short text, over a channel: a pair of unix sockets --------------------------------

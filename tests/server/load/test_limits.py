@@ -108,6 +108,14 @@ class TestConnections:
                 encoding="utf-8"
             )
 
+    @pytest.mark.parametrize("descriptors", [16, 32])
+    def test_too_few_descriptors_for_one_are_refused(self, tmp_path: Path, descriptors: int) -> None:
+        start = f"exec '{sys.executable}' -m kvpage_server.app --port {free_port()} --dir '{tmp_path}' --metrics-port 0"
+        words = ["/bin/sh", "-c", f"ulimit -n {descriptors}; {start}"]
+        result = subprocess.run(words, capture_output=True, timeout=60, encoding="utf-8", check=False)
+        reason = f"the system gives {descriptors} file descriptors, and the server needs 32, and one for each client"
+        assert (result.returncode, result.stderr) == (1, f"kvpage-server: maxclients: {reason} (ulimit -n)\n")
+
     def test_idle_ones_end(self, limited: RunningServer, client: redis.Redis) -> None:
         with unharmed(limited), Wire(limited.port) as listener, limited.connect() as idle, limited.connect() as busy:
             listener.ask(b"SUBSCRIBE", b"news")
