@@ -42,11 +42,13 @@ async def save(
     write: Write,
     deletion: bytes | None,
 ) -> Saved | None:
-    """Write blocks, and replace the agent's manifest if all of them exist then. If the mark of the agent's deletion is
-    not `deletion` any more after that, delete the manifest, and return None.
+    """Write blocks, and replace the agent's manifest if all of them exist then, unless `deletion`, the mark of the
+    agent's deletion, is unknown. If the mark is another one after that, delete the manifest, and return None.
     """
     key = manifest_key(agent_id, fingerprint)
     saved = await write()
+    if deletion == UNKNOWN:
+        return replace(saved, whole=False)
     try:
         if saved.whole:
             made = manifest(await connection.ask_one(text, "GET", key))
@@ -55,7 +57,7 @@ async def save(
         if saved.whole:
             await _replace_manifest(connection, key, made)
             (mark,) = await connection.ask([RawCommand(["GET", deletion_key(agent_id)], text)], gone=None)
-            if deletion != UNKNOWN and mark not in (None, deletion):
+            if mark not in (None, deletion):
                 await _replace_manifest(connection, key, None)
                 return None
     except OUTAGES as error:

@@ -26,6 +26,7 @@ from benchmarks.valkey_cluster import SLOTS, Cluster
 from engine.pool import BlockPool
 from engine.tiers import flush, metrics
 from engine.tiers.pages import PageTier
+from engine.tiers.server.block_writer import Saved
 from engine.tiers.server.connection import State
 from engine.tiers.store import AgentCacheStore
 
@@ -153,7 +154,7 @@ def test_a_server_with_another_password_costs_its_pages_only(pool: BlockPool) ->
     with start_server() as one, start_server() as locked, locked.client() as client:
         tier = PageTier(f"redis://127.0.0.1:{one.port},redis://127.0.0.1:{locked.port}", SPEC, pool, deadline=40)
         client.config_set("requirepass", "secret")
-        tokens = {f"agent{seed}": some_tokens(seed, BLOCK) for seed in range(24)}
+        tokens = {f"agent{seed}": some_tokens(seed, BLOCK) for seed in range(64)}
         saved = {agent: save(tier, agent, some) for agent, some in tokens.items()}
         whole = {agent for agent, result in saved.items() if result and result.whole}
         assert 0 < len(whole) < len(tokens)
@@ -165,6 +166,29 @@ def test_a_server_with_another_password_costs_its_pages_only(pool: BlockPool) ->
             again = save(tier, agent, some)
             assert again
             assert again.whole
+        tier.close()
+
+
+def test_deleted_agents_stay_deleted_while_a_server_is_away(pool: BlockPool) -> None:
+    """The marks of some deletions are on a server that refuses everything meanwhile."""
+    with start_server() as one, start_server() as locked, locked.client() as client:
+        url = f"redis://127.0.0.1:{one.port},redis://127.0.0.1:{locked.port}"
+        deleting = PageTier(url, SPEC, pool, deadline=40)
+        contexts = [made(pool, f"agent{seed}", some_tokens(seed, BLOCK)) for seed in range(48)]
+        for context in contexts:
+            assert deleting.save(context)
+            assert deleting.delete(context.agent_id)
+        deleting.close()
+        client.config_set("requirepass", "secret")
+        tier = PageTier(url, SPEC, pool, deadline=40)
+        away = [tier.save(context, idle=60) for context in contexts]  # those of an engine that used them before
+        assert len({saved and saved.whole for saved in away}) == 2
+        assert not tier.agents()
+        client.config_set("requirepass", "")
+        assert [tier.save(context, idle=60) for context in contexts] == [Saved(0, 0, 0)] * len(contexts)
+        assert not tier.agents()
+        for context in contexts:
+            pool.free(context.block_ids, context.agent_id)
         tier.close()
 
 
