@@ -25,6 +25,7 @@ from kvpage_server import __version__
 from kvpage_server.address import DEFAULT_URL, URL, shown, urls_of, with_credentials
 from kvpage_server.client.cluster.side_by_side import servers_of
 from kvpage_server.client.cluster.topology import Address
+from kvpage_server.client.errors import MALFORMED, malformed
 from kvpage_server.client.wire.connection import plain_client
 from kvpage_server.configuration.config import Config
 from kvpage_server.configuration.kinds import Kind, integer, memory
@@ -73,7 +74,8 @@ _NO_CLUSTER = {  # commands that take no cluster, with the advice for a cluster
     "savings": "--url takes one kvpage-server; kvpage top shows the reused tokens of each engine",
 }
 
-_FAILURES = LookError, redis.RedisError, ValueError, OSError  # exceptions that end a command with a message
+# Exceptions that end a command with a message.
+_FAILURES = LookError, redis.RedisError, ValueError, OSError, *MALFORMED
 
 _GATEWAY_HINT = "; look into the cluster by its own URL, as valkey-cluster://HOST:PORT"
 
@@ -106,7 +108,7 @@ def _run(args: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise
     except _FAILURES as failure:
-        return _report_failure(args, args.url, failure)
+        return _report_failure(args, args.url or "", failure)
 
 
 def _run_on_server(args: argparse.Namespace) -> int:
@@ -205,6 +207,8 @@ def _report_failure(args: argparse.Namespace, url: str, failure: Exception) -> i
         silent, why = True, f"cannot reach {shown(url)}: {why.rstrip('.') if hint else why}{hint}"
     elif isinstance(failure, OSError):
         why = reason_of(failure)
+    elif isinstance(failure, MALFORMED):
+        why = f"{shown(url)}: {malformed(failure)}"
     elif "DB index is out of range" in why:
         return say("kvpage", f"{shown(url)}: the server has no such database; allowed: 0 of a kvpage-server", 2)
     elif why.startswith("a gateway does not support"):

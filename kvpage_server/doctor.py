@@ -35,6 +35,7 @@ from rich.text import Text
 
 from kvpage_server import __version__, core
 from kvpage_server.address import shown, urls_of, with_credentials
+from kvpage_server.client.errors import MALFORMED, malformed
 from kvpage_server.client.wire.connection import plain_client
 from kvpage_server.commands.access.users import UserFileError, Users
 from kvpage_server.commands.families.server.config import OWN_DESCRIPTORS
@@ -657,6 +658,8 @@ def _info(url: str) -> dict[str, Any] | Exception:
             return info
     except (redis.RedisError, OSError, ValueError) as error:
         return error
+    except MALFORMED as error:
+        return ValueError(malformed(error))
 
 
 def _ports_of(client: redis.Redis) -> dict[str, int]:

@@ -7,12 +7,14 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from datetime import datetime
 from io import StringIO
 from pathlib import Path
@@ -645,6 +647,28 @@ def test_a_stopped_server_is_reported_in_one_line() -> None:
             _, errors = process.communicate(timeout=100)
     assert (process.returncode, errors.count(b"\n")) == (2, 1)
     assert errors.startswith(b"kvpage: cannot reach")
+
+
+@pytest.mark.parametrize("reply", [b"+OK\r\n", b"*0\r\n", b"%0\r\n", b"*1\r\n:1\r\n"])
+def test_an_unexpected_reply_is_one_line(reply: bytes, tmp_path: Path) -> None:
+    def handle(sock: socket.socket) -> None:
+        with suppress(OSError):
+            while asked := sock.recv(65536):
+                sock.sendall(reply * len(re.findall(rb"(?:^|\r\n)\*", asked)))
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=handle, args=(listening.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=serve, daemon=True).start()
+        url = f"redis://127.0.0.1:{listening.getsockname()[1]}"
+        for words in (["ls"], ["status"], ["savings"], ["verify", "x"], ["why", "x"], ["dump", str(tmp_path / "d")]):
+            code, _, errors = kvpage(*words, url=url)
+            assert (code in (1, 2), errors.count("\n")) == (True, 1), (words, errors)
+        assert kvpage("doctor", url=url)[::2] == (2, "")
+        listening.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.mark.parametrize(
