@@ -123,8 +123,7 @@ class Prompts:
         ApiError (400), which names a field.
         """
         made = body.constraints
-        thought = self.markup.start(prompt) == REASONING
-        calls = self._calls(body, thought=thought) if isinstance(body, ChatBody) else None
+        calls = self._calls(body, prompt) if isinstance(body, ChatBody) else None
         if calls and made.keys() <= {"response_format", "response_format.json_schema.schema"}:
             made = {}
         elif calls and isinstance(body, ChatBody) and body.tool_choice.forces:
@@ -152,10 +151,10 @@ class Prompts:
         found[0].field = "tools" if calls else param
         return found
 
-    def _calls(self, body: ChatBody, *, thought: bool) -> Callable[[], tuple[Constraint, Written] | None] | None:
-        """Return a function that compiles the calls of an answer: of a tool that the request forces, of any tool
-        instead of the format of the answer, or of `strict` tools. It raises CallError, ConstraintError. Return None
-        without such calls. `thought` is whether the prompt opens one.
+    def _calls(self, body: ChatBody, prompt: Sequence[int]) -> Callable[[], tuple[Constraint, Written] | None] | None:
+        """Return a function that compiles the calls of an answer to `prompt`: of a tool that the request forces, of any
+        tool instead of the format of the answer, or of `strict` tools. It raises CallError, ConstraintError. Return
+        None without such calls.
         """
         offered, formatted = body.offered, body.response_format or ResponseFormat(type="text")
         functions = [
@@ -170,6 +169,7 @@ class Prompts:
         if not functions or (when == MARKED and not any(function.strict for function in functions)):
             return None
         several = body.parallel_tool_calls and body.tool_choice.type != "function"
+        thought = self.markup.start(prompt) == REASONING
         offered_to = partial(compile_calls, self._tokenizer, self._constraints, functions, when)
         return partial(offered_to, several=several, answer=answer, thought=thought)
 
