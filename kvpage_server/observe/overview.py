@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, cast
 
 from kvpage_server.observe.asking import Reading, refused, text
-from kvpage_server.system.text import name_of_text, name_shown
+from kvpage_server.system.text import name_of_text, name_shown, printable
 
 F = TypeVar("F")
 
@@ -301,7 +301,9 @@ def parse(info: str) -> Overview:
         commands={name: _calls(found) for name, found in groups("cmdstat_").items()},
         errors={name: int(found["count"]) for name, found in groups("errorstat_").items()},
         quotas=tuple(
-            QuotaFigures(found["pattern"], int(found["limit"]), int(found["bytes"]), int(found["evicted_keys"]))
+            QuotaFigures(
+                _pattern(found["pattern"]), int(found["limit"]), int(found["bytes"]), int(found["evicted_keys"])
+            )
             for found in groups("quota").values()
         ),
         disk=_read(
@@ -330,10 +332,13 @@ _CLOSED = {
 
 
 def _fields(value: str) -> dict[str, str]:
-    """Parse `a=1,b=2` into a dict. The field `pattern` is the last one, because it may contain commas."""
-    before, pattern, rest = value.partition("pattern=")
-    found = dict(item.split("=", 1) for item in before.split(",") if "=" in item)
-    return found | ({"pattern": rest} if pattern else {})
+    """Parse `a=1,b=2` into a dict."""
+    return dict(item.split("=", 1) for item in value.split(",") if "=" in item)
+
+
+def _pattern(value: str) -> str:
+    """Return a pattern in a field as the configuration has it, with escapes for unprintable characters only."""
+    return printable(name_of_text(value).decode("utf-8", "surrogateescape"))
 
 
 def _name(value: str) -> str:

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import redis
 from browsing import SeenServer, start_seen_server
-from servers import RunningServer
+from servers import RunningServer, start_server
 from test_kvpage_cli import kvpage, set_block
 
 from kvpage_server.look.top import engines_table
 from kvpage_server.observe.engines import TIERS, EngineFigures, TierFigures
+from kvpage_server.observe.overview import parse
+from kvpage_server.system.text import name_of_text
 
 REQ = b"\xff\xfe\xc2\x9b31m\xe2\x80\xae"  # invalid UTF-8, and a control sequence of terminals
 NO_TIERS = dict.fromkeys(TIERS, TierFigures())
@@ -65,6 +67,17 @@ def test_info_escapes_a_pattern(seen: SeenServer) -> None:
     with seen.server.client(protocol=3) as client:
         received = client.execute_command(b"INFO", "quotas")
     assert f"pattern=kv:{SHOWN}*\r\n" in received.decode()
+
+
+@pytest.mark.parametrize("pattern", ["kv:a,bytes=0,limit=0", "a=b,pattern=c*", "\\~a\\x2c*", "a%2cb"])
+def test_no_pattern_of_a_quota_adds_a_field_to_info(pattern: str) -> None:
+    with start_server() as server, server.client() as client:
+        client.config_set("quota", f"{pattern} 1mb")
+        found = client.info("quotas")["quota0"]
+        assert [*found] == ["limit", "bytes", "evicted_keys", "index_bytes", "pattern"]
+        assert name_of_text(str(found["pattern"])) == pattern.encode()
+        (quota,) = parse(client.execute_command(b"INFO", b"everything").decode()).quotas
+        assert (quota.pattern, quota.limit, quota.bytes) == (pattern, 1 << 20, 0)
 
 
 def test_figures_for_people_and_for_prometheus_go_on(seen: SeenServer) -> None:

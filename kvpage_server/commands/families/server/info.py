@@ -351,8 +351,7 @@ def _quotas(server: Server) -> Fields:
     """
     return {
         f"quota{number}": f"limit={quota.limit},bytes={quota.bytes},evicted_keys={quota.evicted},"
-        f"index_bytes={quota.index},"
-        f"pattern={quota.pattern.decode('utf-8', 'surrogateescape')}"
+        f"index_bytes={quota.index},pattern={text_of_field(quota.pattern)}"
         for number, quota in enumerate(server.keyspace.eviction_order.quotas.all)
     }
 
