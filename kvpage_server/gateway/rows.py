@@ -432,7 +432,8 @@ class StringsBehind:
 
     def mget(self, spec: Spec, client: Client, args: list[Argument]) -> Iterator[Reply]:
         keys = yield from each(args, lambda some: [*map(_named_strings, plain_all(some))])
-        yield from self.upstream.fetch(client, keys, self._plans.strings_and_pages, bulk_reply)
+        read = partial(self._plans.strings_and_pages, skips_types=True)
+        yield from self.upstream.fetch(client, keys, read, bulk_reply)
 
     def counted(self, spec: Spec, client: Client, args: list[Argument]) -> Iterator[Reply]:
         """Yield the number of existing keys, or of deleted keys, for DEL, UNLINK, EXISTS and TOUCH.

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -62,10 +62,12 @@ class PageMetadata:
 class Plans:
     """Plans of requests to a cluster. `AsyncPageClient.carry_out` of the client that has `calls` executes them.
 
-    A plan for several keys returns a result for each, in their order.
+    A plan for several keys returns a result for each, in their order. `unavailable` is called with the error of a read
+    that no node answered, and whose result is missing among others.
     """
 
     calls: ClusterCalls
+    unavailable: Callable[[PageClientError], object]
 
     @timed
     def ask(self, end: Deadline, commands: Sequence[Command]) -> Plan[list[Answer | Failed]]:
@@ -73,10 +75,13 @@ class Plans:
         return (yield from self.calls.router.ask(commands, end))
 
     @timed
-    def values(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[Value | None]]:
-        """Return pages with their headers, as strings or as header and body in their block; None for absent ones."""
+    def values(self, end: Deadline, keys: Sequence[PageKey], skips_types: bool = False) -> Plan[list[Value | None]]:
+        """Return pages with their headers, as strings or as header and body in their block; None for absent ones, and
+        with `skips_types` for values of other types than strings. Otherwise those raise Refused.
+        """
         names = [*dict.fromkeys((key.req_id, key.page) for key in keys)]
-        asked = [*(simple(b"GET", bytes(key)) for key in keys), *map(get_opening, names)]
+        openings = (replace(get_opening(name), skips_types=skips_types) for name in names)
+        asked = [*(_get(bytes(key), skips_types) for key in keys), *openings]
         answers = yield from self.calls.router.ask(asked, end)
         shapes = dict(zip(names, map(shape_of, answers[len(keys) :]), strict=True))
         found: list[Value | None] = [
@@ -98,11 +103,13 @@ class Plans:
         return found
 
     @timed
-    def strings_and_pages(self, end: Deadline, keys: Sequence[PageKey | bytes]) -> Plan[list[Value | None]]:
-        """Return the values of keys; None for absent ones. A page may be a string, or a part of its block's string."""
+    def strings_and_pages(
+        self, end: Deadline, keys: Sequence[PageKey | bytes], skips_types: bool = False
+    ) -> Plan[list[Value | None]]:
+        """Return the values of keys, as `values`. A page may be a string, or a part of its block's string."""
         pages = [key for key in keys if isinstance(key, PageKey)]
-        values = iter((yield from self.values(pages)(end)) if pages else ())
-        others = [simple(b"GET", key) for key in keys if not isinstance(key, PageKey)]
+        values = iter((yield from self.values(pages, skips_types)(end)) if pages else ())
+        others = [_get(key, skips_types) for key in keys if not isinstance(key, PageKey)]
         answers = iter((yield from self.calls.router.ask(others, end)) if others else ())
         found: list[Value | None] = []
         for key in keys:
@@ -110,6 +117,7 @@ class Plans:
                 found.append(next(values))
             else:
                 answer = next(answers)
+                self._count_unavailable([answer])
                 found.append((answer,) if isinstance(answer, memoryview) else None)
         return found
 
@@ -185,7 +193,13 @@ class Plans:
         return (value[head_size(shape) :],)
 
     def _count_unavailable(self, answers: Sequence[Answer | Failed]) -> None:
-        self.calls.misses[GONE] += sum(isinstance(answer, Failed) for answer in answers)
+        for failed in (answer for answer in answers if isinstance(answer, Failed)):
+            self.calls.misses[GONE] += 1
+            self.unavailable(failed.error)
+
+
+def _get(key: bytes, skips_types: bool) -> Command:
+    return replace(simple(b"GET", key), skips_types=skips_types)
 
 
 T = TypeVar("T")
@@ -196,6 +210,7 @@ logger = logging.getLogger("kvpage")
 _CONCURRENT_CALLS = 64  # each may use a connection to every node
 _UNKNOWN_SIZE = 1 << 20  # bytes of a value, before any has arrived
 FIRST, MOST = 8, 256  # items of a request: in the first one of a reply, and at most
+_RECOVERY_SECONDS = 10.0  # without a failure, after which a cluster answers again; more than the deadline of a call
 _KEPT_BYTES = 64 * 1024**2  # of freed memory, which glibc keeps
 _ACL_ERROR_CODES = frozenset({"NOAUTH", "WRONGPASS", "NOPERM"})
 _CLUSTER_FAILURE_CODES = frozenset({"NOAUTH", "WRONGPASS", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "READONLY"})
@@ -274,9 +289,10 @@ class Upstream:
     def __init__(self, nodes: str) -> None:
         """Create the client of a cluster. `nodes` is the value of `cluster-nodes`. Raises ValueError."""
         self.client = AsyncPageClient(cluster_url(nodes))
-        self.plans = Plans(self.client.cluster)
+        self.plans = Plans(self.client.cluster, self._report_error)
         self._turns = asyncio.Semaphore(_CONCURRENT_CALLS)
-        self._failing = ""  # the last error, if the last call failed
+        self._is_failing = False  # whether the log says that the cluster fails
+        self._recovery: asyncio.TimerHandle | None = None  # logs the end of a failure
         self._usual_size = _UNKNOWN_SIZE  # bytes of a value in recent batches
         self._expected = 0  # bytes that were requested for long replies and have not arrived, as estimated
         self._waiting: list[Callable[[], None]] = []  # replies that request nothing while too much is expected
@@ -379,7 +395,7 @@ class Upstream:
             raise ReplyError(f"ERR {error}") from None
         except PageClientError as error:
             raise self._report_error(error) from None
-        self._log_change("")
+        self._log_success()
         return found
 
     def _report_error(self, error: PageClientError) -> ReplyError:
@@ -390,20 +406,28 @@ class Upstream:
         """
         refusal = _reply_error(error)
         if _is_cluster_failure(error):
-            self._log_change(str(refusal))
+            self._log_failure(str(refusal))
         elif isinstance(error, Refused):
-            self._log_change("")
+            self._log_success()
         return refusal
 
-    def _log_change(self, failing: str) -> None:
-        """Log the first failure of the cluster, and the first success after it. `failing` is the error, "" for a
-        success.
-        """
-        if failing and not self._failing:
-            logger.warning("the cluster fails: %s", failing)
-        elif self._failing and not failing:
-            logger.warning("the cluster answers again")
-        self._failing = failing
+    def _log_failure(self, error: str) -> None:
+        """Log the first failure of the cluster. While one node fails, calls to the others succeed."""
+        if self._recovery is not None:
+            self._recovery.cancel()
+            self._recovery = None
+        if not self._is_failing:
+            self._is_failing = True
+            logger.warning("the cluster fails: %s", error)
+
+    def _log_success(self) -> None:
+        """Log that the cluster answers again if no call fails for `_RECOVERY_SECONDS` from now on."""
+        if self._is_failing and self._recovery is None:
+            self._recovery = asyncio.get_running_loop().call_later(_RECOVERY_SECONDS, self._log_recovery)
+
+    def _log_recovery(self) -> None:
+        self._is_failing, self._recovery = False, None
+        logger.warning("the cluster answers again")
 
 
 def _is_cluster_failure(error: PageClientError) -> bool:

@@ -214,6 +214,7 @@ class Command:
     once: bool = False  # not retried when the server may have executed it
     apart: Callable[[], Iterator[Command]] | None = None  # a command for each key, for a slot that is being moved
     read: Callable[[Any], Any] | None = None  # decodes the reply; raises WrongReply
+    skips_types: bool = False  # a value of another type is absent, as for MGET; otherwise it raises Refused
 
 
 def ask(commands: Sequence[Command], *, asking: bool) -> Request[list[Answer]]:
@@ -517,6 +518,9 @@ class Router:
             return False
         if answer.code == "TRYAGAIN" and command.apart:
             way.answer, way.over = answer, True
+            return False
+        if answer.code == "WRONGTYPE" and command.skips_types:
+            way.answer, way.over = None, True
             return False
         to = redirection(str(answer), node) if answer.code in ("MOVED", "ASK") else None
         if to is None and answer.code not in _AGAIN:

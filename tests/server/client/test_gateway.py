@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Generator, Iterator, Sequence
@@ -19,7 +20,7 @@ import pytest
 import redis
 from browsing import start_seen_server
 from page_batches import SHAPE, batch, block_body, same
-from servers import RunningServer, free_port, start_redis, start_server
+from servers import RunningServer, free_port, start_redis, start_server, with_constants
 from test_page_client import (  # noqa: F401 - these tests of one server apply to a gateway
     test_a_block_in_several_pieces_arrives_as_one,
     test_a_missing_page_is_a_miss_and_the_others_arrive,
@@ -304,7 +305,7 @@ def test_a_request_without_page_ids_is_refused_as_documented(client: Any, line: 
         client.execute_command(*line.split())
     assert str(received.value) == "a cluster does not know which blocks a request has: name their page ids"
     text = Path(__file__).parents[3].joinpath("docs", "scaling.md").read_text(encoding="utf-8")
-    assert "KVPAGEDEL and\nKVPAGELEASE need page ids" in text
+    assert "KVPAGEDEL and KVPAGELEASE need page ids" in " ".join(text.split())
 
 
 def test_an_error_of_one_command_is_no_failure_of_the_cluster(cluster: Cluster) -> None:
@@ -416,6 +417,36 @@ def test_it_starts_without_a_cluster_and_works_once_there_is_one() -> None:
             alone.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
             until(lambda: _works(client), "it recovers")
             until(lambda: "the cluster answers again" in gateway.log, "the report of it")
+
+
+def test_the_log_names_a_dead_node_once() -> None:
+    names = [word for i in range(30) for word in (f"r{i}", 0, 0, 0, 0)]
+    with valkey_cluster.run("--cluster-require-full-coverage", "no", replicas=False) as cluster:
+        options = ("--store", "cluster", "--cluster-nodes", cluster.addresses)
+        program = with_constants("kvpage_server.gateway.upstream", _RECOVERY_SECONDS=4)
+        with start_server(*options, program=program) as gateway, gateway.client() as client:
+            assert client.execute_command("KVPAGEMGET", 30, *names) == [None] * 30
+            dead = cluster.masters[0]
+            dead.process.send_signal(signal.SIGSTOP)
+            for _ in range(2):  # a batch in which the values of a node are missing is a failure, too
+                client.execute_command("KVPAGEMGET", 30, *names)
+                assert sum(bool(_error_of(client, "KVPAGEGET", *names[i : i + 5])) for i in range(0, 150, 5)) < 30
+            assert gateway.log.count("the cluster fails") == 1
+            assert "answers again" not in gateway.log
+            assert f":{dead.port}" in gateway.log.partition("the cluster fails")[2]
+            dead.process.send_signal(signal.SIGCONT)
+            until(lambda: _works(client) and "the cluster answers again" in gateway.log, "the report of it")
+
+
+def test_mget_skips_values_of_other_types(client: Any, cluster: Cluster) -> None:
+    for node in cluster.masters:
+        for key in ("list", "kv:r:0:0:0:0"):
+            with suppress(redis.exceptions.MovedError):
+                node.ask("RPUSH", key, "a")
+    assert client.set("a", "1")
+    assert client.mget("a", "list", "kv:r:0:0:0:0", "none") == [b"1", None, None, None]
+    with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
+        client.execute_command("GET", "list")
 
 
 def test_a_value_that_is_too_large_costs_its_reader_alone(cluster: Cluster) -> None:
