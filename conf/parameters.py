@@ -52,7 +52,8 @@ $ redis-cli -p 9221 CONFIG GET maxmemory
 ```
 
 `CONFIG REWRITE` keeps the file's comments and order, and the lines that have not changed. It writes users with hashes
-instead of passwords, and, as Redis does, `dir` as an absolute path, and a file in place of a symbolic link.
+instead of passwords, and, as Redis does, `dir` as an absolute path, the `maxclients` that the limit of file descriptors
+(`ulimit -n`) has left at the start, and a file in place of a symbolic link.
 
 | parameter | default | meaning | allowed | change |
 |---|---|---|---|---|

@@ -44,6 +44,17 @@ def test_unchanged_lines_keep_their_place_and_spelling(tmp_path: Path) -> None:
     assert not any(line.split()[:1] in (["user"], ["quota"]) for line in lines[len(before) :])
 
 
+def test_maxclients_is_written_as_the_system_has_lowered_it(tmp_path: Path) -> None:
+    file = tmp_path / "kvpage.conf"
+    file.write_text("store memory\nmaxclients 5000\n", encoding="utf-8")
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100)); "
+    program = ("-c", f"{limit}from kvpage_server.app import main; main()")
+    with start_server(file=file, program=program) as server, server.client() as client:
+        assert client.config_get("maxclients")["maxclients"] == "68"
+        assert client.config_rewrite()
+    assert "maxclients 68" in file.read_text(encoding="utf-8").splitlines()
+
+
 def test_changed_parts_are_replaced_where_they_stand(tmp_path: Path) -> None:
     file = tmp_path / "kvpage.conf"
     file.write_text(FILE, encoding="utf-8")
