@@ -597,19 +597,17 @@ class AsyncPageClient:
             return result
 
     async def _run(self, peers: Peers, node_request: NodeRequest, end: Deadline, silence: float) -> Any | Failed:
-        failure: PageClientError | None = None
         peers.round_trips += 1
         try:
             peers.check(node_request.node)
             async with self._lent(peers.pool(node_request.node, node_request.replica)) as connection:
                 await self._open(connection, end.part(node_request.node, silence))
-                return await converse(connection, node_request.request, end, silence, node_request.node)
+                answer = await converse(connection, node_request.request, end, silence, node_request.node)
         except PageClientError as error:
-            failure = error
+            peers.remember(node_request.node, error)
             return Failed(error)
-        finally:
-            peers.remember(node_request.node, failure)
-            del failure  # break the reference cycle: it has this frame in its traceback
+        peers.remember(node_request.node, None)  # not after a cancellation, which says nothing about the node
+        return answer
 
     @asynccontextmanager
     async def _lent(self, pool: PagePool | None = None) -> AsyncIterator[PageConnection]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -16,6 +17,7 @@ from servers import start_server
 
 from benchmarks import valkey_cluster
 from kvpage_server.client import AsyncPageClient, PageClient, PageClientError, Unsupported
+from kvpage_server.client.cluster.nodes import Peers
 from kvpage_server.client.raw_commands import RawCommand, integer
 
 NAMES = [(b"{segment-%d}%d" % (i // 4, i), i) for i in range(160)]  # 40 segments: servers have random names
@@ -106,6 +108,18 @@ async def test_a_call_that_is_cancelled_leaves_a_client_that_works(store: Store)
         finally:
             send(signal.SIGCONT)
         assert all(await read(pages))
+
+
+async def test_a_cancelled_call_is_no_answer_of_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    remembered: list[str] = []
+    monkeypatch.setattr(Peers, "remember", lambda _, node, failure: remembered.append(str(node)))
+    with start_server() as server, socket.create_server(("127.0.0.1", 0)) as silent:
+        name = f"127.0.0.1:{silent.getsockname()[1]}"
+        async with AsyncPageClient(f"{server.url},redis://{name}", deadline=30, node_deadline=30) as pages:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(read(pages), 2)
+    assert len(remembered) > 0
+    assert not any(name in node for node in remembered)
 
 
 async def test_bad_weather_never_becomes_wrong_bytes() -> None:
