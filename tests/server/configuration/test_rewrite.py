@@ -50,9 +50,9 @@ def test_maxclients_is_written_as_the_system_has_lowered_it(tmp_path: Path) -> N
     limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100)); "
     program = ("-c", f"{limit}from kvpage_server.app import main; main()")
     with start_server(file=file, program=program) as server, server.client() as client:
-        assert client.config_get("maxclients")["maxclients"] == "68"
+        assert client.config_get("maxclients")["maxclients"] == "36"
         assert client.config_rewrite()
-    assert "maxclients 68" in file.read_text(encoding="utf-8").splitlines()
+    assert "maxclients 36" in file.read_text(encoding="utf-8").splitlines()
 
 
 def test_changed_parts_are_replaced_where_they_stand(tmp_path: Path) -> None:

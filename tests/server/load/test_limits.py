@@ -75,21 +75,21 @@ class TestConnections:
             client.config_set("maxclients", maxclients)
 
     def test_there_are_as_many_as_the_system_allows(self, tmp_path: Path) -> None:
-        """With 64 descriptors: fewer clients, a line in the log, and no busy loop when even they run out."""
+        """With 96 descriptors: fewer clients, a line in the log, and no busy loop when even they run out."""
         port = free_port()
         command = (
-            f"ulimit -n 64; exec '{sys.executable}' -m kvpage_server.app --port {port} --dir '{tmp_path}' "
+            f"ulimit -n 96; exec '{sys.executable}' -m kvpage_server.app --port {port} --dir '{tmp_path}' "
             "--logfile log --store memory"
         )
         with subprocess.Popen(["/bin/sh", "-c", command]) as process, ExitStack() as stack:
             until(lambda: _listens(port))
             first = stack.enter_context(Wire(port))
             maxclients = int(first.ask(b"CONFIG", b"GET", b"maxclients").split(b"\r\n")[4])
-            assert maxclients == 64 - 32
+            assert maxclients == 96 - 64
             refused = first.ask(b"CONFIG", b"SET", b"maxclients", b"1000")
             assert b"not able to handle the specified number of clients, try with 32" in refused
             assert first.ask(b"CONFIG", b"GET", b"maxclients").split(b"\r\n")[4] == b"32"
-            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (24, 64))
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (24, 96))
             for _ in range(80):
                 stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
             assert first.ask(b"PING") == b"+PONG\r\n"
@@ -104,16 +104,16 @@ class TestConnections:
             until(lambda: _answers(port))
             process.terminate()
             assert process.wait(STOP_WITHIN) == 0
-            assert "maxclients is 32: the system gives 64 file descriptors" in (tmp_path / "log").read_text(
+            assert "maxclients is 32: the system gives 96 file descriptors" in (tmp_path / "log").read_text(
                 encoding="utf-8"
             )
 
-    @pytest.mark.parametrize("descriptors", [16, 32])
+    @pytest.mark.parametrize("descriptors", [16, 64])
     def test_too_few_descriptors_for_one_are_refused(self, tmp_path: Path, descriptors: int) -> None:
         start = f"exec '{sys.executable}' -m kvpage_server.app --port {free_port()} --dir '{tmp_path}' --metrics-port 0"
         words = ["/bin/sh", "-c", f"ulimit -n {descriptors}; {start}"]
         result = subprocess.run(words, capture_output=True, timeout=60, encoding="utf-8", check=False)
-        reason = f"the system gives {descriptors} file descriptors, and the server needs 32, and one for each client"
+        reason = f"the system gives {descriptors} file descriptors, and the server needs 64, and one for each client"
         assert (result.returncode, result.stderr) == (1, f"kvpage-server: maxclients: {reason} (ulimit -n)\n")
 
     def test_idle_ones_end(self, limited: RunningServer, client: redis.Redis) -> None:

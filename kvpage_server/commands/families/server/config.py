@@ -23,7 +23,9 @@ from kvpage_server.store.eviction.quotas import Rule
 from kvpage_server.system.durable import remove_unfinished, replacing
 from kvpage_server.system.process import raise_descriptor_limit
 
-OWN_DESCRIPTORS = 32  # file descriptors of the process, in addition to those of clients
+# File descriptors of the process, in addition to those of clients: some 35 for files, listeners and event loop, and
+# others for the start of the process that answers HTTP, KV events, and files that are written.
+OWN_DESCRIPTORS = 64
 _FLAGS = "admin noscript loading stale"
 _LONGEST = 1 << 19  # bytes of all values of CONFIG SET together
 _LONGEST_VALUE = 1 << 16  # bytes of a value, except for the patterns of quotas
