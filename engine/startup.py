@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
@@ -159,8 +160,13 @@ def _probe(
     """Probe the model, and return its description. With `kv_bits`, keys and values of layers with a row per token are
     quantised, from token `quantised_from` of a prompt on, and a warning names the kinds of the other layers.
 
-    Raises UnsupportedCacheError if the model cannot use such a cache.
+    Raises ValueError if MLX cannot compute the model here, and UnsupportedCacheError if the model cannot use such a
+    cache.
     """
+    try:
+        mx.eval(model(mx.array([[0]]), cache=make_prompt_cache(model)))
+    except RuntimeError as error:  # of MLX, for example for experts in 16 bits on a CPU
+        raise ValueError(f"{model_id} cannot be computed on this machine: {error}") from error
     made = make_prompt_cache(model)
     cache = [quantised(layer, KV_GROUP_SIZE, kv_bits) for layer in made] if kv_bits else made
     kinds = {type(part) for part in parts(cache)}

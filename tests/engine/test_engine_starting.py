@@ -13,7 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from api_engines import SMOLLM2, write_tiny
+from api_engines import SMOLLM2, write_family, write_tiny
+
+# isort: split
+import mlx.core as mx
 
 WITHIN = 60.0  # seconds
 
@@ -77,3 +80,12 @@ def test_long_steps_of_loading_are_printed(tmp_path: Path) -> None:
         assert min(places) >= 0, output
         process.send_signal(signal.SIGTERM)
         assert process.wait(WITHIN) == 0
+
+
+@pytest.mark.skipif(mx.default_device() == mx.gpu, reason="a GPU computes experts in 16 bits")
+def test_a_model_that_mlx_cannot_compute_ends_the_start(tmp_path: Path) -> None:
+    with serving(write_family(tmp_path / "experts", "gpt_oss", mx.float16)) as process:
+        output = read_until(process, "is served on")
+        assert output.splitlines()[-1].startswith("kvpage-engine: experts cannot be computed on this machine: ")
+        assert "float32" in output
+        assert process.wait(WITHIN) == 1

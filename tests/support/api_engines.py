@@ -56,9 +56,11 @@ def write_tiny(directory: Path, **changes: object) -> Path:
     return _write(directory, model, letter_tokenizer(), TEMPLATE)
 
 
-def write_family(directory: Path, kind: str) -> Path:
+def write_family(directory: Path, kind: str, dtype: mx.Dtype = mx.float32) -> Path:
     """A random model of another family, with the tokenizer and the template of `write_tiny`."""
-    return _write(directory, tiny(kind), letter_tokenizer(), TEMPLATE)
+    model = tiny(kind)
+    model.set_dtype(dtype)
+    return _write(directory, model, letter_tokenizer(), TEMPLATE)
 
 
 def write_offered(directory: Path, marks: Sequence[str] = ("<tool_call>", "</tool_call>")) -> Path:
