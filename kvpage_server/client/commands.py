@@ -686,11 +686,11 @@ def _raw_or_coded(value: Any) -> Any:
         return value
     digest, code = array(2)(value)
     if not isinstance(code, bytes | memoryview):
-        raise WrongReply(f"instead of a coded block came {code!r:.80}")
+        raise WrongReply.instead_of("a coded block", code)
     try:
         return [int(bytes(digest), 16), code]
     except (TypeError, ValueError):
-        raise WrongReply(f"instead of a digest came {digest!r:.80}") from None
+        raise WrongReply.instead_of("a digest", digest) from None
 
 
 # -- The commands that a server supports -------------------------------------------------------------------------------

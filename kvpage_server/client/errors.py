@@ -65,6 +65,18 @@ class Closed(Disconnected):
 class WrongReply(PageClientError, redis.InvalidResponse):
     """Error: a reply is not RESP, or does not fit the request. The connection is closed."""
 
+    @classmethod
+    def instead_of(cls, expected: str, found: object) -> WrongReply:
+        """Return the error for another reply than the expected one, with the beginning of the found one."""
+        return cls(f"instead of {expected} came {_beginning(found)!r:.80}")
+
+
+def _beginning(value: object) -> object:
+    """Return the beginning of a reply, with bytes in place of memory."""
+    if isinstance(value, memoryview):
+        return bytes(value[:80])
+    return [*map(_beginning, value[:10])] if isinstance(value, list) else value
+
 
 class Refused(PageClientError, redis.ResponseError):
     """Error: the server sent an error reply. `code` is its first word, such as ERR, OOM or NOPERM."""

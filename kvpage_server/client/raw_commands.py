@@ -134,7 +134,7 @@ def _read(raw_commands: Sequence[RawCommand], values: Sequence[Any]) -> list[Any
 
 def _expect(so: bool, expected: str, value: Any) -> None:
     if not so:
-        raise WrongReply(f"instead of {expected} came {value!r:.80}")
+        raise WrongReply.instead_of(expected, value)
 
 
 def ok(value: Any) -> None:

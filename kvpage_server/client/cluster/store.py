@@ -271,7 +271,7 @@ class ClusterCalls:
             if isinstance(answer, Refused) and one.apart:
                 apart.append(one.apart())
             elif answer != b"OK" and not isinstance(answer, int):
-                raise WrongReply(f"instead of OK came {answer!r:.80}")
+                raise WrongReply.instead_of("OK", answer)
         yield from self._singly(chain.from_iterable(apart), end)
 
     @timed
@@ -458,7 +458,7 @@ def _reason(answer: Answer | Failed) -> str | None:
         return "size"
     if isinstance(answer, Failed):
         return GONE
-    raise WrongReply(f"instead of a string came {answer!r:.80}")
+    raise WrongReply.instead_of("a string", answer)
 
 
 def _shapes(names: Sequence[BlockName], answers: Sequence[Answer]) -> dict[BlockName, BlockShape]:

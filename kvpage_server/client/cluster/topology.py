@@ -160,7 +160,7 @@ def ask_slots(of: Node) -> Request[SlotMap]:
 def ranges_of(value: Any, asked: Node) -> Iterator[tuple[int, int, Shard]]:
     """Yield (first slot, last slot, shard) from a reply to CLUSTER SLOTS of the node `asked`. Raises WrongReply."""
     if not isinstance(value, list):
-        raise WrongReply(f"instead of the cluster's slots came {value!r:.80}")
+        raise WrongReply.instead_of("the cluster's slots", value)
     for entry in value:
         try:
             first, last, *nodes = entry

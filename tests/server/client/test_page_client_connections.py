@@ -344,6 +344,14 @@ def test_answers_that_are_none_have_errors_of_their_own(answers: list[bytes], er
             pages.get_page_into(key(0), bytearray(4))
 
 
+@pytest.mark.parametrize("found", [memoryview(b"abc" * 1000), [memoryview(b"abc"), 1], b"abc"])
+def test_an_unexpected_reply_is_shown_by_its_bytes(found: object) -> None:
+    error = str(WrongReply.instead_of("OK", found))
+    assert "memory" not in error
+    assert "abc" in error
+    assert len(error) < 120
+
+
 def test_a_refusal_leaves_the_connection_as_it_was(server: RunningServer, client: redis.Redis) -> None:
     with PageClient(server.url) as pages:
         assert not pages.exists(key(0))
