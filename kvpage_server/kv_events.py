@@ -50,6 +50,8 @@ log = logging.getLogger("kvpage")
 
 Event = dict[str, Any]
 
+_HASH = re.compile(rb"[0-9a-f]{16,}")
+
 
 class KVEventsError(ValueError):
     """Error: an address cannot be used, or a package is not installed."""
@@ -116,15 +118,17 @@ def removed(
 def events_of_store(records: bytes) -> list[Event]:
     """Return the events of a server's changes: of each block that changed, the state after its last change.
 
-    `records` are those of `BlockChanges.take`. A request that ends with a hash of 16 or more hexadecimal digits names a
-    block by its contents: the page id is the group of the KV cache, and the name before the hash belongs to the
-    ownership. Other blocks belong to a session, which is the request, and their hash is the name ``REQUEST:PAGE``.
+    `records` are those of `BlockChanges.take`. A request that is a hash of 16 or more hexadecimal digits, or ends with
+    a dot and one, names a block by its contents: the page id is the group of the KV cache, and the name before the hash
+    belongs to the ownership. A segment in braces before the name, as on several servers, is left out. Other blocks
+    belong to a session, which is the request, and their hash is the name ``REQUEST:PAGE``.
     """
     was_cleared, groups, others = changed_blocks(records)
     events = [CLEARED] if was_cleared else []
     encoded = importlib.import_module("msgspec").Raw
     for space, page, gone, new in groups:
-        ownership = f"kvpage:{_text(space)}" if space else "kvpage"
+        owner = _without_segment(space)
+        ownership = f"kvpage:{_text(owner)}" if owner else "kvpage"
         place: dict[str, Any] = {"medium": "STORAGE", "locality": "REMOTE", "ownership": ownership, "group": page}
         if gone:
             events.append(removed(encoded(gone), **place))
@@ -132,14 +136,28 @@ def events_of_store(records: bytes) -> list[Event]:
             events.append(stored(encoded(new), **place))
     sessions: dict[bytes, list[bytes]] = {}
     removed_names: list[bytes] = []
+    in_segments: dict[int, dict[int, bool]] = {}  # by page id and hash: whether the block was added
     for (req_id, page), was_added in others.items():
+        if (name := _without_segment(req_id)) != req_id and _HASH.fullmatch(name):
+            in_segments.setdefault(page, {})[hash_of(name.decode())] = was_added
+            continue
         blocks = sessions.setdefault(req_id, []) if was_added else removed_names
         blocks.append(b"%b:%d" % (req_id, page))
     place = {"medium": "STORAGE", "locality": "REMOTE", "ownership": "kvpage"}
+    for page, hashes in in_segments.items():
+        if not all(hashes.values()):
+            events.append(removed([one for one, was_added in hashes.items() if not was_added], **place, group=page))
+        if any(hashes.values()):
+            events.append(stored([one for one, was_added in hashes.items() if was_added], **place, group=page))
     if removed_names:
         events.append(removed(removed_names, **place))
     events += [stored(blocks, session=_text(req_id), **place) for req_id, blocks in sessions.items()]
     return events
+
+
+def _without_segment(name: bytes) -> bytes:
+    """Return a name without the ``{segment}`` before it."""
+    return name.partition(b"}")[2] if name.startswith(b"{") and b"}" in name else name
 
 
 def _text(name: bytes) -> str:

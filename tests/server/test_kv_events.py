@@ -176,6 +176,16 @@ def test_a_batch_says_the_state_after_its_changes() -> None:
     assert found[-1]["session_id"] == "chat"
 
 
+def test_blocks_of_segments_are_stored_and_removed_by_hash() -> None:
+    first, second = (f"{{segment}}{number:032x}".encode() for number in (1, 2))
+    found = described([(True, first, 0), (True, second, 0), (False, first, 0), (True, first, 1)])
+    assert [(event["type"], event["block_hashes"], event["group_idx"]) for event in found] == [
+        ("BlockRemoved", [1], 0),
+        ("BlockStored", [2], 0),
+        ("BlockStored", [1], 1),
+    ]
+
+
 def test_a_subscriber_knows_the_blocks_whatever_the_batches_are() -> None:
     """Blocks are added, removed and cleared at random, and the changes are cut into batches at random."""
     chance = random.Random(44)
@@ -547,6 +557,10 @@ def test_a_wrong_configuration_is_refused(options: list[str], error: str) -> Non
         ("ab" * 128, ("kvpage", HIGH)),
         (f"a-{HASH}", ("kvpage", f"a-{HASH}:3".encode())),
         ("", ("kvpage", b":3")),
+        (f"{{{'cd' * 16}}}{HASH}", ("kvpage", HIGH)),
+        (f"{{vllm.lb.{'cd' * 16}}}vllm.lb.{HASH}", ("kvpage:vllm.lb", HIGH)),
+        (f"{{a.{HASH}", ("kvpage:{a", HIGH)),
+        ("{a}chat", ("kvpage", b"{a}chat:3")),
         (f"a.b.{HASH}".upper(), ("kvpage", f"a.b.{HASH}".upper().encode() + b":3")),
     ],
 )
