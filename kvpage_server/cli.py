@@ -208,7 +208,7 @@ def _report_failure(args: argparse.Namespace, url: str, failure: Exception) -> i
     elif isinstance(failure, OSError):
         why = reason_of(failure)
     elif isinstance(failure, MALFORMED):
-        why = f"{shown(url)}: {malformed(failure)}"
+        why = f"{shown(url) or 'the server'}: {malformed(failure)}"
     elif "DB index is out of range" in why:
         return say("kvpage", f"{shown(url)}: the server has no such database; allowed: 0 of a kvpage-server", 2)
     elif why.startswith("a gateway does not support"):
