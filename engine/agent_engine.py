@@ -184,6 +184,7 @@ class Job:
         """Return the answer for `on_done`, with the reuse of the job's loads."""
         loaded = self.loaded
         tier: Tier = self.restored[0] if loaded else "prefix" if self.leader else "none"
+        dropped = loaded and loaded.reach and not done.tokens_reused and not done.not_kept  # see `ever_fits`
         reuse = Reuse(
             tier=tier if done.tokens_reused else "none",
             tokens=done.tokens_reused,
@@ -191,7 +192,7 @@ class Job:
             waited_seconds=self.waited,
             time_to_first_token=self.joined - self.submitted + done.time_to_first_token,
             prefill_seconds=done.prefill_seconds,
-            why=loaded.why if loaded else None,
+            why="pool" if dropped else loaded.why if loaded else None,
             coded=loaded.coded if loaded else None,
             mapped=loaded is not None and loaded.mapped,
         )

@@ -37,6 +37,7 @@ from .scheduling.request import (
     Request,
     SchedulerConfig,
     TokenReceiver,
+    Use,
 )
 from .spec import ModelCacheSpec
 
@@ -168,25 +169,21 @@ class BlockPoolBatchEngine:
         max_tokens = self.spec.answer_tokens(len(tokens), max_tokens)
         if cache is not None:
             cache.validate(self.spec)
-        reused = cache.reusable_for(self.spec, tokens) if cache else 0
-        shared = cache.blocks[: reused // self.spec.block_tokens] if cache else ()
-        thought = () if self._runner.takes_one_pass(reused, len(tokens)) else self._thought(tokens)
-        checkpoints = self._block_manager.checkpoints(reused, len(tokens), {*boundaries, *thought})
-        behind = len(shared) * self.spec.block_tokens
-        carried = {at: state for at, state in cache.states.items() if behind < at <= reused} if cache else {}
-        checkpoints = [*(at for at in carried if at in boundaries), *checkpoints]
+        use = self._use(cache, tokens, boundaries)
+        if cache and not self._block_manager.ever_fits(use, len(tokens) + max_tokens):
+            cache, use = None, self._use(None, tokens, boundaries)
         choice, guard, least = self._choice(len(tokens), sampler, logits_processors, stop_tokens)
         request = Request(
             uid=next(self._uids),
             agent_id=agent_id,
             prompt=tokens,
-            tokens_reused=reused,
+            tokens_reused=use.tokens,
             max_tokens=max_tokens,
-            cache=self._runner.cache(cache, reused),
-            shared=shared,
-            checkpoints=checkpoints,
-            spare_states=self._block_manager.spare_states(len(checkpoints), shared, len(carried), len(tokens)),
-            states=carried,
+            cache=self._runner.cache(cache, use.tokens),
+            shared=use.shared,
+            checkpoints=use.checkpoints,
+            spare_states=use.spare_states,
+            states=use.carried,
             choice=choice,
             guard=guard,
             text=self._text(tokens, stop, least, continues=continues),
@@ -499,6 +496,18 @@ class BlockPoolBatchEngine:
         on_prompt, request.on_prompt = request.on_prompt, None
         on_prompt(request.full_blocks(self.spec))
         return None
+
+    def _use(self, cache: AgentBlocks | None, tokens: Sequence[int], boundaries: Collection[int]) -> Use:
+        """Return the part of the caller's cache that a prompt uses, and where it keeps states."""
+        reused = cache.reusable_for(self.spec, tokens) if cache else 0
+        shared = cache.blocks[: reused // self.spec.block_tokens] if cache else ()
+        thought = () if self._runner.takes_one_pass(reused, len(tokens)) else self._thought(tokens)
+        checkpoints = self._block_manager.checkpoints(reused, len(tokens), {*boundaries, *thought})
+        behind = len(shared) * self.spec.block_tokens
+        carried = {at: state for at, state in cache.states.items() if behind < at <= reused} if cache else {}
+        checkpoints = [*(at for at in carried if at in boundaries), *checkpoints]
+        spare = self._block_manager.spare_states(len(checkpoints), shared, len(carried), len(tokens))
+        return Use(reused, shared, carried, checkpoints, spare)
 
     def _thought(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Return the position of the mark that opens the model's thinking at the end of a prompt, or of the white space

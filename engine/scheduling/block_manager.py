@@ -9,7 +9,7 @@ from ..memory.blocks import AgentBlocks, KVBlock
 from ..memory.kvcache import Cache
 from ..pool import BlockPool, PoolExhaustedError
 from ..spec import ModelCacheSpec
-from .request import Request
+from .request import Request, Use
 
 
 class BlockManager:
@@ -72,6 +72,14 @@ class BlockManager:
             if needed > total:
                 larger = "make it larger (--memory), or the prompt or max_tokens smaller"
                 raise PoolExhaustedError(f"{needed} {what} needed, the pool has {total} in all: {larger}")
+
+    def ever_fits(self, use: Use, capacity: int) -> bool:
+        """Return whether the whole pool can hold a context of `capacity` tokens that uses a part of a cache. The blocks
+        that it shares may have more states than it would keep itself.
+        """
+        blocks, nbytes = self._needed(capacity, len(use.shared), len(use.checkpoints) + use.spare_states)
+        held = sum(block.nbytes for block in use.shared)
+        return blocks + len(use.shared) <= self.pool.total_blocks and nbytes + held <= self.pool.total_bytes
 
     def reserve(self, request: Request, forked: bool = False) -> None:
         """Reserve blocks in the pool for a request. If it is `forked`, it will share the full blocks of its prompt.

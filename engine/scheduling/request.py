@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
@@ -69,6 +69,16 @@ class CompletedGeneration:
     prefill_seconds: float  # of these, since it joined the batch
     not_kept: str | None = None  # the reason if the context is not kept
     error: Exception | None = None  # raised by a callback, the sampler or the model
+
+
+class Use(NamedTuple):
+    """The part of the caller's cache that a prompt uses, and the states that it keeps."""
+
+    tokens: int  # the reused ones
+    shared: tuple[KVBlock, ...]  # full blocks of the cache that the result shares
+    carried: dict[int, Arrays]  # states of the cache behind these, by position
+    checkpoints: Sequence[int]  # positions in the prompt at which to keep the state
+    spare_states: int  # more states that may be kept, without the last one before the prompt's end
 
 
 @dataclass(slots=True)

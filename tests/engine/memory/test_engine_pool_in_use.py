@@ -183,3 +183,22 @@ def test_answers_completed_before_a_shutdown_are_available(batch: BlockPoolBatch
     for answer in (first, *batch.step()):
         assert len(answer.tokens) == 2
         pool.free(answer.blocks.block_ids, answer.agent_id)
+
+
+def test_shared_blocks_that_leave_no_room_are_not_used() -> None:
+    """Each window may keep a state at any position, so a shared block can be larger than a computed one."""
+    model = tiny("gemma3_text")
+    spec = ModelCacheSpec.probe(model, TOKENIZER)
+    pool = BlockPool()
+    batch = BlockPoolBatchEngine(model, TOKENIZER, spec, pool, SchedulerConfig(wait_for_blocks=True))
+    batch.submit("alice", PROMPT[:300], boundaries=range(10, 250, 10), max_tokens=1)
+    (first,) = batch.step()
+    (expected,) = (batch.submit("bob", PROMPT[:300], max_tokens=4), *batch.step())[1:]
+    pool.free(expected.blocks.block_ids, "bob")
+    pool.reconfigure(total_bytes=304 * spec.token_nbytes + 8 * spec.state_nbytes(304))
+    batch.submit("bob", PROMPT[:300], first.blocks, max_tokens=4)
+    pool.free(first.blocks.block_ids, "alice")
+    (second,) = batch.step()
+    assert (second.tokens, second.tokens_reused) == (expected.tokens, 0)
+    pool.free(second.blocks.block_ids, "bob")
+    pool.check_empty()
