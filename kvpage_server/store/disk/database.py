@@ -472,10 +472,12 @@ class Disk:
             self._locks.close()
 
     def flush(self) -> None:
-        """Synchronise the file, which makes all commits durable. Raises DiskFull, DiskError."""
+        """Synchronise the file, which makes all commits durable. Raises DiskFull, DiskError, also if the file has lost
+        its name. It may run during a commit.
+        """
         with lmdb_errors(self.path, writing=True):
             self._env.sync(True)
-            self._marker.committed()
+            self._marker.check()
 
     @property
     def size(self) -> int:

@@ -84,10 +84,15 @@ class CleanMarker:
     def close(self) -> None:
         os.close(self._file)
 
-    def _size_and_mtime(self) -> str:
+    def check(self) -> os.stat_result:
+        """Return the attributes of the database. Raises OSError if no file or another file has its name."""
         found = self._path.stat()
         if not os.path.samestat(found, self._opened):
             raise OSError(errno.ESTALE, "another file has replaced the open one", str(self._path))
+        return found
+
+    def _size_and_mtime(self) -> str:
+        found = self.check()
         return f"{found.st_size} {found.st_mtime_ns}"
 
     def _write(self, text: str) -> None:

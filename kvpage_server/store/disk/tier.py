@@ -429,11 +429,10 @@ class DiskTier(Tier):
         await behind.settle()
         if behind.durable < position:
             return f"{behind.failing} ({behind.position - behind.durable} changes are in memory alone)"
-        if behind.mode == "no":
-            try:
-                await asyncio.to_thread(self.disk.flush)
-            except (DiskError, DiskFull) as error:
-                return str(error)
+        try:
+            await asyncio.to_thread(self.disk.flush)
+        except (DiskError, DiskFull) as error:
+            return str(error)
         return ""
 
     @property

@@ -168,6 +168,19 @@ def test_a_refused_change_of_a_value_keeps_the_value(disk: Path) -> None:
         assert client.get("kv:b:1:1:0:0")[64:] == whole[-64 * 256 * 2 :]
 
 
+@pytest.mark.parametrize("mode", ["always", "everysec", "no"])
+def test_no_save_succeeds_while_another_file_has_the_name(tmp_path: Path, mode: str) -> None:
+    with start_server(*TIERED, "--appendfsync", mode, directory=tmp_path) as server, server.client() as client:
+        client.set("key", "value")
+        assert client.save()
+        opened = (tmp_path / FILE).rename(tmp_path / "opened")
+        shutil.copy(opened, tmp_path / FILE)
+        with pytest.raises(redis.ResponseError, match="another file has replaced the open one"):
+            client.save()
+        opened.replace(tmp_path / FILE)
+        assert client.save()
+
+
 def test_an_earlier_successful_save_does_not_hide_a_full_disk(disk: Path) -> None:
     options = (*TIERED, "--appendfsync", "always")
     with start_server(*options, directory=disk, killed=True) as server, server.client() as client:
