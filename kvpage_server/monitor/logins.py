@@ -84,7 +84,7 @@ class StoreConnector:
             words=words,
             protocol=3,
             socket_timeout=ANSWER_SECONDS,
-            retry=_RetryOnce(NoBackoff(), 1),
+            retry=_RetryOnce(NoBackoff(), 1, (redis.ConnectionError,)),
             **options,
         )
         return redis.asyncio.Redis(connection_pool=pool)

@@ -389,8 +389,10 @@ def test_without_the_extra_the_error_names_it() -> None:
 def test_a_store_that_does_not_answer_is_reported(seen: SeenServer) -> None:
     os.kill(seen.server.pid, signal.SIGSTOP)
     try:
-        with seen.browser() as browser:
-            assert browser.get("/health").status_code == 200
+        with seen.stranger() as stranger:
+            until(lambda: stranger.get("/health").status_code == 503, "the report")
+            assert stranger.get("/health").text == "the store does not answer\n"
     finally:
         os.kill(seen.server.pid, signal.SIGCONT)
+    until(seen.answers, "the store's answer")
     assert seen.metrics()["kvpage_uptime_seconds",] >= 0
