@@ -191,15 +191,15 @@ def kvmap_area(client: Client, args: list[Argument]) -> Reply:
     """Return the bytes of the memory: as many as requested, or a few more. The reply carries its descriptor
     (SCM_RIGHTS), which can be mapped for reading.
 
-    The memory is at most 32 MiB, counts for `maxmemory-clients`, and replaces that of an earlier KVMAP AREA. When the
-    connection ends, its bytes become zeros, also where the client has mapped them. The command must not be sent in a
-    pipeline behind others.
+    The memory is at most 32 MiB, counts for `maxmemory-clients`, and replaces that of an earlier KVMAP AREA, which
+    stays after an error. When the connection ends, its bytes become zeros, also where the client has mapped them. The
+    command must not be sent in a pipeline behind others.
     """
     _check_socket(client)
     size = integer_in("bytes", args[0], 1, MOST_AREA)
-    client.drop_area()
-    if not _has_room(client, size):
-        raise ReplyError(_NO_ROOM)
+    if not _has_room(client, size - (client.area.size if client.area else 0)):
+        most = client.server.config.client_memory // _SHARE
+        raise ReplyError(f"OOM clients hold up to {most} bytes, and {size} more of memory of a connection do not fit")
     try:
         area = Area(size)
     except OSError as error:
@@ -208,6 +208,7 @@ def kvmap_area(client: Client, args: list[Argument]) -> Reply:
         _pass(client, area.size, [area.descriptor])
     finally:
         area.close()
+    client.drop_area()
     client.keep_area(area)
     return ()
 

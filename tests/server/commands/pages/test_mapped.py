@@ -358,6 +358,20 @@ def test_wrong_copies_have_errors_of_their_own(tenant: Local, server: RunningSer
     assert "needs memory" in tenant.do(b"KVMAP", b"COPY", 0, 1, b"r", 0)
 
 
+def test_a_refused_area_leaves_the_one_before_it(tenant: Local) -> None:
+    set_block(tenant, b"r")
+    area = tenant.area()
+    [item] = tenant.do(b"KVMAP", b"COPY", 0, 1, b"r", 0)
+    error = "OOM clients hold up to 8388608 bytes, and 33554432 more of memory of a connection do not fit"
+    assert tenant.do(b"KVMAP", b"AREA", 32 << 20) == error
+    tenant.send(encode_command([b"PING"]) + encode_command([b"KVMAP", b"AREA", b"4096"]))
+    assert tenant.reply() == b"+PONG\r\n"
+    assert b"read all earlier replies" in tenant.reply()
+    assert copy_of(area, item) == BODY
+    [again] = tenant.do(b"KVMAP", b"COPY", 2 * MIB, 1, b"r", 0)
+    assert copy_of(area, again) == BODY
+
+
 def test_areas_take_half_of_the_memory_for_clients(tenant: Local, client: redis.Redis, path: Path) -> None:
     before = lent(client)
     for _ in range(20):
