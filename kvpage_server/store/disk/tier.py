@@ -66,7 +66,7 @@ from kvpage_server.store.memory.catalogue import WITH_TIER
 from kvpage_server.store.memory.entry import LONGEST_TEXT, Entry, Page, Text
 from kvpage_server.store.memory.index import Block, Extent, ExtentPage, NotLoaded, OnDisk
 from kvpage_server.store.records import Damaged, Record, footprint, name_of_block, name_of_key
-from kvpage_server.system.text import LogRateLimit, monotonic_ms, plural
+from kvpage_server.system.text import Durations, LogRateLimit, monotonic_ms, plural
 
 # -- The load of all keys at the start ---------------------------------------------------------------------------------
 #
@@ -434,6 +434,11 @@ class DiskTier(Tier):
         except (DiskError, DiskFull) as error:
             return str(error)
         return ""
+
+    def reset_statistics(self) -> None:
+        """Set the counts and durations of usual work to 0. Those of damage and errors stay."""
+        self.stored.counts.reset()
+        self.behind.times, self.fetching.times = Durations(), Durations()
 
     @property
     def unsaved(self) -> int:

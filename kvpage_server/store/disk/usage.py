@@ -273,6 +273,10 @@ class DiskCounters:
     corrupt = 0  # values that were found damaged, and removed
     repaired = 0  # values that were damaged on disk, and written again from memory
 
+    def reset(self) -> None:
+        """Set the counts of usual work to 0. Those of damage stay."""
+        self.fetched = self.decoded = self.dropped = self.evicted = 0
+
 
 class Stored:
     """The values on disk and their queued changes. `maxdisk` is in bytes, 0 for no limit."""

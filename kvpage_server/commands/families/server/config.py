@@ -188,7 +188,9 @@ def _refused(name: str, why: str) -> ReplyError:
 
 @_config("config|resetstat", complexity="O(N) with N connections", reply="OK", summary="Resets the statistics.")
 def config_resetstat(client: Client, args: list[Argument]) -> Reply:
-    """Set the counts in INFO to 0, and return OK. The slow log and the counts of open connections stay."""
+    """Set the counts in INFO to 0, and return OK. The slow log, and the counts of open connections and of damage and
+    errors of the disk stay.
+    """
     server = client.server
 
     def steps() -> Steps[Reply]:
@@ -197,6 +199,10 @@ def config_resetstat(client: Client, args: list[Argument]) -> Reply:
         server.stats.bytes_out = -server.totals.sent  # the counts of open connections are not reset
         server.refusals.forget_totals()
         server.keyspace.counters.reset()
+        for quota in server.keyspace.eviction_order.quotas.all:
+            quota.evicted = 0
+        if server.tiered is not None:
+            server.tiered.reset_statistics()
         return OK
 
     return stepwise(steps(), small=len(server.clients) <= STEP)
