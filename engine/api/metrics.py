@@ -161,7 +161,11 @@ def _page_server(server: PageServer) -> Iterator[Metric]:
     for state in ("closed", "half-open", "open"):
         breaker.add_metric([state], server.breaker == state)
     yield breaker
-    yield _gauge("page_server_up", "1 if the page server answers, 0 during an outage", server.reachable)
+    yield _gauge(
+        "page_server_up",
+        "1 if the page server answers, 0 during an outage and before its first answer",
+        server.reachable,
+    )
     yield _gauge("page_server_saving", "1 if the last context was saved, 0 if its save failed", server.saving)
     yield _counter("page_server_opened", "Times that the circuit breaker has opened", "", {"": server.opened})
     yield _counter("page_server_misses", "Incomplete or missed loads, by reason", "reason", server.misses)

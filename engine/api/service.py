@@ -270,6 +270,8 @@ class Service:
 def _store_health(store: AgentCacheStore) -> dict[str, object]:
     if outage := store.outage:
         return {"store": "unreachable", "reason": outage.reason, "seconds": round(outage.seconds)}
+    if not store.connected:
+        return {"store": "connecting"}
     failure = store.save_failures.get("page")
     return {"store": "not saving", "reason": failure} if failure else {"store": "ok"}
 

@@ -50,7 +50,7 @@ class PageServer:
     prefill_rate: float | None  # tokens a second
     breaker: str  # "closed", "open" or "half-open"
     opened: int  # number of times that the breaker has opened
-    reachable: bool  # False during an outage
+    reachable: bool  # False during an outage, and before the first answer
     saving: bool  # False if the last save failed
 
     @classmethod
@@ -66,7 +66,7 @@ class PageServer:
             prefill_rate=pages.rates.prefill_rate,
             breaker=pages.breaker.state,
             opened=pages.breaker.opened,
-            reachable=pages.outage is None,
+            reachable=pages.outage is None and pages.connected,
             saving=pages.save_failure is None,
         )
 

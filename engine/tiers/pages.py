@@ -167,6 +167,11 @@ class PageTier:
         """The outage of the server, or of one of several, that lasts now; None if all answer."""
         return self._connection.outage
 
+    @property
+    def connected(self) -> bool:
+        """Whether the server, or each of several, has ever answered."""
+        return self._connection.connected
+
     def do_in_background(self, work: Callable[[ServerConnection], Coroutine[Any, Any, None]]) -> None:
         """Start the coroutine `work(connection)` on the event loop. It is cancelled when the tier is closed."""
         self._connection.begin(work(self._connection), lambda _: None)

@@ -574,6 +574,11 @@ class AgentCacheStore:
         return self._pages.outage if self._pages else None
 
     @property
+    def connected(self) -> bool:
+        """Whether the page server, or each of several, has ever answered; True if there is none."""
+        return self._pages is None or self._pages.connected
+
+    @property
     def save_failures(self) -> dict[str, str]:
         """The reason for which the last save failed, or that of another context, by tier: "page" or "cold"."""
         tiers = {"page": self._pages, "cold": self._cold}

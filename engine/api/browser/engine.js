@@ -50,6 +50,7 @@ function secondsPerThousand(those) {
 function storeFailure({ store, at: now }) {
   if (store.store === "unreachable")
     return `The page server cannot be reached since ${clock(now - store.seconds)} (${store.reason}). Contexts stay in this engine's memory.`;
+  if (store.store === "connecting") return "The page server has not answered yet. Contexts stay in this engine's memory.";
   if (store.store === "not saving") return `The page server refuses contexts (${store.reason}). They stay in this engine's memory.`;
   return null;
 }

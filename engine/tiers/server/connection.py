@@ -177,7 +177,7 @@ class Reachability:
         self.outage: Outage | None = None
         self._address = address
         self._failures = 0  # in a row
-        self._connected = False  # whether the server has ever answered
+        self.connected = False  # whether the server has ever answered
 
     def failed(self, reason: str, error: BaseException) -> None:
         """Count a failure of the server."""
@@ -189,7 +189,7 @@ class Reachability:
                 is_logged = bool(others)
                 others.add(self)
             if not is_logged:
-                event = "lost connection" if self._connected else "cannot connect"
+                event = "lost connection" if self.connected else "cannot connect"
                 text = str(error) or "no answer in time"
                 log.warning("%s to the page server at %s (%s): %s", event, self._address, reason, text)
 
@@ -199,9 +199,9 @@ class Reachability:
             with self._lock:
                 is_logged = not self._noticed.pop(self._address, None)
             if not is_logged:
-                event = "connected again" if self._connected else "connected"
+                event = "connected again" if self.connected else "connected"
                 log.warning("%s to the page server at %s after %.0f s", event, self._address, self.outage.seconds)
-        self.outage, self._failures, self._connected = None, 0, True
+        self.outage, self._failures, self.connected = None, 0, True
 
     @property
     def in_doubt(self) -> bool:
@@ -254,6 +254,11 @@ class ServerConnection:
         """The outage of the server, or of one of several, that lasts now: the longest; None if all answer."""
         outages = [one.outage for one in (self.reachability, *list(self._nodes.values()))]
         return min(filter(None, outages), key=lambda outage: outage.begun, default=None)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the server, or each of several, has ever answered."""
+        return all(one.connected for one in (self.reachability, *list(self._nodes.values())))
 
     @property
     def in_doubt(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -74,6 +75,21 @@ def test_unreachable_store_is_reported_and_fails_the_exit(model: Path) -> None:
         assert "page: down" in answer.json()["error"]["message"]
     assert engine.final_log.count("cannot connect to the page server at " + url) == 1
     assert "2 contexts could not be saved (page: down)" in engine.final_log
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_store_is_not_ok_before_its_first_answer(model: Path, count: int) -> None:
+    with ExitStack() as stack:
+        servers = [stack.enter_context(start_server()) for _ in range(count)]
+        silent = servers[-1].process
+        stack.callback(silent.send_signal, signal.SIGCONT)
+        silent.send_signal(signal.SIGSTOP)
+        with start_engine(model, "--store", ",".join(server.url for server in servers)) as engine:
+            assert ready(engine) == {"status": "ok", "store": "connecting"}
+            assert engine.metric("page_server_up") == 0
+            silent.send_signal(signal.SIGCONT)
+            until(lambda: ready(engine) == {"status": "ok", "store": "ok"}, "the connection")
+            assert engine.metric("page_server_up") == 1
 
 
 def test_lost_connection_is_logged_once_and_its_end_once(model: Path) -> None:
