@@ -124,7 +124,7 @@ def lock(path: Path) -> IO[bytes]:
         lock.seek(0)
         owner = lock.read(20).decode("ascii", "replace").strip()
         lock.close()
-        raise DiskError(_in_use(path, f", pid {owner}"))
+        raise DiskError(_in_use(path, f", pid {owner}" if owner else ""))  # empty before the other has written it
     restrict_permissions(lock.fileno(), name=path)
     lock.truncate(0)
     lock.write(b"%d\n" % os.getpid())

@@ -230,6 +230,12 @@ def test_the_second_server_of_a_directory_is_refused(disk: Disk) -> None:
         Disk(disk.path.parent)
 
 
+def test_a_server_that_has_just_begun_has_no_pid_in_the_error(disk: Disk) -> None:
+    os.truncate(disk.path.parent / "kvpage.lock", 0)
+    with pytest.raises(DiskError, match="in use by another kvpage-server: each needs"):
+        Disk(disk.path.parent)
+
+
 def test_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
     Disk(tmp_path).close()
     env = lmdb.open(str(tmp_path / FILE), subdir=False, max_dbs=4)
