@@ -509,7 +509,7 @@ class AgentEngine:
         """Free blocks and bytes for the prompt that waits in the batch, if possible.
 
         Contexts are evicted from memory first. If that is not enough and no prompt runs, the blocks that were loaded
-        for a later prompt are freed; that prompt will be loaded again.
+        for a later prompt are freed; that prompt will be loaded again. Pinned contexts are the last to be evicted.
         """
         if not self._store or self._store.make_room(blocks, nbytes) or self._batch.running:
             return
@@ -519,6 +519,7 @@ class AgentEngine:
                 if job.stage is Stage.READY:  # a waiting job is loaded again after its claim
                     job.stage = Stage.SUBMITTED
                 return
+        self._store.make_room(blocks, nbytes, pinned=True)
 
     def _renamed(self, job: Job) -> TokenReceiver:
         """Return a receiver that counts tokens, and calls the job's `on_token` with the job's uid in place of the

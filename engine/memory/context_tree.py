@@ -320,6 +320,12 @@ class ContextTree:
         """Allow a pinned block to be evicted again. Return False if it was not pinned."""
         return self._pins.pop(name, None) is not None
 
+    def unpin_oldest(self) -> bool:
+        """Unpin the block that has been pinned for longest, because a prompt needs its memory. Return whether there was
+        one.
+        """
+        return any(self.unpin(name) for name in list(self._pins)[:1])
+
     def _protected(self) -> dict[str, str]:
         """Return the tenants of the blocks that have a lifetime or are pinned, and of those before pinned ones."""
         pinned = dict[str, str]()

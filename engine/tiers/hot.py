@@ -147,6 +147,16 @@ class HotTier:
                 return True
         return False
 
+    def unpin_oldest(self) -> bool:
+        """Unpin the least recently used pinned context, because a prompt needs its memory. Return whether there was
+        one.
+        """
+        oldest = next((entry for entry in self if entry.pinned), None)
+        if oldest:
+            oldest.pinned = False
+            log.warning("the context of %s is not pinned any more: a prompt needs its memory", oldest.context.agent_id)
+        return oldest is not None
+
     def abandon(self, failing: Collection[LowerTier]) -> bool:
         """Drop one leaving context whose tiers are all `failing`. Return whether there was one."""
         unwritable = next((entry for entry in self if entry.leaving and entry.is_unwritable(failing)), None)

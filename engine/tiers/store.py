@@ -542,11 +542,11 @@ class AgentCacheStore:
             self._flusher.wake()
         return evicted
 
-    def make_room(self, blocks: int, nbytes: int = 0) -> bool:
+    def make_room(self, blocks: int, nbytes: int = 0, *, pinned: bool = False) -> bool:
         """Evict from memory until the pool has `blocks` blocks and `nbytes` bytes free. Return whether it has them now.
 
         Dirty contexts are freed once they are written: call this again then. Contexts that no tier can take are dropped
-        last, and are lost.
+        after the others, and are lost. With `pinned`, contexts are unpinned if no memory becomes free.
         """
         with self._lock:
             while not self._has_space(blocks, nbytes):
@@ -554,7 +554,9 @@ class AgentCacheStore:
                 bytes_being_freed = self._hot.bytes_being_freed(failing)
                 if self._has_space(blocks - len(bytes_being_freed), nbytes - sum(bytes_being_freed.values())):
                     break
-                if not (self._flusher.abandon_prompt() or self._evict(failing) or self._hot.abandon(failing)):
+                if self._flusher.abandon_prompt() or self._evict(failing) or self._hot.abandon(failing):
+                    continue
+                if not pinned or self._frees() or not (self._hot.unpin_oldest() or self._tree.unpin_oldest()):
                     break
             self._flusher.wake()
             return self._has_space(blocks, nbytes)

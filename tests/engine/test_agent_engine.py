@@ -249,6 +249,15 @@ def test_a_prompt_without_space_waits_and_memory_is_evicted(url: str) -> None:
     bench.close()
 
 
+def test_a_prompt_that_does_not_fit_beside_a_pin_ends_it(url: str) -> None:
+    bench = Bench(url, blocks=7)
+    bench.ask("alice", TOKENS[:510])
+    assert bench.store.pin("alice")
+    assert list(bench.ask("carol", TOKENS[:1290]).tokens) == greedy(TOKENS[:1290])
+    assert not bench.store.pinned()
+    bench.close()
+
+
 def test_a_cancelled_prompt_frees_everything_at_once(running: RunningServer, url: str) -> None:
     with start_proxy(running.port) as proxy:
         bench = Bench(proxy.url, blocks=12)

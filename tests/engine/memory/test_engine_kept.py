@@ -150,6 +150,17 @@ def test_the_agent_of_a_pinned_block_stays_known(
     assert tree.agent_of(last) is None
 
 
+def test_the_earliest_pin_of_blocks_ends_first(tree: ContextTree, pool: BlockPool) -> None:
+    for seed in (1, 2):
+        assert tree.pin(shared(tree, pool, seed, blocks=1), "a", 1)
+    assert not tree.evict(kept=True)
+    for left in (1, 0):
+        assert tree.unpin_oldest()
+        assert len(tree._pins) == left
+        assert tree.evict()
+    assert not tree.unpin_oldest()
+
+
 def test_a_running_prompt_gets_kept_blocks_at_last(tree: ContextTree, pool: BlockPool) -> None:
     kept = shared(tree, pool, 1)
     tree.keep(kept, Lifetimes([(len(kept), 100)]))
