@@ -55,6 +55,7 @@ from kvpage_server.store.disk.database import FILE, NECESSARY_FILES, STORE_FILES
 from kvpage_server.store.eviction.policies import POLICIES
 from kvpage_server.system.durable import private_directory
 from kvpage_server.system.process import usable_memory
+from kvpage_server.system.text import cut
 
 # -- Paths -------------------------------------------------------------------------------------------------------------
 #
@@ -183,6 +184,9 @@ class ConfigError(ValueError):
 
     The message names the parameter, its line if it is in a file, and the allowed values.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(cut(message))
 
 
 def option(

@@ -73,11 +73,19 @@ def as_size(nbytes: int) -> str:
 # -- Text from clients, such as names, made harmless for terminals, logs and line formats ------------------------------
 
 
+_LONGEST = 8192  # characters of an error message: more than a path has
+
+
 def name_as_text(name: bytes) -> str:
     """Return a name from a client as text, another one for each name: ``\\\\`` for a backslash, ``\\xNN`` for a byte
     that is not UTF-8.
     """
     return name.replace(b"\\", rb"\\").decode("utf-8", "backslashreplace")
+
+
+def cut(text: str) -> str:
+    """Return a text for an error message, cut after `_LONGEST` characters: it may quote a word of any length."""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text) - _LONGEST:,} more characters)"
 
 
 def printable(text: str) -> str:

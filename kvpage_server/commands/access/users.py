@@ -19,6 +19,7 @@ from kvpage_server.bounded import read_regular
 from kvpage_server.commands.access.user import ABSENT, Change, RuleError, User, digest, has_spaces
 from kvpage_server.page import unix_ms
 from kvpage_server.system.durable import remove_unfinished, replacing
+from kvpage_server.system.text import cut
 
 _LONGEST = 128  # bytes of a name in the log
 _MOST_BYTES = 64 * 1024**2  # of an aclfile
@@ -32,6 +33,9 @@ class UserFileError(ValueError):
     """Error: a line of an aclfile, or a `user` line of the configuration, is invalid. The message has the place of the
     line and the reason.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(cut(message))
 
 
 def _open_default() -> User:

@@ -466,6 +466,16 @@ class TestTheFile:
         ended = forked.run("kvpage_server.app", "--check-config", str(file))
         assert f"{file}, line 3: user 'a' is defined twice" in ended.stderr
 
+    @pytest.mark.parametrize("option", ["--aclfile", ""])
+    def test_an_error_quotes_a_part_of_a_long_word(self, tmp_path: Path, option: str) -> None:
+        file = tmp_path / "file"
+        file.write_text("y" * 1_000_000 + " 5\n", encoding="utf-8")
+        words = ["--check-config", *([option] if option else []), str(file)]
+        ended = forked.run("kvpage_server.app", *words)
+        assert ended.returncode == 1
+        assert "more characters)" in ended.stderr
+        assert len(ended.stderr) < 10_000
+
     def test_an_error_names_no_rule_that_is_a_part_of_the_name(self) -> None:
         received = start_refused("--user", "ta on >secret")
         assert received == "kvpage-server: user ta: a user's name has no spaces: its rules are words of their own\n"
