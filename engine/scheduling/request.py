@@ -32,6 +32,9 @@ class SchedulerConfig:
             raise ValueError(f"prefill_chunk must be at least 1, got {self.prefill_chunk}")
 
 
+IMPOSSIBLE = -9999.0  # the log-probability of a forbidden token, as in OpenAI's API: JSON has no infinity
+
+
 class EngineClosedError(RuntimeError):
     """Error: the engine was drained or shut down, and accepts no prompts."""
 
@@ -154,7 +157,8 @@ class Request:
             return Token(self.uid, response.token, text, ends_text)
         logprobs = response.logprobs
         likeliest = cast("list[int]", mx.argsort(-logprobs)[: self.logprobs].tolist())
-        *top, logprob = cast("list[float]", logprobs[mx.array([*likeliest, response.token])].tolist())
+        shown = mx.maximum(logprobs[mx.array([*likeliest, response.token])], IMPOSSIBLE)
+        *top, logprob = cast("list[float]", shown.tolist())
         return Token(self.uid, response.token, text, ends_text, logprob, tuple(zip(likeliest, top, strict=True)))
 
     def completed(

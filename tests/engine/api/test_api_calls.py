@@ -263,6 +263,16 @@ def test_a_loose_tool_may_have_any_schema(api: openai.OpenAI) -> None:
     assert answer.choices[0].finish_reason in ("stop", "length", "tool_calls")
 
 
+def test_forbidden_tokens_have_openais_lowest_logprob(api: openai.OpenAI) -> None:
+    for more in ({"tool_choice": "required"}, {"response_format": {"type": "json_object"}}):
+        options: Any = {"logprobs": True, "top_logprobs": 20, "max_tokens": 4, **more}
+        entries = chat(api, **options).choices[0].logprobs.content
+        chunks = [chunk.choices[0].logprobs for chunk in chat(api, stream=True, **options)]
+        assert [entry for likelihoods in chunks if likelihoods for entry in likelihoods.content] == entries
+        assert min(likely.logprob for entry in entries for likely in entry.top_logprobs) == -9999.0
+        assert all(entry.logprob > -9999.0 for entry in entries)
+
+
 def test_forced_calls_reuse_the_prompt(api: openai.OpenAI) -> None:
     long: Any = [{"role": "user", "content": "How is it in Oslo? " * 20}]
     first = chat(api, messages=long, tool_choice="required").usage
