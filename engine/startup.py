@@ -165,7 +165,7 @@ def _probe(
     """
     try:
         mx.eval(model(mx.array([[0]]), cache=make_prompt_cache(model)))
-    except RuntimeError as error:  # of MLX, for example for experts in 16 bits on a CPU
+    except (ArithmeticError, ValueError, TypeError, RuntimeError) as error:  # for example of MLX
         raise ValueError(f"{model_id} cannot be computed on this machine: {error}") from error
     made = make_prompt_cache(model)
     cache = [quantised(layer, KV_GROUP_SIZE, kv_bits) for layer in made] if kv_bits else made

@@ -280,6 +280,7 @@ def _transcript(args: argparse.Namespace) -> Messages:
             isinstance(message["role"], str) and isinstance(message["content"], str) for message in messages
         ):
             raise TypeError("it must be a list of messages with role and content")
+        json.dumps(messages, ensure_ascii=False).encode()  # raises ValueError for half of a surrogate pair
         return messages
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise Failure(f"{args.transcript} is no transcript: {error}") from error

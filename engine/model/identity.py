@@ -58,7 +58,7 @@ def load(path: str | Path) -> tuple[Module, TokenizerWrapper]:
         model, tokenizer, *_ = mlx_lm.load(str(directory))
     except KeyError as error:
         raise UnknownModelError(f"the model in {directory} cannot be loaded: its config.json has no {error}") from error
-    except (ValueError, TypeError, RuntimeError) as error:  # of mlx-lm and MLX, for an unusable config or weights
+    except (ArithmeticError, ValueError, TypeError, RuntimeError) as error:  # for an unusable config or weights
         raise UnknownModelError(f"the model in {directory} cannot be loaded: {error}") from error
     return model, tokenizer
 

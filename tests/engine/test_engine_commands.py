@@ -174,6 +174,15 @@ def test_an_impossible_command_is_reported_in_one_line(
     assert complaint in error
 
 
+def test_a_transcript_with_half_a_surrogate_pair_is_refused(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transcript = tmp_path / "transcript"
+    transcript.write_text(r'[{"role": "user", "content": "\ud800"}]', encoding="utf-8")
+    assert cli.main(["chat", "--model", str(tiny), "--transcript", str(transcript)]) == 1
+    assert f"{transcript} is no transcript: " in capsys.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [

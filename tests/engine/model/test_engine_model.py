@@ -186,6 +186,9 @@ def test_a_model_that_cannot_be_built_is_refused_with_the_reason(tiny_model: Pat
     reconfigure(tiny_model, hidden_size=None)
     with pytest.raises(UnknownModelError, match="hidden_size"):
         load(tiny_model)
+    reconfigure(tiny_model, hidden_size=10**12)
+    with pytest.raises(UnknownModelError, match="cannot be loaded"):
+        load(tiny_model)
     reconfigure(tiny_model, model_type="perceptron")
     with pytest.raises(UnknownModelError, match="Model type perceptron not supported"):
         load(tiny_model)
