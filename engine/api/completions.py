@@ -132,7 +132,7 @@ def refusal(error: Exception, service: Service) -> ApiError:
         return invalid(str(error), "prompt")
     if isinstance(error, ConstraintError):
         named = f"{error.field}: " if error.field else ""
-        return invalid(f"{named}the answer's constraint is too large: {error}", error.field, "constraint_too_large")
+        return invalid(f"{named}the answer's constraint failed: {error}", error.field, "constraint_too_large")
     if isinstance(error, PoolExhaustedError):
         return invalid(f"prompt and answer need more memory than there is: {error}", "max_tokens", "context_too_large")
     if isinstance(error, EngineClosedError):
