@@ -386,13 +386,17 @@ class BlockPoolBatchEngine:
 
     def _admit_waiting(self) -> None:
         """Start waiting prompts in order, as long as the pool has enough blocks. A small prompt does not overtake a
-        large one.
+        large one. Forks of a prompt that do not leave it enough wait behind it, and are computed by themselves.
         """
         while self._waiting:
+            first = self._waiting[0]
             try:
-                self._block_manager.reserve(self._waiting[0])
+                self._block_manager.reserve(first)
             except PoolExhaustedError:
-                return
+                if not first.forks:
+                    return
+                self._let_start(first.forks.pop())
+                continue
             self._start(self._waiting.popleft())
 
     def _start(self, request: Request) -> None:

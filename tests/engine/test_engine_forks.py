@@ -173,6 +173,21 @@ def test_forks_wait_for_blocks_of_a_small_pool() -> None:
     impatient.pool.check_empty()
 
 
+def test_a_prompt_does_not_wait_for_blocks_of_its_forks() -> None:
+    bench = EngineBench(family("llama"), TOKENIZER, 4, wait_for_blocks=True)
+    expected = alone(bench, TOKENS[:600])
+    held = bench.pool.allocate(2, "holder")
+    uids = submit(bench, TOKENS[:600])
+    bench.pool.free(held, "holder")
+    found: dict[int, CompletedGeneration] = {}
+    for _ in range(400):
+        for done in bench.batch.step_once():
+            found[done.uid] = done
+            bench.free(done)
+    assert [found[uid].tokens for uid in uids] == expected
+    bench.pool.check_empty()
+
+
 def test_a_shutdown_frees_waiting_forks(bench: EngineBench) -> None:
     submit(bench, TOKENS[:600])
     bench.batch.shutdown()
