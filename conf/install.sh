@@ -45,6 +45,7 @@ compile() {
     install --no-build-isolation --no-deps --editable .
 }
 
+echo "Installing kvpage and the packages it needs into $venv, which takes some minutes the first time" >&2
 options=--require-hashes
 [ "$extra" != dev ] || options="$options --no-compile"  # for 14,000 modules, of which tests import a part: 20 seconds
 install $options --requirement conf/locks/build.txt --requirement "conf/locks/$extra.txt"

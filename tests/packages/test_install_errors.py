@@ -121,6 +121,7 @@ def test_without_a_compiler_the_server_runs_in_python(checkout: Path, tmp_path: 
         timeout=500,
     )
     assert done.returncode == 0, done.stderr
-    (line,) = done.stderr.splitlines()
+    first, line = done.stderr.splitlines()
+    assert first.startswith("Installing kvpage")
     assert line.startswith("The page core is not compiled, so its Python twin runs, which is slower. To change that: ")
     assert line.endswith("make core")
