@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from uuid import uuid4
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -11,7 +12,7 @@ from starlette.routing import Route
 from .openai.errors import ApiError, shortened
 from .openai.response_schema import ConversationBody, ItemsBody, MetadataBody
 from .records import StoredConversation
-from .responses import listed, no_conversation, page_bounds, shown_items
+from .responses import listed, no_conversation, page_bounds, resolved, shown_items
 from .service import Service
 
 
@@ -19,8 +20,10 @@ async def create_conversation(request: Request) -> Response:
     """Reply to POST /v1/conversations with a new conversation."""
     service, tenant = _service_and_tenant(request)
     body = await service.parsed(ConversationBody, request)
-    made = await service.conversations.create(tenant, body.metadata, shown_items(body.items))
-    return JSONResponse(_shown(*made))
+    conversation_id = f"conv_{uuid4().hex}"
+    items = shown_items(await resolved(service, tenant, "items", body.items, []), conversation_id)
+    made = await service.conversations.create(tenant, conversation_id, body.metadata, items)
+    return JSONResponse(_shown(conversation_id, made))
 
 
 async def get_conversation(request: Request) -> Response:
@@ -51,8 +54,8 @@ async def add_items(request: Request) -> Response:
     service, tenant = _service_and_tenant(request)
     conversation_id = request.path_params["conversation_id"]
     body = await service.parsed(ItemsBody, request)
-    await _found(request)
-    items = shown_items(body.items)
+    _, stored = await _found(request)
+    items = shown_items(await resolved(service, tenant, "items", body.items, stored.items), conversation_id)
     if not await service.conversations.append(tenant, conversation_id, items):
         raise no_conversation(conversation_id)
     return JSONResponse(listed(items, more=False))

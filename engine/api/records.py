@@ -11,12 +11,11 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from typing import Any
-from uuid import uuid4
 
 from pydantic_core import from_json, to_json
 
@@ -28,6 +27,7 @@ from ..chains import Chain, ContextNames
 from ..tiers.pages import DEADLINE
 from ..tiers.server.connection import ServerConnection
 from .openai.errors import ApiError, invalid
+from .openai.response_schema import item_owner
 
 log = logging.getLogger(__name__)
 
@@ -233,6 +233,9 @@ def _away() -> ApiError:
     return ApiError(503, message, code="store_unavailable", retry_after=1)
 
 
+Item = dict[str, Any]  # of a response or a conversation
+
+
 # -- Stored responses --------------------------------------------------------------------------------------------------
 #
 # The conversation that `previous_response_id` continues, at any engine with the same page server.
@@ -313,6 +316,17 @@ class ResponseRecords:
         earlier = await asyncio.to_thread(lambda: [_turn(value) for value in values])
         found = [turn for turn in earlier if turn]
         return [*found, last] if len(found) == len(earlier) else None
+
+    async def items(self, tenant: str, ids: Collection[str]) -> dict[str, Item]:
+        """Return the items of stored responses that have one of these ids, by id. Raises ApiError (400) if the turns of
+        these responses are too large together.
+        """
+        owners = {item_owner(one) for one in ids}
+        keys = [_keys(tenant, owner)[0] for owner in owners if _RESPONSE_ID.fullmatch(owner)]
+        values = await self._records.get_all(keys)
+        turns = await asyncio.to_thread(lambda: [_turn(value) for value in values])
+        found = {item["id"]: item for turn in turns if turn for item in (*turn.input, *turn.output)}
+        return {one: found[one] for one in ids if one in found}
 
     async def delete(self, tenant: str, response_id: str) -> bool:
         """Delete a stored response. Return whether there was one."""
@@ -399,8 +413,6 @@ def _context(found: Any) -> ContextNames | None:
 MAX_ITEMS = 4096  # of a conversation
 _CONVERSATION_ID = re.compile(r"conv_[0-9a-f]{32}")
 
-Item = dict[str, Any]
-
 
 @dataclass(frozen=True, slots=True)
 class StoredConversation:
@@ -418,14 +430,13 @@ class ConversationRecords:
         self._records = records
 
     async def create(
-        self, tenant: str, metadata: dict[str, str], items: Sequence[Item]
-    ) -> tuple[str, StoredConversation]:
-        """Store a new conversation, and return it with its id."""
-        conversation_id = f"conv_{uuid4().hex}"
+        self, tenant: str, conversation_id: str, metadata: dict[str, str], items: Sequence[Item]
+    ) -> StoredConversation:
+        """Store a new conversation, and return it."""
         made = StoredConversation(int(time.time()), metadata, [item["id"] for item in items])
         values = self._values(tenant, conversation_id, items)
         await self._records.put({**values, _key(tenant, conversation_id): to_json(asdict(made))})
-        return conversation_id, made
+        return made
 
     async def find(self, tenant: str, conversation_id: str) -> StoredConversation | None:
         """Return a conversation; None if there is none of this tenant."""
@@ -439,6 +450,13 @@ class ConversationRecords:
         values = await self._records.get_all([_item_key(tenant, conversation_id, one) for one in ids])
         found = await asyncio.to_thread(lambda: [parsed(value) for value in values])
         return [item for item in found if item]
+
+    async def referenced(self, tenant: str, ids: Collection[str]) -> dict[str, Item]:
+        """Return the items that conversations had first and have one of these ids, by id. Raises as `items`."""
+        owners = {one: owner for one in ids if _CONVERSATION_ID.fullmatch(owner := item_owner(one))}
+        values = await self._records.get_all([_item_key(tenant, owner, one) for one, owner in owners.items()])
+        found = await asyncio.to_thread(lambda: [parsed(value) for value in values])
+        return {one: item for one, item in zip(owners, found, strict=True) if item}
 
     async def page(self, tenant: str, conversation_id: str, ids: Sequence[str], most: int) -> tuple[list[Item], bool]:
         """Return the first items with these ids that have up to `most` bytes together, or only one that has more, and

@@ -19,7 +19,7 @@ from ..tiers.store import AgentCacheStore
 from .completions import answer, conversation
 from .diagnosis import AskedPrompt, diagnosis
 from .openai.errors import ApiError, invalid, renamed, shortened
-from .openai.response_schema import NAMES, Item, ResponseBody
+from .openai.response_schema import NAMES, Item, ItemReference, ResponseBody, new_item_id, restored
 from .openai.response_shapes import Notes, ResponseReply
 from .records import MAX_TURNS, StoredTurn
 from .service import Service
@@ -37,13 +37,16 @@ async def create_response(request: Request) -> Response:
     items = [item for turn in earlier for item in (*turn.input, *turn.output)]
     if body.conversation:
         items = await _items_of(service, tenant.name, body.conversation.id)
+    if body.input:
+        given = await resolved(service, tenant.name, "input", body.input, (item["id"] for item in items))
+        body = body.model_copy(update={"input": given})
     response_id = f"resp_{uuid4().hex}"
     try:
         chat = body.chat(items)
         model = await service.model(request, tenant, chat.model)
         compared = body.prompt_cache_options.comparison_response_id
         known = service.prompt_log.find(compared, tenant.name, "resp_")
-        (prompt,), given, (reader,), asked = await conversation(
+        (prompt,), agent_id, (reader,), asked = await conversation(
             service, model, request, tenant, chat, response_id, compared=known
         )
         prompt = replace(prompt, prewarms=body.prompt_cache_options.prewarm)
@@ -52,7 +55,7 @@ async def create_response(request: Request) -> Response:
             prompt = replace(prompt, keep=False, written=False)
         ancestors = [*earlier[-1].ancestors, body.previous_response_id] if earlier and body.previous_response_id else []
         store = partial(_store, service, tenant.name, body, ancestors)
-        reply = ResponseReply(response_id, body, given, reader, Notes(prompt.boundaries, diagnostics), store)
+        reply = ResponseReply(response_id, body, agent_id, reader, Notes(prompt.boundaries, diagnostics), store)
         return await answer(service, request, service.ask(model, [prompt]), [reply], reply, chat)
     except ApiError as error:
         raise renamed(error, NAMES) from error
@@ -194,7 +197,7 @@ async def _store(
     """Store a complete response, with the names of its context, if the request wants it."""
     if not body.store:
         return
-    items, conversation = shown_items(body.input), body.conversation.id if body.conversation else None
+    items, conversation = shown_items(body.input, response["id"]), body.conversation.id if body.conversation else None
     await service.responses.put(
         tenant, response, StoredTurn(items, response["output"], ancestors, conversation, context)
     )
@@ -202,9 +205,35 @@ async def _store(
         await service.conversations.append(tenant, conversation, [*items, *response["output"]])
 
 
-def shown_items(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """Return items of a request as the API lists them, each with an id."""
-    return [{"id": f"item_{uuid4().hex}", **_shown(item.model_dump())} for item in items]
+async def resolved(
+    service: Service, tenant: str, field: str, items: Sequence[Item], known: Iterable[str]
+) -> Sequence[Item]:
+    """Return the items in a field of a request, with stored items in place of references to them. `known` has the ids
+    of the items before them. Raises ApiError (404) for an unknown item or another tenant's, and (400) for a duplicate.
+    """
+    ids = [item.id for item in items if isinstance(item, ItemReference)]
+    if not ids:
+        return items
+    before = set(known)
+    for one in ids:
+        if one in before:
+            message = f"Duplicate item found with id {shortened(one)}. Remove duplicate items from your input."
+            raise invalid(message, field)
+        before.add(one)
+    stored = {**await service.responses.items(tenant, ids), **await service.conversations.referenced(tenant, ids)}
+    for one in ids:
+        if one not in stored:
+            message = f"Item with id {shortened(one)} not found. No stored response or conversation has it."
+            raise ApiError(404, message, field, "item_not_found")
+    return [
+        restored(stored[item.id], f"{field}[{i}]") if isinstance(item, ItemReference) else item
+        for i, item in enumerate(items)
+    ]
+
+
+def shown_items(items: Iterable[Item], owner: str) -> list[dict[str, Any]]:
+    """Return items of a request as the API lists them, each with an id of the response or the conversation `owner`."""
+    return [{"id": new_item_id("item", owner), **_shown(item.model_dump())} for item in items]
 
 
 def _shown(item: dict[str, Any]) -> dict[str, Any]:

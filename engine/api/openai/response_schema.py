@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import secrets
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from .errors import ApiError, invalid, shortened
+from .errors import ApiError, invalid, renamed, shortened
 from .schema import (
     MAX_TOOLS,
     OF_CHATS,
@@ -27,7 +29,7 @@ from .schema import (
 )
 
 MAX_NEW_ITEMS = 20  # in one request to a conversation, as OpenAI's API
-ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+ITEMS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 
 _UNSUPPORTED: dict[str, Values] = {
@@ -65,7 +67,8 @@ def _text(content: Any) -> Any:
 
 
 def _items(given: Any) -> Any:
-    """Return the input as a list of items: a text is a message of the user, and an item without a type is a message.
+    """Return the input as a list of items: a text is a message of the user, and an item without a type is a message, or
+    a reference if it is an id only.
 
     Raises PydanticCustomError for an unsupported item.
     """
@@ -73,7 +76,10 @@ def _items(given: Any) -> Any:
         return [{"type": "message", "role": "user", "content": given}]
     if not isinstance(given, list):
         return given
-    items = [{"type": "message", **item} if isinstance(item, dict) else item for item in given]
+    items = [
+        {"type": "item_reference" if item.keys() == {"id"} else "message", **item} if isinstance(item, dict) else item
+        for item in given
+    ]
     for i, item in enumerate(items):
         kind = item.get("type") if isinstance(item, dict) else None
         if kind not in ITEMS:
@@ -136,7 +142,16 @@ class ReasoningItem(RequestBody):
     content: Text = ""
 
 
-Item = Annotated[MessageItem | FunctionCallItem | FunctionResultItem | ReasoningItem, Field(discriminator="type")]
+class ItemReference(RequestBody):
+    """The id of an item of a stored response or conversation, which takes its place before the prompt is made."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
+Item = Annotated[
+    MessageItem | FunctionCallItem | FunctionResultItem | ReasoningItem | ItemReference, Field(discriminator="type")
+]
 Items = Annotated[list[Item], Field(fail_fast=True), BeforeValidator(_items, str | list[dict[str, Any]])]
 
 
@@ -312,6 +327,36 @@ class Before(RequestBody):
     """The items of stored responses."""
 
     input: Items
+
+
+def restored(stored: dict[str, Any], path: str) -> Item:
+    """Return the stored item to which the item at `path` of a request refers. Raises ApiError (400), for example for a
+    call that was cut.
+    """
+    try:
+        (item,) = Before.of({"input": [stored]}).input
+    except ApiError as error:
+        raise renamed(error, {r"input\[0\](.*)": rf"{path}\1"}) from error
+    return item
+
+
+# An item's id has the first letter and the unique part of the id of its response or conversation, its owner, so that
+# references find it.
+
+_OWNERS = {"r": "resp", "c": "conv"}
+_ITEM_ID = re.compile(r"[a-z]+_([rc])([0-9a-f]{32})[0-9a-f]{16}")
+
+
+def new_item_id(prefix: str, owner: str) -> str:
+    """Return an id for a new item of a response or a conversation."""
+    kind, _, unique = owner.partition("_")
+    return f"{prefix}_{kind[0]}{unique}{secrets.token_hex(8)}"
+
+
+def item_owner(item_id: str) -> str:
+    """Return the id of the response or the conversation that had an item first; an empty text for another id."""
+    found = _ITEM_ID.fullmatch(item_id)
+    return f"{_OWNERS[found[1]]}_{found[2]}" if found else ""
 
 
 def _choice(choice: Any) -> Any:

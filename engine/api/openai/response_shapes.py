@@ -6,7 +6,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import count
 from typing import Any, NamedTuple
-from uuid import uuid4
 
 from pydantic_core import to_json
 
@@ -15,7 +14,7 @@ from ...chains import ContextNames
 from ...scheduling.request import Token
 from .errors import ApiError, renamed
 from .reading import AnswerPart, Reader
-from .response_schema import NAMES, ResponseBody
+from .response_schema import NAMES, ResponseBody, new_item_id
 from .shapes import Reply, kvpage_of, written
 
 _PREFIXES = {"message": "msg", "function_call": "fc", "reasoning": "rs"}  # of the ids of items
@@ -210,7 +209,12 @@ class ResponseReply:
 
     def _start(self, kind: str, fields: Reply) -> Iterable[Reply]:
         yield from self._close("completed")
-        item = {"id": f"{_PREFIXES[kind]}_{uuid4().hex}", "type": kind, "status": "in_progress", **fields}
+        item = {
+            "id": new_item_id(_PREFIXES[kind], self._response["id"]),
+            "type": kind,
+            "status": "in_progress",
+            **fields,
+        }
         self._output.append(item)
         self._open = True
         added = item | ({"content": []} if "content" in item else {})

@@ -92,6 +92,34 @@ def test_a_conversation_is_changed(one: openai.OpenAI) -> None:
         one.conversations.retrieve(made.id)
 
 
+def test_references_name_items_of_conversations(one: openai.OpenAI, tenants: RunningEngine) -> None:
+    """And conversations take references: to items of conversations and of responses."""
+    made = one.conversations.create(items=[message("One"), message("Two")])
+    answer = create(one, made.id, "Three").output[0]
+    first, second, third, _ = one.conversations.items.list(made.id, order="asc").data
+    listed: list[Any] = [{"type": "item_reference", "id": item.id} for item in (third, first, answer)]
+    copy = one.conversations.create(items=[message("Zero"), *listed])
+    other: list[Any] = [{"type": "item_reference", "id": second.id}]
+    one.conversations.items.create(copy.id, items=other)
+    assert texts(one, copy.id, order="asc") == ["Zero", "Three", "One", answer.content[0].text, "Two"]
+    referred = one.responses.create(model="tiny", input=other, max_output_tokens=4)
+    assert referred.usage
+    assert referred.usage.input_tokens == len("user:Two\nassistant:")
+    with pytest.raises(openai.BadRequestError, match=f"Duplicate item found with id '{second.id}'"):
+        one.conversations.items.create(made.id, items=other)
+    with tenants.client("two") as client, pytest.raises(openai.NotFoundError, match="not found") as raised:
+        client.conversations.create(items=other)
+    assert raised.value.param == "items"
+    one.conversations.items.delete(str(second.id), conversation_id=made.id)
+    for items in (other, [*other, message("More")]):
+        with pytest.raises(openai.NotFoundError, match="not found"):
+            one.conversations.items.create(made.id, items=items)
+    one.conversations.delete(made.id)
+    with pytest.raises(openai.NotFoundError, match="not found"):
+        one.responses.create(model="tiny", input=[listed[1]])
+    assert len(texts(one, copy.id)) == 5
+
+
 def test_a_page_of_long_items_has_fewer(one: openai.OpenAI, tenants: RunningEngine) -> None:
     """Together they are longer than a body."""
     made = one.conversations.create()
@@ -111,7 +139,8 @@ async def test_items_that_no_conversation_has_are_not_kept(
     monkeypatch.setattr("engine.api.records.MAX_ITEMS", 2)
     conversations = ConversationRecords(Records(server.url, 40))
     items = [{"id": f"item_{i}", "text": "A secret"} for i in range(3)]
-    made, _ = await conversations.create("", {}, items[:1])
+    made = f"conv_{32 * '1'}"
+    await conversations.create("", made, {}, items[:1])
     ids = [item["id"] for item in items[:1]] * 70
     assert len(await conversations.items("", made, ids)) == 70
     monkeypatch.setattr("engine.api.records.MOST_READ", 100)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from random import Random
@@ -30,7 +30,7 @@ from openai.types.responses import (
     ResponseTextConfigParam,
 )
 from openai.types.responses.response_create_params import PromptCacheOptions, ResponseCreateParamsBase
-from openai.types.responses.response_input_param import FunctionCallOutput
+from openai.types.responses.response_input_param import FunctionCallOutput, ItemReference
 from servers import RunningServer, free_port, start_server
 from waiting import until
 
@@ -55,6 +55,12 @@ MARKED = {
     ],
 }
 UNKNOWN = f"resp_{32 * '0'}"
+REASONING_TEMPLATE = (
+    "{% if tools %}{{ tools[0].function.name }}\n{% endif %}{% for message in messages %}{{ message.role }}:"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}"
+    "{% for tool_call in message.tool_calls or [] %}<tool_call>{{ tool_call.function | tojson }}</tool_call>"
+    "{# tool_call.name #}{% endfor %}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
 
 
 class City(pydantic.BaseModel):
@@ -66,6 +72,15 @@ def create(client: openai.OpenAI, model: str = "tiny", **fields: Any) -> Respons
     response: Response = client.responses.create(model=model, **given)
     Response.model_validate(response.model_dump())
     return response
+
+
+def references(items: Iterable[Any]) -> list[Any]:
+    return [{"type": "item_reference", "id": item.id} for item in items]
+
+
+def given(client: openai.OpenAI, response: Response) -> list[Any]:
+    """The items of its request, in order."""
+    return [item.model_dump() for item in client.responses.input_items.list(response.id, order="asc")]
 
 
 def read(response: Response) -> int:
@@ -212,6 +227,72 @@ def test_a_tool_is_called_and_its_result_is_read(tmp_path: Path) -> None:
         again = client.responses.create(input=whole, **options)
         assert again.usage
         assert read(again) == again.usage.input_tokens - 1
+
+
+def test_a_reference_has_the_prompt_of_the_whole_item(tmp_path: Path) -> None:
+    """In a tool loop with reasoning, as Vercel's AI SDK asks, and in the next turn, for items of requests, too."""
+    model = write_caller(tmp_path / "caller", before="<think> hm </think>", template=REASONING_TEMPLATE)
+    with start_engine(model) as engine, engine.client() as client:
+        options: Any = {"model": "caller", "tools": [WEATHER], "temperature": 0, "max_output_tokens": 20}
+        asked: Any = {"role": "user", "content": "Hello"}
+        first = client.responses.create(input=[asked], **options)
+        assert [item.type for item in first.output] == ["reasoning", "function_call"]
+        call: Any = first.output[-1]
+        result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "12 degrees"}
+        whole = client.responses.create(input=[asked, *(item.model_dump() for item in first.output), result], **options)
+        second = client.responses.create(input=[asked, *references(first.output), result], **options)
+        assert second.usage
+        assert whole.usage
+        assert read(second) == second.usage.input_tokens - 1 == whole.usage.input_tokens - 1
+        items = [[{**item, "id": None} for item in given(client, response)] for response in (whole, second)]
+        assert items[0] == items[1]
+        assert [item["type"] for item in items[1]] == ["message", "reasoning", "function_call", "function_call_output"]
+        more: Any = {"role": "user", "content": "More"}
+        earlier: Any = [{"id": item["id"]} for item in given(client, second)]  # OpenAI's type needs no "type"
+        third = client.responses.create(input=[*earlier, *references(second.output), result, more], **options)
+        continued = client.responses.create(input=[result, more], previous_response_id=second.id, **options)
+        assert third.usage
+        assert read(continued) == third.usage.input_tokens - 1
+
+
+def test_a_reference_needs_a_stored_item(responses: openai.OpenAI, tenants: RunningEngine) -> None:
+    first = create(responses)
+    ours = references(first.output)
+    asked: Any = {"role": "user", "content": "Hello"}
+    forgotten = str(create(responses, store=False).output[0].id)
+    for absent in (forgotten, "msg_1", "a:b", f"msg_r{48 * '0'}", 300 * "a"):
+        items = [asked, *ours, {"type": "item_reference", "id": absent}]
+        with pytest.raises(openai.NotFoundError, match=f"Item with id '{absent[:100]}.*' not found") as raised:
+            create(responses, input=items)
+        assert (raised.value.param, raised.value.code) == ("input", "item_not_found")
+    with tenants.client("two") as other, pytest.raises(openai.NotFoundError, match="not found"):
+        create(other, input=ours)
+    for twice in ({"input": [*ours, *ours]}, {"input": ours, "previous_response_id": first.id}):
+        with pytest.raises(openai.BadRequestError, match=f"Duplicate item found with id '{ours[0]['id']}'"):
+            create(responses, **twice)
+    second = create(responses, input=[asked, *ours, asked])
+    responses.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError, match="not found"):
+        create(responses, input=ours)
+    assert create(responses, previous_response_id=second.id).output
+
+
+def test_a_reference_is_known_at_another_engine(server: RunningServer, tmp_path: Path) -> None:
+    model = write_tiny(tmp_path / "tiny")
+    asked: Any = {"role": "user", "content": "".join(Random(2).choices(ascii_lowercase, k=300))}
+    with start_engine(model, "--store", server.url, "--keep", "all") as engine, engine.client() as client:
+        first = create(client, input=[asked])
+        assert first.usage
+    with start_engine(model, "--store", server.url) as engine, engine.client() as client:
+        second = create(client, input=[asked, *references(first.output), {"role": "user", "content": "More"}])
+        assert read(second) >= first.usage.total_tokens - 1
+        assert given(client, second)[1]["content"][0]["text"] == first.output_text
+
+
+def test_a_reference_to_a_call_that_was_cut_is_refused() -> None:
+    with pytest.raises(ApiError, match=r"^input\[2\]\.arguments: is not JSON") as raised:
+        schema.restored({**CALL, "arguments": '{"ci'}, "input[2]")
+    assert (raised.value.status, raised.value.param) == (400, "input[2].arguments")
 
 
 def test_a_response_that_is_not_stored_cannot_be_found(responses: openai.OpenAI) -> None:
@@ -371,6 +452,7 @@ def test_a_call_that_was_cut_is_not_continued() -> None:
         (ResponseFunctionToolCallParam, schema.FunctionCallItem),
         (FunctionCallOutput, schema.FunctionResultItem),
         (ResponseReasoningItemParam, schema.ReasoningItem),
+        (ItemReference, schema.ItemReference),
         (FunctionToolParam, schema.ResponseTool),
         (ResponseTextConfigParam, schema.TextConfig),
         (PromptCacheOptions, schema.PromptCacheOptions),
@@ -391,6 +473,7 @@ def test_a_stored_response_is_not_called_absent_during_an_outage(tmp_path: Path)
     ):
         kept = create(client)
         assert create(client, previous_response_id=kept.id).output
+        assert create(client, input=references(kept.output)).output
         for ask in (client.responses.retrieve, client.responses.delete):
             with pytest.raises(openai.InternalServerError, match="does not answer"):
                 ask(UNKNOWN)
