@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -25,8 +25,10 @@ from .agent_engine import AgentEngine
 from .batch_engine import BlockPoolBatchEngine
 from .caches import UnsupportedCacheError, parts, quantised
 from .chains import Share, Sharing, common_prefix
+from .generation.templates import Renderer
+from .generation.text import ChatTemplate
 from .memory.limits import set_limits
-from .model import UnknownModelError, adapt, load
+from .model import UnknownModelError, adapt, load, unusable
 from .pool import BlockPool
 from .spec import ModelCacheSpec
 from .tiers.cold import SafetensorsCacheAdapter
@@ -140,10 +142,12 @@ def sharing(share: Share, tokenizer: TokenizerWrapper) -> Sharing:
 
     def tokens(system: str, user: str) -> tuple[int, ...]:
         messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
-        return tuple(tokenizer.apply_chat_template(messages))
+        return tuple(chat.tokens(messages, asks=False))
 
     try:
-        one, other, third = tokens("x", "a"), tokens("y", "a"), tokens("x", "b")
+        with closing(Renderer()) as renderer:
+            chat = ChatTemplate(tokenizer, renderer)
+            one, other, third = tokens("x", "a"), tokens("y", "a"), tokens("x", "b")
     except Exception as error:
         raise ValueError(f"--share system needs a chat template with system messages: {error}") from error
     head, user = common_prefix(one, other), common_prefix(one, third)
@@ -160,23 +164,23 @@ def _probe(
     """Probe the model, and return its description. With `kv_bits`, keys and values of layers with a row per token are
     quantised, from token `quantised_from` of a prompt on, and a warning names the kinds of the other layers.
 
-    Raises ValueError if MLX cannot compute the model here, and UnsupportedCacheError if the model cannot use such a
-    cache.
+    Raises UnknownModelError if MLX cannot compute the model here, and UnsupportedCacheError if the model cannot use
+    such a cache.
     """
-    try:
+    failure = f"{model_id} cannot be computed on this machine"
+    with unusable(failure):
         mx.eval(model(mx.array([[0]]), cache=make_prompt_cache(model)))
-    except (ArithmeticError, ValueError, TypeError, RuntimeError) as error:  # for example of MLX
-        raise ValueError(f"{model_id} cannot be computed on this machine: {error}") from error
     made = make_prompt_cache(model)
     cache = [quantised(layer, KV_GROUP_SIZE, kv_bits) for layer in made] if kv_bits else made
     kinds = {type(part) for part in parts(cache)}
     if kv_bits and (whole := sorted(kind.__name__ for kind in kinds - {QuantizedKVCache})):
         log.warning("what these layers keep is not kept in %d bits but as it is: %s", kv_bits, ", ".join(whole))
     if QuantizedKVCache not in kinds:
-        return ModelCacheSpec.probe(model, tokenizer, model_id=model_id)
+        with unusable(failure):
+            return ModelCacheSpec.probe(model, tokenizer, model_id=model_id)
     try:
         return ModelCacheSpec.probe(model, tokenizer, model_id=model_id, cache=cache, quantised_from=quantised_from)
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:
         raise UnsupportedCacheError(
             f"{model_id} cannot do with keys and values of {kv_bits} bits, in groups of {KV_GROUP_SIZE}: {error}"
         ) from error

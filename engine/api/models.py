@@ -17,12 +17,13 @@ from dataclasses import replace
 
 from kvpage_server.system.durable import remove
 
+from ..generation.templates import Renderer
 from ..memory.limits import MemoryLimits, as_gb
+from ..model import unusable
 from ..startup import CANNOT_OPEN, Engine, Options
 from ..tiers.cold import path_of
 from .openai.errors import ApiError, shortened
 from .openai.prompts import Prompts
-from .openai.templates import Renderer
 from .worker import EngineThread
 
 log = logging.getLogger(__name__)
@@ -96,13 +97,14 @@ class ServedModel:
                 self._idle.set()
 
     async def load(self, renderer: Renderer, report: Callable[[str], object], *, sanitize: bool) -> None:
-        """Load it. Raises the exceptions of Engine.open, and any of an unusable tokenizer."""
+        """Load it. Raises the exceptions of Engine.open."""
         self.worker = EngineThread(lambda: Engine.open(self.options, report), self.name)
         self.worker.start()
         try:
             engine = await self.worker.loaded()
-            prompts = await asyncio.to_thread(Prompts, engine.tokenizer, engine.spec, renderer, sanitize=sanitize)
-            await prompts.prepare()
+            with unusable(f"the tokenizer of {self.options.model} cannot be used"):
+                prompts = await asyncio.to_thread(Prompts, engine.tokenizer, engine.spec, renderer, sanitize=sanitize)
+                await prompts.prepare()
         except Exception:
             if self.worker.running:
                 await self.worker.stop()

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from io import TextIOWrapper
 from pathlib import Path
 from threading import Event
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kvpage_server import bounded
 from kvpage_server.bounded import read_regular
 from kvpage_server.system.durable import replacing
-from kvpage_server.system.program import report_line
+from kvpage_server.system.program import report_line, say
 
 from . import Failure
 from .options import add_engine, agent, count, given_path, number, open_engine, utf8
@@ -25,6 +25,7 @@ from .options import add_engine, agent, count, given_path, number, open_engine, 
 if TYPE_CHECKING:
     from ..agent_engine import Answer
     from ..generation.sampling import Sampling
+    from ..generation.text import ChatTemplate
     from ..generation.unbatched import Sampler
     from ..scheduling.request import Token, TokenReceiver
     from ..startup import Engine
@@ -145,8 +146,11 @@ def generate(args: argparse.Namespace) -> int:
         raise Failure("the prompt is empty")
     engine = open_engine(args)
     try:
-        templated = engine.tokenizer.has_chat_template and not args.raw
-        tokens = _tokens(engine, [{"role": "user", "content": prompt}]) if templated else engine.batch.encode(prompt)
+        if engine.tokenizer.has_chat_template and not args.raw:
+            with _chat_template(engine) as template:
+                tokens = _tokens(template, [{"role": "user", "content": prompt}])
+        else:
+            tokens = engine.batch.encode(prompt)
         answer = _say(engine, args, tokens)
         report_line(account(answer))
     finally:
@@ -155,12 +159,12 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def chat(args: argparse.Namespace) -> int:
-    """Answer each line of stdin until it ends. A line that cannot be decoded is reported and left out. Ctrl-C ends an
-    answer; at the prompt, it ends the chat.
+    """Answer each line of stdin until it ends. A line that cannot be decoded, or that the chat template refuses, is
+    reported and left out. Ctrl-C ends an answer; at the prompt, it ends the chat.
 
     Return 1 if a line was left out or the context could not be saved, else 0. Raises Failure.
     """
-    from ..generation.text import history_adds_space, rendering
+    from ..generation.text import history_adds_space
 
     messages = _transcript(args)
     if isinstance(sys.stdin, TextIOWrapper):
@@ -170,24 +174,29 @@ def chat(args: argparse.Namespace) -> int:
     try:
         if not engine.tokenizer.has_chat_template:
             raise Failure(f"{engine.model_id} has no chat template; `kvpage-engine generate --raw` goes on with a text")
-        keeps_space = not history_adds_space(engine.tokenizer, rendering(engine.tokenizer))
-        while line := _line():
-            if not _is_unicode(line):
-                left_out = True
-                print(f"kvpage-engine: this line is not {sys.stdin.encoding}, and is left out", file=sys.stderr)
-                continue
-            messages.append({"role": "user", "content": line})
-            text, note = _turn(engine, args, messages, continues=keeps_space)
-            messages.append({"role": "assistant", "content": text})
-            print(f"  [{note}]\n", flush=True)
-            if args.transcript:
-                _write(args.transcript, messages)
+        with _chat_template(engine) as template:
+            keeps_space = not history_adds_space(engine.tokenizer, template.plain)
+            while line := _line():
+                asked = [*messages, {"role": "user", "content": line}]
+                try:
+                    if not _is_unicode(line):
+                        raise Failure(f"this line is not {sys.stdin.encoding}")
+                    tokens = _tokens(template, asked)
+                except Failure as failure:
+                    left_out = True
+                    say("kvpage-engine", f"{failure}; the line is left out", 1)
+                    continue
+                text, note = _turn(engine, args, tokens, continues=keeps_space)
+                messages = [*asked, {"role": "assistant", "content": text}]
+                print(f"  [{note}]\n", flush=True)
+                if args.transcript:
+                    _write(args.transcript, messages)
     finally:
         unsaved = engine.close()
     return int(unsaved > 0 or left_out)
 
 
-def _turn(engine: Engine, args: argparse.Namespace, messages: Messages, *, continues: bool) -> tuple[str, str]:
+def _turn(engine: Engine, args: argparse.Namespace, tokens: list[int], *, continues: bool) -> tuple[str, str]:
     """Print the answer to a conversation. Return its text, which Ctrl-C ends, and a note about it."""
     said: list[str] = []
 
@@ -195,7 +204,6 @@ def _turn(engine: Engine, args: argparse.Namespace, messages: Messages, *, conti
         said.append(token.text)
         print_text(token)
 
-    tokens = _tokens(engine, messages)
     with _interruptible() as interrupted:
         try:
             answer = _say(engine, args, tokens, continues=continues, on_token=hear, interrupted=interrupted)
@@ -232,8 +240,22 @@ def _say(engine: Engine, args: argparse.Namespace, tokens: list[int], **options:
     return answer
 
 
-def _tokens(engine: Engine, messages: Messages) -> list[int]:
-    return list(engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+@contextmanager
+def _chat_template(engine: Engine) -> Iterator[ChatTemplate]:
+    """Render the model's chat template in a process, for the caller's ``with`` block."""
+    from ..generation.templates import Renderer
+    from ..generation.text import ChatTemplate
+
+    with closing(Renderer()) as renderer:
+        yield ChatTemplate(engine.tokenizer, renderer)
+
+
+def _tokens(template: ChatTemplate, messages: Messages) -> list[int]:
+    """Return the token ids of a conversation. Raises Failure if the template fails."""
+    try:
+        return template.tokens(messages)
+    except (ValueError, RuntimeError) as error:
+        raise Failure(f"the model's chat template refuses this: {error}") from error
 
 
 def _read_all() -> str:

@@ -1,16 +1,19 @@
-"""The text of tokens: the bytes of one token, and the text of an answer after a prompt."""
+"""The text of tokens, the bytes of one token, the text of a conversation, and that of an answer after a prompt."""
 
 from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer, TokenizerWrapper
 from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerBase
 
-from .tokens import encode_after, encode_part
+from .templates import Renderer, TemplateFailedError
+from .tokens import PromptError, encode_after, encode_part
 
 LONGEST_CHARACTER = 4  # bytes of UTF-8
 CONTEXT = 8  # tokens before a token that may change its spelling, for a tokenizer of an unknown kind
@@ -98,22 +101,71 @@ class TokenText:
         return text
 
 
-def rendering(tokenizer: TokenizerWrapper) -> Callable[[list[dict[str, Any]], bool], str]:
-    """Return a function that renders messages with the tokenizer's chat template, in this process.
-
-    Its second argument says whether to add the beginning of the next answer.
-    """
-    return lambda messages, asks: str(
-        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
-    )
+Messages = list[dict[str, Any]]
+Tools = list[dict[str, Any]] | None
 
 
-def history_adds_space(tokenizer: Any, render: Callable[[list[dict[str, Any]], bool], str]) -> bool:
+class ChatTemplate:
+    """The chat template of a tokenizer, rendered in the renderer's process."""
+
+    def __init__(self, tokenizer: TokenizerWrapper, renderer: Renderer) -> None:
+        self._tokenizer = tokenizer
+        self._renderer = renderer
+
+    def source(self, tools: Tools = None) -> str | None:
+        """Return the template for a conversation with these tools; None if it is a Python function of the tokenizer."""
+        own = getattr(type(self._tokenizer._tokenizer), "apply_chat_template", None)
+        if self._tokenizer._chat_template or own is not PreTrainedTokenizerBase.apply_chat_template:
+            return None
+        template: str = self._tokenizer.get_chat_template(None, tools)
+        return template
+
+    def text(
+        self,
+        messages: Messages,
+        source: str | None,
+        tools: Tools = None,
+        *,
+        asks: bool = True,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """Return the text of a conversation, rendered as by mlx-lm with a template from `source`. With `asks`, the
+        beginning of an answer follows it.
+
+        `variables` are further variables of the template. Raises TemplateFailedError if it fails, and PromptError for
+        half of a surrogate pair, which JSON can contain and UTF-8 cannot.
+        """
+        asked = {"tools": tools, "add_generation_prompt": asks, **variables}
+        if source is not None:
+            own = {**self._tokenizer.special_tokens_map, "enable_thinking": self._tokenizer.has_thinking}
+            text = self._renderer.render(messages, source, own | asked)
+        else:
+            try:
+                text = str(self._tokenizer.apply_chat_template(messages, tokenize=False, **asked))
+            except Exception as error:
+                raise TemplateFailedError(f"{type(error).__name__}: {error!s:.500}") from error
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = text[error.start]
+            raise PromptError(f"{half!a} is half of a surrogate pair, which is no text") from None
+        return text
+
+    def plain(self, messages: Messages, asks: bool) -> str:
+        """Return the text of a conversation without tools. Raises as `text`."""
+        return self.text(messages, self.source(), asks=asks)
+
+    def tokens(self, messages: Messages, *, asks: bool = True) -> list[int]:
+        """Return the token ids of a conversation without tools, encoded as by mlx-lm. Raises as `text`."""
+        return encode_part(self._tokenizer, self.plain(messages, asks))
+
+
+def history_adds_space(tokenizer: Any, render: Callable[[Messages, bool], str]) -> bool:
     """Return whether the chat template, or the tokenizer after a special token, puts a space before an answer in the
     history, in addition to the answer's own.
 
     If so, the API removes a space at the beginning of an answer from the reply, so that the next prompt has the same
-    tokens. `render` is a function from `rendering`. If it raises an exception, return False.
+    tokens. `render` is `ChatTemplate.plain`. If it raises an exception, return False.
     """
     asked = {"role": "user", "content": "a"}
     try:

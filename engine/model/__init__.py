@@ -1,5 +1,5 @@
 """The model: its download, its directory and adapter, and its identity."""
 
-from .identity import UnknownModelError, adapt, load
+from .identity import UnknownModelError, adapt, load, unusable
 
-__all__ = ["UnknownModelError", "adapt", "load"]
+__all__ = ["UnknownModelError", "adapt", "load", "unusable"]

@@ -20,6 +20,7 @@ import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,13 +55,27 @@ def load(path: str | Path) -> tuple[Module, TokenizerWrapper]:
 
     directory = Path(path)
     _check(directory)
-    try:
-        model, tokenizer, *_ = mlx_lm.load(str(directory))
-    except KeyError as error:
-        raise UnknownModelError(f"the model in {directory} cannot be loaded: its config.json has no {error}") from error
-    except (ArithmeticError, ValueError, TypeError, RuntimeError) as error:  # for an unusable config or weights
-        raise UnknownModelError(f"the model in {directory} cannot be loaded: {error}") from error
+    what = f"the model in {directory} cannot be loaded"
+    with unusable(what):
+        try:
+            model, tokenizer, *_ = mlx_lm.load(str(directory))
+        except KeyError as error:
+            raise UnknownModelError(f"{what}: its config.json has no {error}") from error
     return model, tokenizer
+
+
+@contextmanager
+def unusable(what: str) -> Iterator[None]:
+    """Raise UnknownModelError, whose message begins with `what`, for any exception in a ``with`` block that reads or
+    uses a model's files: mlx-lm, MLX, transformers and tokenizers raise all kinds for a wrong file.
+    """
+    try:
+        yield
+    except UnknownModelError:
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UnknownModelError(f"{what}: {reason:.500}") from error
 
 
 def adapt(model: Module, directory: Path) -> None:
@@ -73,17 +88,17 @@ def adapt(model: Module, directory: Path) -> None:
     for needed in ("adapter_config.json", ADAPTER_WEIGHTS):
         if not (directory / needed).is_file():
             raise UnknownModelError(f"{directory} has no adapter of mlx-lm: there is no {needed}")
-    try:
+    what = f"the adapter in {directory} does not fit the model"
+    with unusable(what):
         if "num_layers" not in json.loads((directory / "adapter_config.json").read_text(encoding="utf-8")):
-            raise ValueError("adapter_config.json has no num_layers; an adapter of PEFT must be converted")
+            raise UnknownModelError(
+                f"{what}: adapter_config.json has no num_layers; an adapter of PEFT must be converted"
+            )
         load_adapters(model, str(directory))
         given = {*mx.load(str(directory / ADAPTER_WEIGHTS))}
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise UnknownModelError(f"the adapter in {directory} does not fit the model: {reason:.300}") from error
     names = (name for name, _ in tree_flatten(model.parameters()))
     if missing := [name for name in names if name.endswith((".lora_a", ".lora_b")) and name not in given]:
-        raise UnknownModelError(f"the adapter in {directory} does not fit the model: it has no {missing[0]}")
+        raise UnknownModelError(f"{what}: it has no {missing[0]}")
     model.eval()
 
 

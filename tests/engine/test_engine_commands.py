@@ -8,10 +8,12 @@ import io
 import json
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from api_engines import write_tiny
@@ -105,6 +107,79 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(tiny: Path, tmp_path: Path) -> N
     messages = json.loads(transcript.read_text(encoding="utf-8"))
     assert [message["role"] for message in messages] == ["user", "assistant"] * 2
     assert all(message["content"] for message in messages)
+
+
+def asked(model: Path, *words: str, typed: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "engine.cli", *words, "--model", str(model), "--max-tokens", "2"]
+    return subprocess.run(command, input=typed, capture_output=True, encoding="utf-8", timeout=100)
+
+
+def changed(model: Path, directory: Path, name: str, content: str) -> Path:
+    """A copy of a model's directory, in which one file has other content."""
+    shutil.copytree(model, directory)
+    (directory / name).write_text(content, encoding="utf-8")
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ 9**(9**9) }}", "it takes more than 1 second"),
+        ("{{ raise_exception('no ' ~ messages[0].content) }}", "no Hello"),
+        ("{% if %}", "TemplateSyntaxError: "),
+        ("{{ a.b.c }}", "UndefinedError: 'a' is undefined"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError: "),
+        ("{{ '\\ud800' }}", "'\\ud800' is half of a surrogate pair, which is no text"),
+    ],
+)
+def test_a_failing_template_ends_generate_in_one_line(tiny: Path, tmp_path: Path, template: str, reason: str) -> None:
+    done = asked(changed(tiny, tmp_path / "model", "chat_template.jinja", template), "generate", "Hello")
+    assert done.returncode == 1
+    *steps, last = done.stderr.splitlines()
+    assert last.startswith(f"kvpage-engine: the model's chat template refuses this: {reason}")
+    assert all(step.startswith("kvpage-engine: ") for step in steps)
+    assert not done.stdout
+
+
+def test_a_chat_leaves_out_a_line_that_its_template_refuses(tiny: Path, tmp_path: Path) -> None:
+    template = (tiny / "chat_template.jinja").read_text(encoding="utf-8")
+    refuses = "{% if 'two' in messages[-1].content %}{{ raise_exception('no twos') }}{% endif %}"
+    model = changed(tiny, tmp_path / "model", "chat_template.jinja", refuses + template)
+    transcript = tmp_path / "transcript"
+    done = asked(model, "chat", "--transcript", str(transcript), typed="one\ntwo\nthree\n")
+    assert done.returncode == 1
+    line = "kvpage-engine: the model's chat template refuses this: no twos; the line is left out"
+    assert line in done.stderr.splitlines()
+    assert "Traceback" not in done.stderr
+    messages = json.loads(transcript.read_text(encoding="utf-8"))
+    assert [message["content"] for message in messages[::2]] == ["one", "three"]
+
+
+BROKEN = [
+    ("config.json", {"vocab_size": 0}, "cannot be loaded: "),
+    ("config.json", [], "cannot be loaded: AttributeError: "),
+    ("config.json", {"rope_scaling": 7}, "cannot be loaded: "),
+    ("config.json", {"eos_token_id": "x"}, "cannot be loaded: StrictDataclass"),
+    (
+        "tokenizer.json",
+        {"model": {"type": "BPE", "vocab": {}, "merges": [["a", "b"]]}},
+        "cannot be loaded: Exception: ",
+    ),
+    ("tokenizer_config.json", [], "cannot be loaded: AttributeError: "),
+    ("tokenizer_config.json", {"tool_parser_type": "x"}, "cannot be loaded: ModuleNotFoundError: "),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "reason"), BROKEN)
+def test_a_broken_file_of_a_model_ends_the_start_in_one_line(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, change: Any, reason: str
+) -> None:
+    found = json.loads((tiny / name).read_text(encoding="utf-8"))
+    content = json.dumps(found | change if isinstance(change, dict) else change)
+    model = changed(tiny, tmp_path / "model", name, content)
+    assert cli.main(["generate", "Hello", "--model", str(model)]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"kvpage-engine: the model in {model} {reason}")
 
 
 def test_the_version_names_the_computing_libraries(capsys: pytest.CaptureFixture[str]) -> None:

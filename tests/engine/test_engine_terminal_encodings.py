@@ -65,7 +65,7 @@ def test_a_chat_leaves_out_a_line_that_cannot_be_decoded(server: RunningServer, 
     words = ("chat", "--max-tokens", "2", "--transcript", str(transcript))
     done = run(server, *words, typed=b"one\ncaf\xe9\ntwo\n", model=write_tiny(tmp_path / "tiny"))
     assert done.returncode == 1
-    assert b"kvpage-engine: this line is not utf-8, and is left out" in done.stderr
+    assert b"kvpage-engine: this line is not utf-8; the line is left out" in done.stderr
     assert b"Traceback" not in done.stderr
     asked = [message["content"] for message in json.loads(transcript.read_text(encoding="utf-8"))[::2]]
     assert asked == ["one", "two"]

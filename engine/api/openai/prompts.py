@@ -10,18 +10,25 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from transformers import PreTrainedTokenizerBase
 
 from ...generation.structure import Constraint, ConstraintError, Constraints, compiling_thread
-from ...generation.text import TokenText, history_adds_space
+from ...generation.templates import (
+    OF_THOUGHTS,
+    CallFormat,
+    ControlTokens,
+    Renderer,
+    TemplateFailedError,
+    call_format,
+    short_id,
+)
+from ...generation.text import ChatTemplate, TokenText, history_adds_space
 from ...generation.tokens import PromptError, encode, encode_part, infill_of
 from ...scheduling import TenantThread
 from ...spec import ModelCacheSpec
@@ -29,7 +36,6 @@ from .calls import FORCED, INSTEAD, MARKED, CallError, OfferedTool, Written, com
 from .errors import invalid
 from .reading import REASONING, Markup
 from .schema import ChatBody, CompletionFields, Message, ResponseFormat, Tool
-from .templates import OF_THOUGHTS, CallFormat, ControlTokens, Renderer, TemplateFailedError, call_format, short_id
 
 SHORT = 1000  # characters of a text that is encoded on the event loop, in half a millisecond
 LETTERS_A_TOKEN = 16  # nearly every token has fewer characters
@@ -56,7 +62,6 @@ _RESERVED = frozenset(
     }
 )
 
-Offered = list[dict[str, Any]] | None  # the tools of a request
 _Made = TypeVar("_Made")
 
 
@@ -73,7 +78,7 @@ class Prompts:
         """
         self._tokenizer = copy.deepcopy(tokenizer)
         self._spec = spec
-        self._renderer = renderer
+        self._chat = ChatTemplate(self._tokenizer, renderer)
         self._sanitize = sanitize
         self._controls: dict[str | None, ControlTokens] = {}  # by template
         self._call_formats: dict[str | None, CallFormat] = {}  # by template
@@ -214,7 +219,7 @@ class Prompts:
         if answered:
             self._check_length([message.content or "" for message in messages], "messages")
         offered = [tool.model_dump(exclude_none=True) for tool in tools] or None
-        template = self._template(offered)
+        template = self._chat.source(offered)
         if offered:
             self.separator = self._call_format(template).separator
         variables = _variables(body, template)
@@ -227,53 +232,15 @@ class Prompts:
         asks = body.add_generation_prompt and not body.continue_final_message
         if body.continue_final_message:
             variables["continue_final_message"] = True
-        text = self._rendered(plain, template, offered, asks=asks, variables=variables)
-        _check_utf8(text)
+        text = self._chat.text(plain, template, offered, asks=asks, variables=variables)
         if answered:
             self._check_length([text], "messages")
             self._check_fits(len(text), "messages")
         tokens = controls.encode(text) if controls else encode_part(self._tokenizer, text)
         if self._keeps_space is None:
             # not with the tools of this request, which a template may write before the last message only
-            self._keeps_space = not history_adds_space(
-                self._tokenizer,
-                lambda messages, asks: self._rendered(messages, self._template(None), None, asks=asks),
-            )
+            self._keeps_space = not history_adds_space(self._tokenizer, self._chat.plain)
         return self._fitting(tokens, "messages") if answered else tokens
-
-    def _template(self, tools: Offered) -> str | None:
-        """Return the chat template for a conversation with these tools; None if it is a Python function of the
-        tokenizer.
-        """
-        own = getattr(type(self._tokenizer._tokenizer), "apply_chat_template", None)
-        if self._tokenizer._chat_template or own is not PreTrainedTokenizerBase.apply_chat_template:
-            return None
-        template: str = self._tokenizer.get_chat_template(None, tools)
-        return template
-
-    def _rendered(
-        self,
-        messages: list[dict[str, Any]],
-        template: str | None,
-        tools: Offered,
-        *,
-        asks: bool = True,
-        variables: Mapping[str, Any] = MappingProxyType({}),
-    ) -> str:
-        """Return the text of a conversation, rendered as by mlx-lm. With `asks`, the beginning of an answer follows it.
-
-        `variables` are further variables of the template. Raises TemplateFailedError.
-        """
-        asked = {"tools": tools, "add_generation_prompt": asks, **variables}
-        if template is not None:
-            own = {**self._tokenizer.special_tokens_map, "enable_thinking": self._tokenizer.has_thinking}
-            asked = own | asked
-            return self._renderer.render(messages, template, asked)
-        try:
-            text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, **asked)
-        except Exception as error:
-            raise TemplateFailedError(f"{type(error).__name__}: {error!s:.500}") from error
-        return text
 
     def _control_tokens(self, template: str | None) -> ControlTokens:
         if template not in self._controls:
@@ -310,7 +277,7 @@ class Prompts:
     def _call_format(self, template: str | None) -> CallFormat:
         if template not in self._call_formats:
             self._call_formats[template] = call_format(
-                lambda messages, tools: self._rendered(messages, template, tools),
+                lambda messages, tools: self._chat.text(messages, template, tools),
                 TemplateFailedError,
                 self._tokenizer.tool_call_start or "",
                 (self._tokenizer.think_start or "", self._tokenizer.think_end or ""),
@@ -399,12 +366,3 @@ def _parsed(arguments: str, param: str) -> Any:
         raise invalid(f"{param}: is not JSON", param) from None
     except RecursionError:
         raise invalid(f"{param}: is nested too deeply", param) from None
-
-
-def _check_utf8(text: str) -> None:
-    """Raise ApiError for a text with half of a surrogate pair, which JSON can contain and UTF-8 cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = text[error.start]
-        raise invalid(f"messages: {half!a} is half of a surrogate pair, which is no text", "messages") from None

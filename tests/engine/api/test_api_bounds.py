@@ -29,7 +29,7 @@ from engine.api.openai import schema
 from engine.api.openai.errors import ApiError
 from engine.api.openai.prompts import Prompts
 from engine.api.openai.schema import ChatBody, CompletionBody, ForkBody, RequestBody
-from engine.api.openai.templates import Renderer
+from engine.generation.templates import Renderer
 from engine.spec import ModelCacheSpec
 from kvpage_server import bounded
 

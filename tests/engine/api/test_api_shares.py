@@ -20,7 +20,7 @@ from waiting import eventually
 
 # isort: split
 from engine.api.openai.prompts import Prompts
-from engine.api.openai.templates import Renderer
+from engine.generation.templates import Renderer
 from engine.scheduling import TenantThread
 from engine.spec import ModelCacheSpec
 

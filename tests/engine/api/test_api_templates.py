@@ -28,7 +28,7 @@ from engine.api.openai.errors import ApiError
 from engine.api.openai.prompts import Prompts
 from engine.api.openai.response_schema import ResponseBody
 from engine.api.openai.schema import ChatBody
-from engine.api.openai.templates import Renderer, TemplateFailedError
+from engine.generation.templates import Renderer, TemplateFailedError
 from engine.spec import ModelCacheSpec
 
 LETTERS = ModelCacheSpec.probe(tiny_llama(), letter_tokenizer())

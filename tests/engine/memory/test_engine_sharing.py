@@ -147,7 +147,7 @@ def test_a_template_marks_the_end_of_the_system_message() -> None:
     assert tokenizer.decode(list(found.head)) == "<system>"
     assert tokenizer.decode(list(found.mark)).startswith("</system>")
     assert sharing("none", tokenizer) == Sharing("none")
-    for template in ("{{ raise_exception('no system') }}", "{{ messages[-1].content }}"):
+    for template in ("{{ raise_exception('no system') }}", "{{ messages[-1].content }}", "{{ 9**(9**9) }}"):
         tokenizer.chat_template = template
         with pytest.raises(ValueError, match="--share system needs a chat template"):
             sharing("system", tokenizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from engine.generation.text import AnswerText, Detokenizer, TokenText, history_adds_space, rendering
+from engine.generation.templates import Renderer
+from engine.generation.text import AnswerText, ChatTemplate, Detokenizer, TokenText, history_adds_space
 from engine.generation.tokens import encode_after, encode_part
 
 SMOLLM2 = Path(__file__).parents[3] / "models" / "smollm2"
@@ -173,10 +174,21 @@ def test_an_unreadable_character_delays_no_text_for_long() -> None:
     assert "".join([*found, text.read()]) == text.text == "\ufffd" * 50
 
 
-def best(tokenizer: TokenizerWrapper, answer: str) -> tuple[int, int, int]:
+@pytest.fixture(scope="module")
+def renderer() -> Iterator[Renderer]:
+    renderer = Renderer()
+    yield renderer
+    renderer.close()
+
+
+def adds_space(tokenizer: TokenizerWrapper, renderer: Renderer) -> bool:
+    return history_adds_space(tokenizer, ChatTemplate(tokenizer, renderer).plain)
+
+
+def best(tokenizer: TokenizerWrapper, answer: str, renderer: Renderer) -> tuple[int, int, int]:
     """The tokens of an answer that the next turn reuses: with its first space, without it, and by the engine's rule."""
     dropped = answer.removeprefix(" ")
-    kept = dropped if history_adds_space(tokenizer, rendering(tokenizer)) else answer
+    kept = dropped if adds_space(tokenizer, renderer) else answer
     first, second, ruled = (reused(tokenizer, answer, text)[0] for text in (answer, dropped, kept))
     return first, second, ruled
 
@@ -205,29 +217,27 @@ REUSED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_next_turn_reuses_most_with_the_templates_space(name: str) -> None:
+def test_next_turn_reuses_most_with_the_templates_space(renderer: Renderer, name: str) -> None:
     tokenizer = FAMILIES[name].wrapper()
     for answer, (kept, dropped) in zip((" Paris is the city.", "    return n"), REUSED[name], strict=True):
-        assert best(tokenizer, answer) == (kept, dropped, max(kept, dropped))
-    assert history_adds_space(tokenizer, rendering(tokenizer)) == (
-        name in ("Mixtral 8x7B", "DeepSeek LLM, DeepSeek V2", "Vicuna")
-    )
+        assert best(tokenizer, answer, renderer) == (kept, dropped, max(kept, dropped))
+    assert adds_space(tokenizer, renderer) == (name in ("Mixtral 8x7B", "DeepSeek LLM, DeepSeek V2", "Vicuna"))
 
 
 @pytest.mark.parametrize(("begin", "drops"), [("<AI>", True), ("<AI>:", False), ("AI: ", False)])
-def test_a_space_of_the_tokenizer_is_dropped(begin: str, drops: bool) -> None:
+def test_a_space_of_the_tokenizer_is_dropped(renderer: Renderer, begin: str, drops: bool) -> None:
     """The tokenizer writes a space before an answer that is directly after a special token."""
     family = Family(SENTENCE_PIECE, "<user>{}", begin, f"{begin!r} + content", "</s>")
     definition = Tokenizer.from_str(json.dumps(prefixing(family.wrapper())))
     fast = PreTrainedTokenizerFast(tokenizer_object=definition, eos_token="</s>", chat_template=family.template)
     tokenizer = TokenizerWrapper(fast, SPMStreamingDetokenizer)
     for answer in (" Paris is the city.", "    return n"):
-        kept, dropped, ruled = best(tokenizer, answer)
+        kept, dropped, ruled = best(tokenizer, answer, renderer)
         assert (ruled, dropped > kept) == (max(kept, dropped), drops)
 
 
-def test_a_template_that_raises_keeps_the_first_space() -> None:
+def test_a_template_that_raises_keeps_the_first_space(renderer: Renderer) -> None:
     tokenizer = FAMILIES["DeepSeek V3"].wrapper()
     tokenizer._tokenizer.chat_template = "{{ raise_exception('no') }}"
-    assert not history_adds_space(tokenizer, rendering(tokenizer))
+    assert not adds_space(tokenizer, renderer)
     assert FAMILIES["DeepSeek V3"].tokenizer == BYTE_LEVEL

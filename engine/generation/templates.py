@@ -75,7 +75,7 @@ class ControlTokens:
         """Return the token ids of a rendered conversation: split it at the marks, remove them, and encode each
         piece.
         """
-        from ...generation.tokens import encode_after, encode_part  # the process below imports nothing of this package
+        from .tokens import encode_after, encode_part  # the process below imports nothing of this package
 
         first, *rest = text.split(MARK)
         tokens = encode_part(self._tokenizer, first)
@@ -218,8 +218,8 @@ def _reply(request: dict[str, Any], render: Any) -> dict[str, str]:
 def main() -> None:
     """Run the process: render templates until the end of standard input.
 
-    SIGINT, SIGTERM and SIGHUP are ignored: a terminal or a service manager sends them to the engine as well, which
-    still answers running requests after them.
+    SIGINT, SIGTERM and SIGHUP are ignored: a service manager sends them to the engine as well, which still answers
+    running requests after them.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -341,8 +341,10 @@ class Renderer:
 
 
 def _begin() -> subprocess.Popen[bytes]:
+    """Start a process, in a group of its own: Ctrl-C in a terminal would interrupt it while it starts."""
+    environment = {**os.environ, **SETTINGS}
     return subprocess.Popen(
-        COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **SETTINGS}, bufsize=-1
+        COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=-1, process_group=0
     )
 
 
