@@ -25,6 +25,11 @@ _RESULT = "kvpage-result "
 Job = dict[str, Any]
 
 
+def _report(number: int, work: str) -> None:
+    """Print on stderr that a process starts, which may take minutes."""
+    print(f"process {number} of 2: {work}", file=sys.stderr, flush=True)
+
+
 def in_process(module: str, job: Job, environment: Mapping[str, str] = {}) -> tuple[Job | None, str]:
     """Run `answer_job` of a module in a process. Return its result, or the last lines of its output.
 
@@ -70,13 +75,14 @@ def verify_answers(engine: str, module: str, job: Job, environment: Mapping[str,
     """Print the comparison of two runs, and return the failures. The job gets a ``salt``."""
     job = {**job, "salt": uuid.uuid4().hex}
     runs: list[Run] = []
-    for number in (1, 2):
+    for number, work in ((1, f"{engine} computes a new prompt"), (2, f"{engine} restores the prompt")):
+        _report(number, work)
         result, error = in_process(module, job, environment)
         if result is None:
             return [f"process {number} of {engine} failed:\n{error}"]
         run = Run(**result)
         if not runs:
-            print(run.versions)
+            print(run.versions, flush=True)
         for message in run.messages:
             if message not in (runs[0].messages if runs else []):
                 print(message)
@@ -119,7 +125,8 @@ def verify_objects(what: str, module: str, url: str) -> list[str]:
     ``failures`` and the ``seconds`` of store, lookup and load.
     """
     model, seconds = f"verify-{uuid.uuid4().hex}", dict[str, float]()
-    for step in ("store", "load"):
+    for number, step in ((1, "store"), (2, "load")):
+        _report(number, f"{step} {what}")
         result, error = in_process(module, {"url": url, "model": model, "step": step})
         if result is None:
             return [f"the process that should {step} failed:\n{error}"]
@@ -127,7 +134,7 @@ def verify_objects(what: str, module: str, url: str) -> list[str]:
             return list(result["failures"])
         seconds |= result["seconds"]
         if step == "store":
-            print(result["versions"])
+            print(result["versions"], flush=True)
     print(
         f"{what}: stored in {seconds['store']:.3f} s, found in {seconds['lookup']:.3f} s, loaded in "
         f"{seconds['load']:.3f} s by another process, bytes equal"

@@ -14,6 +14,8 @@ from servers import RunningServer
 
 from kvpage_server import cli
 
+STEPS = ["process 1 of 2: mlx-lm computes a new prompt", "process 2 of 2: mlx-lm restores the prompt"]
+
 
 @pytest.fixture(autouse=True)
 def checkout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +37,9 @@ def test_another_process_restores_the_context(
     tiny = write_tiny(tmp_path / "tiny", max_position_embeddings=8192)
     model = tiny if kind == "llama" else write_family(tmp_path / kind, kind)
     assert run("--url", server.url, "--model", str(model)) == 0, capsys.readouterr()
-    versions, restored, first, answers = capsys.readouterr().out.splitlines()
+    out, err = capsys.readouterr()
+    versions, restored, first, answers = out.splitlines()
+    assert err.splitlines() == STEPS
     assert versions.startswith("mlx-lm 0.32")
     assert restored == "prompt of 1025 tokens: 1024 restored by another process"
     assert first.startswith("first token: ")
@@ -57,7 +61,7 @@ def test_a_lost_context_is_a_failure(
 
     monkeypatch.setattr(verify, "in_process", lose)
     assert run("--url", server.url, "--model", str(write_tiny(tmp_path / "tiny", max_position_embeddings=8192))) == 1
-    assert capsys.readouterr().err == "kvpage: nothing was restored\n"
+    assert capsys.readouterr().err.splitlines() == [*STEPS, "kvpage: nothing was restored"]
 
 
 def test_an_untried_version_is_refused(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,6 +74,7 @@ def test_a_missing_model_is_named_without_a_traceback(
 ) -> None:
     for model in (tmp_path, tmp_path / "none"):
         assert run("--url", server.url, "--model", str(model)) == 1
-        failed, *_, why = capsys.readouterr().err.splitlines()
+        step, failed, *_, why = capsys.readouterr().err.splitlines()
+        assert step == STEPS[0]
         assert failed == "kvpage: process 1 of mlx-lm failed:"
         assert why.startswith(f"--model {model} cannot be loaded: ")

@@ -38,7 +38,9 @@ def test_another_process_loads_equal_bytes(
 ) -> None:
     version, objects = ENGINES[engine_name]
     assert run(engine_name, server) == 0
-    versions, result = capsys.readouterr().out.splitlines()
+    out, err = capsys.readouterr()
+    versions, result = out.splitlines()
+    assert err.splitlines() == [f"process 1 of 2: store {objects}", f"process 2 of 2: load {objects}"]
     assert versions.startswith(version)
     assert result.startswith(f"{objects}: stored in ")
     assert result.endswith("by another process, bytes equal")
