@@ -146,11 +146,12 @@ def generate(args: argparse.Namespace) -> int:
         raise Failure("the prompt is empty")
     engine = open_engine(args)
     try:
-        if engine.tokenizer.has_chat_template and not args.raw:
-            with _chat_template(engine) as template:
-                tokens = _tokens(template, [{"role": "user", "content": prompt}])
-        else:
-            tokens = engine.batch.encode(prompt)
+        with _encoding():
+            if engine.tokenizer.has_chat_template and not args.raw:
+                with _chat_template(engine) as template:
+                    tokens = template.tokens([{"role": "user", "content": prompt}])
+            else:
+                tokens = engine.batch.encode(prompt)
         answer = _say(engine, args, tokens)
         report_line(account(answer))
     finally:
@@ -181,7 +182,8 @@ def chat(args: argparse.Namespace) -> int:
                 try:
                     if not _is_unicode(line):
                         raise Failure(f"this line is not {sys.stdin.encoding}")
-                    tokens = _tokens(template, asked)
+                    with _encoding():
+                        tokens = template.tokens(asked)
                 except Failure as failure:
                     left_out = True
                     say("kvpage-engine", f"{failure}; the line is left out", 1)
@@ -250,11 +252,17 @@ def _chat_template(engine: Engine) -> Iterator[ChatTemplate]:
         yield ChatTemplate(engine.tokenizer, renderer)
 
 
-def _tokens(template: ChatTemplate, messages: Messages) -> list[int]:
-    """Return the token ids of a conversation. Raises Failure if the template fails."""
+@contextmanager
+def _encoding() -> Iterator[None]:
+    """Raise Failure if the chat template or the tokenizer fails in the caller's ``with`` block."""
+    from ..generation.templates import TemplateFailedError
+    from ..generation.tokens import PromptError
+
     try:
-        return template.tokens(messages)
-    except (ValueError, RuntimeError) as error:
+        yield
+    except PromptError as error:
+        raise Failure(str(error)) from error
+    except (TemplateFailedError, RuntimeError) as error:
         raise Failure(f"the model's chat template refuses this: {error}") from error
 
 

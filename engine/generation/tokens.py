@@ -78,19 +78,31 @@ def check_answer(max_tokens: int, stop: Sequence[str], logprobs: int, vocabulary
 
 def encode(tokenizer: Any, text: str) -> list[int]:
     """Return the token ids of a text, encoded as by mlx_lm.generate. Raises UnknownTokenError if it is not valid
-    Unicode.
+    Unicode, and PromptError if the tokenizer fails.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can contain
         raise UnknownTokenError(f"a prompt is text that UTF-8 can spell, got {text[error.start]!a}") from None
     bos = tokenizer.bos_token
-    return list(tokenizer.encode(text, add_special_tokens=bos is None or not text.startswith(bos), verbose=False))
+    return _encoded(tokenizer, text, special=bos is None or not text.startswith(bos))
 
 
 def encode_part(tokenizer: Any, text: str) -> list[int]:
-    """Return the token ids of a part of a prompt, without special tokens around it."""
-    return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))  # without a warning of its length
+    """Return the token ids of a part of a prompt, without special tokens around it. Raises PromptError if the tokenizer
+    fails.
+    """
+    return _encoded(tokenizer, text, special=False)
+
+
+def _encoded(tokenizer: Any, text: str, *, special: bool) -> list[int]:
+    try:
+        return list(tokenizer.encode(text, add_special_tokens=special, verbose=False))  # no warning of its length
+    except BaseException as error:
+        # PanicException of tokenizers: its regular expression takes too many steps for this text
+        if type(error).__name__ != "PanicException":
+            raise
+        raise PromptError(f"the tokenizer cannot encode this text: {error}") from error
 
 
 def encode_after(tokenizer: Any, text: str) -> list[int]:

@@ -121,14 +121,17 @@ def changed(model: Path, directory: Path, name: str, content: str) -> Path:
     return directory
 
 
+REFUSES = "the model's chat template refuses this: "
+
+
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        ("{{ 9**(9**9) }}", "it takes more than 1 second"),
-        ("{{ raise_exception('no ' ~ messages[0].content) }}", "no Hello"),
-        ("{% if %}", "TemplateSyntaxError: "),
-        ("{{ a.b.c }}", "UndefinedError: 'a' is undefined"),
-        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError: "),
+        ("{{ 9**(9**9) }}", REFUSES + "it takes more than 1 second"),
+        ("{{ raise_exception('no ' ~ messages[0].content) }}", REFUSES + "no Hello"),
+        ("{% if %}", REFUSES + "TemplateSyntaxError: "),
+        ("{{ a.b.c }}", REFUSES + "UndefinedError: 'a' is undefined"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", REFUSES + "RecursionError: "),
         ("{{ '\\ud800' }}", "'\\ud800' is half of a surrogate pair, which is no text"),
     ],
 )
@@ -136,7 +139,7 @@ def test_a_failing_template_ends_generate_in_one_line(tiny: Path, tmp_path: Path
     done = asked(changed(tiny, tmp_path / "model", "chat_template.jinja", template), "generate", "Hello")
     assert done.returncode == 1
     *steps, last = done.stderr.splitlines()
-    assert last.startswith(f"kvpage-engine: the model's chat template refuses this: {reason}")
+    assert last.startswith(f"kvpage-engine: {reason}")
     assert all(step.startswith("kvpage-engine: ") for step in steps)
     assert not done.stdout
 
@@ -148,11 +151,29 @@ def test_a_chat_leaves_out_a_line_that_its_template_refuses(tiny: Path, tmp_path
     transcript = tmp_path / "transcript"
     done = asked(model, "chat", "--transcript", str(transcript), typed="one\ntwo\nthree\n")
     assert done.returncode == 1
-    line = "kvpage-engine: the model's chat template refuses this: no twos; the line is left out"
+    line = f"kvpage-engine: {REFUSES}no twos; the line is left out"
     assert line in done.stderr.splitlines()
     assert "Traceback" not in done.stderr
     messages = json.loads(transcript.read_text(encoding="utf-8"))
     assert [message["content"] for message in messages[::2]] == ["one", "three"]
+
+
+def test_a_text_that_the_tokenizer_cannot_encode_is_refused(tiny: Path, tmp_path: Path) -> None:
+    """Its regular expression takes too many steps, after which the library panics."""
+    tokenizer = json.loads((tiny / "tokenizer.json").read_text(encoding="utf-8"))
+    pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    content = json.dumps(tokenizer | {"pre_tokenizer": pattern})
+    model = changed(tiny, tmp_path / "model", "tokenizer.json", content)
+    for words in (("generate", 40 * "a" + "!"), ("generate", "--raw", 40 * "a" + "!")):
+        done = asked(model, *words)
+        assert done.returncode == 1
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith("kvpage-engine: the tokenizer cannot encode this text: ")
+        assert "Traceback" not in done.stderr
+    done = asked(model, "chat", typed=f"one\n{40 * 'a'}!\ntwo\n")
+    assert done.returncode == 1
+    assert len(done.stdout.splitlines()) == 6
+    assert "the line is left out" in done.stderr
 
 
 BROKEN = [

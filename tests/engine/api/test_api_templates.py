@@ -21,6 +21,7 @@ from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 from mlx_lm.tool_parsers.json_tools import parse_tool_call
 from mlx_lm.utils import load_tokenizer
+from tokenizers import Regex, pre_tokenizers
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.api.anthropic.schema import MessagesBody
@@ -203,6 +204,14 @@ def test_failing_templates_are_refusals_with_a_reason(renderer: Renderer, mode: 
     assert (refused.value.status, refused.value.param) == (400, "messages")
     assert REASONS[mode] in refused.value.message
     assert rendered(prompts, [{"role": "user", "content": "Hi"}]).endswith("user:Hiassistant:")
+
+
+def test_a_text_on_which_the_tokenizer_panics_is_refused(renderer: Renderer) -> None:
+    prompts = letters(renderer, TEXT + END)
+    prompts._tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    with pytest.raises(ApiError, match="messages: the tokenizer cannot encode this text: ") as refused:
+        rendered(prompts, [{"role": "user", "content": 40 * "a" + "!"}])
+    assert refused.value.status == 400
 
 
 @pytest.fixture(scope="module")
