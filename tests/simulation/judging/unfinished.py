@@ -157,7 +157,11 @@ class Unfinished:
         named = {(req, int(page)) for page in pages}
         new = {key for key, _, cell in store.log[asked.end :] if cell is not None and key.startswith(b"kv:%b:" % req)}
         store.now = self._clock.unix_ms
-        new = {key for key in new if (not named or block_of(key) in named) and store.get(key) is not None}
+        # A block that another command is storing replaces some of them later than in the model.
+        doubts = [one for one in store.doubts if one is not doubt]
+        maybe = {key for one in doubts for variant in one.variants for key, cell in variant.items() if cell}
+        new = {key for key in new if not named or block_of(key) in named}
+        new = {key for key in new if store.get(key) is not None or key in maybe}
         gone = new - there
         for key in sorted(gone):
             store.forget(key)
