@@ -23,6 +23,7 @@ from test_tls import certificates, files, needs_openssl, run_openssl
 from waiting import until
 
 from kvpage_server import doctor
+from kvpage_server.commands.families.server.config import OWN_DESCRIPTORS
 from kvpage_server.doctor import Check, Diagnosis, Patient
 
 __all__ = ["certificates"]  # a fixture
@@ -132,7 +133,7 @@ def test_too_few_files_are_reported_with_the_needed_number(conf: Path) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     few = result(doctor.open_files, str(conf), "--maxclients", str(min(hard, 1_000_000)))
     if hard < 1_000_000:
-        assert (few.state, f"ulimit -n {hard + 32}" in few.advice) == ("warning", True)
+        assert (few.state, f"ulimit -n {hard + OWN_DESCRIPTORS}" in few.advice) == ("warning", True)
     assert result(doctor.open_files, str(conf), "--maxclients", "10").state == "ok"
 
 
