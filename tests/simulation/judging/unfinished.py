@@ -153,6 +153,7 @@ class Unfinished:
         done = {key for key, cell in doubt.variants[0].items() if cell is None} - there - others
         store.settle(sorted(done))
         asked.done |= done
+        self._model.may_have_changed(done)  # a client may have read them since the beginning
         _, req, *pages = asked.words
         named = {(req, int(page)) for page in pages}
         new = {key for key, _, cell in store.log[asked.end :] if cell is not None and key.startswith(b"kv:%b:" % req)}
