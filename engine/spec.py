@@ -89,7 +89,15 @@ class Trial:
         self._computed = computed
 
     def batches(self) -> bool:
-        """Return whether each prompt has the same results in a batch of mlx-lm as alone, within rounding."""
+        """Return whether each prompt has the same results in a batch of mlx-lm as alone, within rounding.
+
+        Return False, without a trial, if a context beyond the windows is larger than the model's weights: config.json
+        gives a window of any length.
+        """
+        windows = [layer for layer in self._layers if isinstance(layer, WindowLayer)]
+        context = sum(kept.nbytes for layer in windows for kept in layer.matrices(layer.window))
+        if context > sum(array.nbytes for _, array in tree_flatten(self._model.parameters())):
+            return False
         begun: list[list[Start]] = [[self._fresh for _ in _LENGTHS]]
         if self._sees_range:
             begun.append([self._fresh if at is None else partial(self._begun, at) for at in _BEGIN])

@@ -16,12 +16,14 @@ import gc
 import hashlib
 import json
 import operator
+import re
 import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +41,10 @@ if TYPE_CHECKING:
 
 
 ADAPTER_WEIGHTS = "adapters.safetensors"
+NO_CODE = {"trust_remote_code": False}  # without this, transformers asks on the terminal whether to run a model's code
+LAYERS = re.compile(r"(num|n)_(\w+_)?layers?")  # fields of config.json
+TEXTS = (".jinja", ".json", ".model", ".tiktoken", ".txt")  # files of a model that are read whole
+MAX_TEXT_BYTES = 128 << 20  # the largest known, a tokenizer with 262,144 tokens, has a quarter of this
 
 
 class UnknownModelError(ValueError):
@@ -57,8 +63,9 @@ def load(path: str | Path) -> tuple[Module, TokenizerWrapper]:
     _check(directory)
     what = f"the model in {directory} cannot be loaded"
     with unusable(what):
+        _check_layers(directory)
         try:
-            model, tokenizer, *_ = mlx_lm.load(str(directory))
+            model, tokenizer, *_ = mlx_lm.load(str(directory), NO_CODE)
         except KeyError as error:
             raise UnknownModelError(f"{what}: its config.json has no {error}") from error
     return model, tokenizer
@@ -88,6 +95,7 @@ def adapt(model: Module, directory: Path) -> None:
     for needed in ("adapter_config.json", ADAPTER_WEIGHTS):
         if not (directory / needed).is_file():
             raise UnknownModelError(f"{directory} has no adapter of mlx-lm: there is no {needed}")
+    _check_files(directory)
     what = f"the adapter in {directory} does not fit the model"
     with unusable(what):
         if "num_layers" not in json.loads((directory / "adapter_config.json").read_text(encoding="utf-8")):
@@ -108,6 +116,33 @@ def _check(directory: Path) -> None:
     for needed in ("config.json", "model*.safetensors"):
         if not any(directory.glob(needed)):
             raise UnknownModelError(f"{directory} is no model directory: it has no {needed}")
+    _check_files(directory)
+
+
+def _check_files(directory: Path) -> None:
+    """Raise UnknownModelError for a file that mlx-lm or transformers could read without an end: a pipe, a device, or a
+    text of more than MAX_TEXT_BYTES. They read files in subdirectories, too.
+    """
+    for path in chain(directory.glob("*"), directory.glob("*/*")):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise UnknownModelError(f"{path} is neither a file nor a directory")
+        if path.suffix in TEXTS and path.is_file() and path.stat().st_size > MAX_TEXT_BYTES:
+            raise UnknownModelError(f"{path} has more than {MAX_TEXT_BYTES >> 20} MiB, it is not read")
+
+
+def _check_layers(directory: Path) -> None:
+    """Raise UnknownModelError if config.json has more layers than the weights have tensors. mlx-lm creates the objects
+    of all layers before it reads the weights.
+    """
+    with unusable(f"{directory / 'config.json'} is no configuration"):
+        config = json.loads((directory / "config.json").read_bytes())
+        given = [*config.items(), *(config.get("text_config") or {}).items()]
+    tensors = sum(len(mx.load(str(file))) for file in directory.glob("model*.safetensors"))
+    for name, value in given:
+        if LAYERS.fullmatch(name) and isinstance(value, int) and value > tensors:
+            raise UnknownModelError(
+                f"{directory / 'config.json'} has {name} {value}, and the weights have {tensors} tensors in all"
+            )
 
 
 # -- The source of the modules that a model's code comes from ----------------------------------------------------------

@@ -6,10 +6,15 @@ import json
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from api_engines import write_tiny
+
+# isort: split
 import mlx.core as mx
 import pytest
 
@@ -195,6 +200,74 @@ def test_a_model_that_cannot_be_built_is_refused_with_the_reason(tiny_model: Pat
     reconfigure(tiny_model, model_type=None)
     with pytest.raises(UnknownModelError, match=r"its config\.json has no 'model_type'$"):
         load(tiny_model)
+
+
+def refused_by_the_program(model: Path, *options: str) -> str:
+    """Return what `kvpage-engine generate` prints when it refuses a model, within its time to start."""
+    command = [sys.executable, "-m", "engine.cli", "generate", "hello", "--model", str(model), *options]
+    run = subprocess.run(command, capture_output=True, input="y\n", encoding="utf-8", timeout=60, check=False)
+    assert run.returncode == 1
+    return run.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "n_layer", "num_kv_reuse_layers"])
+@pytest.mark.parametrize("within", [None, "text_config"])
+def test_more_layers_than_tensors_are_refused_at_once(tiny_model: Path, name: str, within: str | None) -> None:
+    reconfigure(tiny_model, **({within: {name: 10**8}} if within else {name: 10**8}))
+    with pytest.raises(UnknownModelError, match=rf"config\.json has {name} 100000000, and the weights have 1 tensors"):
+        load(tiny_model)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "7", '{"text_config": 7}', "[" * 100_000])
+def test_a_file_that_is_no_configuration_is_named(tiny_model: Path, text: str) -> None:
+    (tiny_model / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(UnknownModelError, match=r"config\.json is no configuration"):
+        load(tiny_model)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "model.safetensors",
+        "model-2.safetensors",
+        "generation_config.json",
+        "hf_quant_config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "additional_chat_templates/tools.jinja",
+    ],
+)
+def test_a_pipe_in_place_of_a_file_is_refused(tiny_model: Path, name: str) -> None:
+    path = tiny_model / name
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(UnknownModelError, match=rf"{name} is neither a file nor a directory$"):
+        load(tiny_model)
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(UnknownModelError, match=rf"{name} is neither a file nor a directory$"):
+        load(tiny_model)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja", "tokenizer.model"])
+def test_a_huge_text_in_a_model_is_not_read(tiny_model: Path, name: str) -> None:
+    with (tiny_model / name).open("ab") as file:
+        file.truncate(10**12)
+    with pytest.raises(UnknownModelError, match=rf"{name} has more than 128 MiB"):
+        load(tiny_model)
+
+
+def test_code_in_a_model_is_never_run(tmp_path: Path) -> None:
+    """transformers asks on the terminal whether to run it, and takes the program's input as the answer."""
+    directory = write_tiny(tmp_path / "coded")
+    (directory / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')", encoding="utf-8")
+    file = directory / "tokenizer_config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) | {"auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}
+    file.write_text(json.dumps(config | {"tokenizer_class": "Own"}), encoding="utf-8")
+    assert "contains custom code" in refused_by_the_program(directory)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_damaged_weights_are_refused(tiny_model: Path) -> None:

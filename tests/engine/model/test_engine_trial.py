@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine_bench import EngineBench
+from engine_models import tiny
 from odd_models import TOKENIZER, TOKENS, Model
 from reference_answers import MlxLm, ReferenceAnswer, recorder
 
@@ -13,6 +14,8 @@ from reference_answers import MlxLm, ReferenceAnswer, recorder
 import mlx.core as mx
 import numpy as np
 import pytest
+
+from engine.spec import ModelCacheSpec
 
 DTYPES = [mx.float32, pytest.param(mx.float16, marks=pytest.mark.soak), mx.bfloat16]
 
@@ -37,6 +40,12 @@ def test_differences_beyond_the_window_are_detected() -> None:
     keys out, and in a batch other ones, but only when there are more than it looks at."""
     assert not Model("plamo3").spec.resumes
     assert not Model("minimax_m3_vl").spec.batches
+
+
+def test_a_window_larger_than_the_weights_is_not_tried() -> None:
+    """A simulated context of this window would have 50 GB. A load must not need more than the folder's size allows."""
+    model = tiny("gemma3_text", sliding_window=100_000_000)
+    assert not ModelCacheSpec.probe(model, TOKENIZER).batches
 
 
 @pytest.mark.parametrize(
