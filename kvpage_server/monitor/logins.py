@@ -33,7 +33,7 @@ from redis.exceptions import NoPermissionError
 from starlette.requests import Request
 
 from kvpage_server.observe.engines import Engines
-from kvpage_server.observe.observer import Observer
+from kvpage_server.observe.observer import ANSWER_SECONDS, Observer
 from kvpage_server.system.process import send_socket
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ CLIENT_NAME = "kvpage-monitor"
 MONITOR = "monitor"  # the text with a socket for metrics
 CONFIGURED = "configured"  # the first word from the server if the token is `web-token`
 WITH_TOKEN = "token "  # before the address, if the viewer has logged in with the token
-ANSWER_SECONDS = 10.0  # timeout of a reply of the store
+REPLY_SECONDS = 10.0  # timeout of a single reply of the store
 
 
 class StoreConnector:
@@ -58,14 +58,17 @@ class StoreConnector:
         self._channel = channel
 
     def open(self, words: str) -> socket.socket:
-        """Return a new connection to the store, a non-blocking socket. `words` is as for `store`. Raises OSError."""
+        """Return a new connection to the store, a non-blocking socket. `words` is as for `store`.
+
+        Raises TimeoutError if the server cannot receive it: the channel is full while the server hangs.
+        """
         ours, theirs = socket.socketpair()
         try:
             send_socket(self._channel, theirs, words)
             ours.setblocking(False)
-        except OSError:
+        except OSError as error:
             ours.close()
-            raise
+            raise TimeoutError("the server receives no connection") from error
         finally:
             theirs.close()
         return ours
@@ -79,11 +82,11 @@ class StoreConnector:
         pool = redis.asyncio.BlockingConnectionPool(
             connection_class=SocketPairConnection,
             max_connections=1,
-            timeout=ANSWER_SECONDS,
+            timeout=REPLY_SECONDS,
             connector=self,
             words=words,
             protocol=3,
-            socket_timeout=ANSWER_SECONDS,
+            socket_timeout=REPLY_SECONDS,
             retry=_RetryOnce(NoBackoff(), 1, (redis.ConnectionError,)),
             **options,
         )
@@ -270,7 +273,12 @@ class Logins:
         words = WITH_TOKEN + address if self.is_token(password) else address
         store = self._connector.store(words, user, password)
         try:
-            await store.connection_pool.release(await store.connection_pool.get_connection())  # type: ignore[no-untyped-call]
+            async with asyncio.timeout(ANSWER_SECONDS):
+                connection = await store.connection_pool.get_connection()  # type: ignore[no-untyped-call]
+            await store.connection_pool.release(connection)
+        except TimeoutError as error:
+            await store.aclose()
+            raise redis.TimeoutError("the store does not answer") from error
         except redis.RedisError as error:
             await store.aclose()
             if isinstance(error, redis.AuthenticationError) and key in self._logins:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import redis
 import redis.asyncio
@@ -118,6 +118,7 @@ def _slowest(before: Overview, now: Overview) -> dict[str, float]:
 OVERVIEW_SECONDS = 1.0  # seconds for which an overview is used again
 HOLDINGS_SECONDS = 5.0  # least seconds for which holdings are used again
 HOLDINGS_SHARE = 0.005  # share of the time in which the holdings may be read
+ANSWER_SECONDS = 3.0  # for the store to answer a request for an overview, or to check a password
 LOGIN_SECONDS = 5.0  # seconds after which the observer logs in again, because the user may have been disabled
 
 T = TypeVar("T")
@@ -133,11 +134,32 @@ def next_reading(began: float, used: float) -> float:
 
 @dataclass(slots=True)
 class _Last(Generic[T]):
-    """The last value that was read, which is used until `until`, in monotonic seconds. A read holds the lock."""
+    """The last value that was read, which is used until `until`, in monotonic seconds."""
 
     value: T | None = None
     until: float = 0.0
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _reading: asyncio.Task[T] | None = None
+
+    async def get(self, read: Callable[[], Coroutine[Any, Any, T]], seconds: float | None = None) -> T:
+        """Return the value, or the result of `read`, which all callers share: one read runs at a time.
+
+        Raises the errors of `read`, and TimeoutError of redis-py after `seconds`. The read goes on, for later callers.
+        """
+        if self.value is not None and time.monotonic() < self.until:
+            return self.value
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.create_task(read())
+            self._reading.add_done_callback(_ended)
+        reading = self._reading
+        if not (await asyncio.wait([reading], timeout=seconds))[0]:
+            raise redis.TimeoutError("the store does not answer")
+        return reading.result()
+
+
+def _ended(reading: asyncio.Task[Any]) -> None:
+    """Take the error of a read for which nobody waits any more, so that asyncio does not log it."""
+    if not reading.cancelled():
+        reading.exception()
 
 
 class Observer:
@@ -166,20 +188,22 @@ class Observer:
         """Return the overview of the store, at most OVERVIEW_SECONDS old. Add each new one to `history`.
 
         Raises AuthenticationError at most LOGIN_SECONDS after the store has disabled the user or changed its password:
-        connections that have logged in before stay open, as in Redis.
+        connections that have logged in before stay open, as in Redis. Raises TimeoutError of redis-py after
+        ANSWER_SECONDS.
         """
+        return await self._overview.get(self._read_overview, ANSWER_SECONDS)
+
+    async def _read_overview(self) -> Overview:
+        if time.monotonic() >= self._next_login:
+            await self.store.connection_pool.disconnect(inuse_connections=False)
+            self._next_login = time.monotonic() + LOGIN_SECONDS
         last = self._overview
-        async with last.lock:
-            if last.value is None or time.monotonic() >= last.until:
-                if time.monotonic() >= self._next_login:
-                    await self.store.connection_pool.disconnect(inuse_connections=False)
-                    self._next_login = time.monotonic() + LOGIN_SECONDS
-                last.value = await self.read(overview_of_store())
-                last.until = time.monotonic() + OVERVIEW_SECONDS
-                self.history.add(last.value)
-                if 2 * last.value.contents.keys < self._keys:  # for example flushed: the known keys no longer exist
-                    self._known, self._holdings.until = Known(), 0.0
-            return last.value
+        last.value = await self.read(overview_of_store())
+        last.until = time.monotonic() + OVERVIEW_SECONDS
+        self.history.add(last.value)
+        if 2 * last.value.contents.keys < self._keys:  # for example flushed: the known keys no longer exist
+            self._known, self._holdings.until = Known(), 0.0
+        return last.value
 
     async def engines(self) -> EnginesSeen:
         """Return the engines that the user may see."""
@@ -190,14 +214,16 @@ class Observer:
 
         It is read again at `next_reading`, or early if more than half of the keys were removed.
         """
+        await self.overview()  # which removes the last holdings after a removal of keys
+        return await self._holdings.get(self._read_holdings)
+
+    async def _read_holdings(self) -> Holdings:
         last = self._holdings
-        async with last.lock:
-            now = await self.overview()
-            if last.value is None or time.monotonic() >= last.until:
-                began, used, self._keys = time.monotonic(), time.thread_time(), now.contents.keys
-                last.value = await self.read(holdings_of_store(known=self._known))
-                last.until = next_reading(began, time.thread_time() - used)
-            return last.value
+        self._keys = (await self.overview()).contents.keys
+        began, used = time.monotonic(), time.thread_time()
+        last.value = await self.read(holdings_of_store(known=self._known))
+        last.until = next_reading(began, time.thread_time() - used)
+        return last.value
 
     async def agent(self, agent_id: str) -> list[tuple[Agent, list[BlockPlace]]]:
         """Return the contexts of an agent, one for each model, each with the states of its blocks.

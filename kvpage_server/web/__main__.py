@@ -60,6 +60,7 @@ def main() -> None:
     # Not uvloop: with io_uring, libuv 1.52 aborts if a socket pair is closed in the turn in which it was opened.
     with asyncio.Runner() as runner:
         words = channel.recv(LONGEST_MESSAGE).decode().split(" ")
+        channel.setblocking(False)  # a server that hangs receives no sockets
         runner.run(_serve(channel, words, listening))
 
 

@@ -66,8 +66,15 @@ class SeenServer:
         return int(children[0])
 
     def answers(self) -> bool:
+        return self._has("/health")
+
+    def shows_form(self) -> bool:
+        """Whether the HTTP process answers. It does not read the store for the form."""
+        return self._has("/login")
+
+    def _has(self, path: str) -> bool:
         try:
-            return httpx.get(f"{self.url}/health", timeout=60).status_code == 200
+            return httpx.get(f"{self.url}{path}", timeout=60).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -85,5 +92,5 @@ def start_seen_server(*options: str, **how: Any) -> Iterator[SeenServer]:
     http = free_port()
     with start_server("--metrics-port", str(http), "--web-token", TOKEN, *options, **how) as server:
         seen = SeenServer(server, http)
-        until(seen.answers, "an answer over HTTP")
+        until(seen.shows_form, "an answer over HTTP")
         yield seen

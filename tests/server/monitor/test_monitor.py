@@ -8,8 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 from browsing import TOKEN, SeenServer, start_seen_server
@@ -386,13 +388,51 @@ def test_without_the_extra_the_error_names_it() -> None:
     )
 
 
-def test_a_store_that_does_not_answer_is_reported(seen: SeenServer) -> None:
+@contextmanager
+def stopped(seen: SeenServer) -> Iterator[None]:
     os.kill(seen.server.pid, signal.SIGSTOP)
     try:
-        with seen.stranger() as stranger:
-            until(lambda: stranger.get("/health").status_code == 503, "the report")
-            assert stranger.get("/health").text == "the store does not answer\n"
+        yield
     finally:
         os.kill(seen.server.pid, signal.SIGCONT)
-    until(seen.answers, "the store's answer")
+        until(seen.answers, "the store's answer")
+
+
+def test_a_store_that_does_not_answer_is_reported(seen: SeenServer) -> None:
+    with stopped(seen), seen.stranger() as stranger:
+        until(lambda: stranger.get("/health").status_code == 503, "the report")
+        assert stranger.get("/health").text == "the store does not answer\n"
+    assert seen.metrics()["kvpage_uptime_seconds",] >= 0
+
+
+def test_all_requests_end_in_time_while_the_store_hangs(seen: SeenServer) -> None:
+    """Health, figures by token and by password, and pages: 3 seconds each, though all share a connection."""
+
+    def ask(path: str) -> tuple[int, float]:
+        auth = ("admin", "open") if path == "/metrics?" else None
+        with seen.stranger() if path == "/health" or auth else seen.browser() as client:
+            began = time.monotonic()
+            return client.get(path, auth=auth).status_code, time.monotonic() - began
+
+    paths = ["/health", "/metrics", "/metrics", "/metrics?", "/metrics", "/page/events", "/health"]
+    seen.metrics()
+    with ThreadPoolExecutor(len(paths)) as pool, stopped(seen):
+        time.sleep(1.1)  # figures of the last second are used again
+        for _ in range(2):
+            replies = dict(zip(paths, pool.map(ask, paths), strict=True))
+            assert {status for status, _ in replies.values()} == {503}, replies
+            assert max(seconds for _, seconds in replies.values()) < 6, replies
+
+
+def test_a_long_hang_leaves_health_answering(seen: SeenServer) -> None:
+    """The channel to a stopped server is full after some 300 checks of passwords."""
+
+    def check(number: int) -> int:
+        with seen.stranger() as client:
+            return client.get("/metrics", auth=("admin", f"wrong{number}")).status_code
+
+    with ThreadPoolExecutor(40) as pool, stopped(seen):
+        assert set(pool.map(check, range(400))) == {503}
+        with seen.stranger() as stranger:
+            assert stranger.get("/health").status_code == 503
     assert seen.metrics()["kvpage_uptime_seconds",] >= 0

@@ -6,6 +6,8 @@ import asyncio
 
 import pytest
 import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from servers import RunningServer, start_server
 
 from kvpage_server.observe import observer
@@ -50,7 +52,8 @@ def test_disabled_user_loses_access_at_the_next_login(change: list[str], monkeyp
     monkeypatch.setattr(observer, "OVERVIEW_SECONDS", 0.0)
 
     async def observe(server: RunningServer) -> None:
-        store = redis.asyncio.Redis(port=server.port, username="viewer", password="first")
+        once = Retry(NoBackoff(), 1)
+        store = redis.asyncio.Redis(port=server.port, username="viewer", password="first", retry=once)
         seen = Observer(store, "viewer", Engines())
         await seen.overview()
         await redis.asyncio.Redis(port=server.port).execute_command("ACL", "SETUSER", "viewer", *change)
