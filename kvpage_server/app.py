@@ -287,7 +287,7 @@ def _open_store(config: Config) -> Keyspace:
     tier.load()
     if config.maxdisk == AUTO:
         tier.ensure_space_for_all()
-    tier.load_lifetimes(lambda unit, seconds, tenant, ends: keyspace.protection.keep(unit, seconds, tenant, ends=ends))
+    tier.load_lifetimes(keyspace.protection.restore)
     if config.maxdisk != tier.stored.maxdisk:
         config.in_effect["maxdisk"] = tier.stored.maxdisk
     seconds = time.monotonic() - began

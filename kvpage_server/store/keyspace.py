@@ -55,7 +55,7 @@ from kvpage_server.store.evict import (
     in_room,
     units_of,
 )
-from kvpage_server.store.eviction.leases import LONGEST_LIFETIME, SHARE, Bytes
+from kvpage_server.store.eviction.leases import NO_LIMIT, SHARE, Bytes
 from kvpage_server.store.eviction.queues import Unit
 from kvpage_server.store.eviction.quotas import counted
 from kvpage_server.store.memory.entry import Entry, Page, Text, has_bytes, is_page
@@ -103,23 +103,32 @@ class Protection:
         """Protect a unit until it is unpinned. Return False if protected units would exceed their limit."""
         return self._contents.leases.pin(unit, self.size_of(unit), self.most(unit))
 
-    def keep(self, unit: Unit, seconds: int, tenant: bytes, tenants: int = 1, ends: int = 0) -> str:
-        """Give a unit a lifetime, which counts for a tenant, one of `tenants` with equal shares. It ends in `seconds`,
-        or at `ends`, in unix milliseconds. If the tenant has given the unit a longer one, this begins anew. Return "",
-        or the limit that would be exceeded: "limit" of all protected units, or "share".
+    def keep(self, unit: Unit, seconds: int, tenant: bytes, tenants: int) -> str:
+        """Give a unit a lifetime of `seconds`, which counts for a tenant, one of `tenants` with equal shares. If the
+        tenant has given the unit a longer one, this begins anew. Return "", or the limit that would be exceeded:
+        "limit" of all protected units, or "share".
         """
         leases = self._contents.leases
         if (known := leases.of(unit)).kept_until and known.tenant == tenant:
             seconds = max(seconds, known.seconds)
-        ends = ends or unix_ms() + 1000 * seconds
-        left = min(max(ends - unix_ms(), 0), 1000 * LONGEST_LIFETIME)
         size, most = self.size_of(unit), self.most(unit)
         if unit not in leases and not leases.have_room(unit, size, most):
             return "limit"
         share = Bytes(*(limit // tenants for limit in most))
-        if not leases.keep(unit, size, seconds, (monotonic_ms() + left, ends), tenant, share):
-            return "share"
-        return ""
+        end = monotonic_ms() + 1000 * seconds, unix_ms() + 1000 * seconds
+        return "" if leases.keep(unit, size, seconds, end, tenant, share) else "share"
+
+    def restore(self, unit: Unit, seconds: int, tenant: bytes, ends: int) -> int:
+        """Give a unit its lifetime of before a restart, also if it exceeds a limit that is lower now. Return its end.
+
+        It ends at `ends`, in unix milliseconds, but after its whole length at the latest: the wall clock may have been
+        set back.
+        """
+        now = unix_ms()
+        ends = min(ends, now + 1000 * seconds)
+        until = monotonic_ms() + max(ends - now, 0)
+        self._contents.leases.keep(unit, self.size_of(unit), seconds, (until, ends), tenant, NO_LIMIT)
+        return ends
 
     def size_of(self, unit: Unit) -> Bytes:
         """Return the size of a unit. On disk it is at least the size in memory, since it may not be written yet."""

@@ -112,6 +112,24 @@ def test_a_lifetime_survives_a_jump_and_a_restart(tmp_path: Path, jump: int) -> 
         assert 0 < left(client) <= 601_000
 
 
+def test_a_lifetime_ends_after_its_length_if_the_clock_is_behind(tmp_path: Path) -> None:
+    clock = Clock(tmp_path)
+    clock.jump(48 * HOUR)
+    for restarts in range(3):
+        server = start_server("--store", "tiered", directory=tmp_path, program=clock.program)
+        with server as running, running.client() as client:
+            if not restarts:
+                set_page(client, "r")
+                client.execute_command("KVPAGEKEEP", "al", 1, 600, "kv:r:0:0:0:0")
+            ends = int(ask(client, "KVPAGESTAT", "r", 0, 0, 0, 0)["kept_until_ms"])
+            if restarts < 2:
+                first, left = ends, ends - 1000 * client.time()[0]
+                assert 590_000 < left <= 601_000
+            else:
+                assert ends == first, "the end on disk was corrected, too"
+        clock.jump(0)
+
+
 def test_a_block_with_an_ended_lease_is_evicted_after_a_jump(tmp_path: Path) -> None:
     with started(tmp_path, "--maxmemory", "2mb") as (_, client, clock):
         set_page(client, "r", body=bytes(200_000))

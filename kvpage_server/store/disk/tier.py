@@ -38,6 +38,7 @@ from kvpage_server.store.disk.encoding import (
     Lifetime,
     SetExpiry,
     Value,
+    Write,
     change_of,
     extent_of,
 )
@@ -380,17 +381,20 @@ class DiskTier(Tier):
         """Load all keys on disk."""
         self._contents.any_on_disk = self._loader.load()
 
-    def load_lifetimes(self, keep: Callable[[Unit, int, bytes, int], object]) -> None:
-        """Call `keep` with each unit that has a lifetime, its seconds, its tenant, and its end in unix milliseconds.
-        Delete the lifetimes of other units.
+    def load_lifetimes(self, restore: Callable[[Unit, int, bytes, int], int]) -> None:
+        """Call `restore` with each unit that has a lifetime, its seconds, its tenant, and its end in unix milliseconds.
+        Write the end that it returns. Delete the lifetimes of units that do not exist.
         """
-        unknown: list[Change] = []
-        for unit_name, ends, seconds, tenant in self.disk.lifetimes():
+        changes: list[Change] = []
+        for lifetime in self.disk.lifetimes():
+            unit_name, ends, seconds, tenant = lifetime
             unit = unit_named(self._contents, unit_name)
-            if unit is None or keep(unit, seconds, tenant, ends):
-                unknown.append(Delete(LIFETIME + unit_name))
-        if unknown:
-            self.disk.write(unknown)
+            if unit is None:
+                changes.append(Delete(LIFETIME + unit_name))
+            elif (end := restore(unit, seconds, tenant, ends)) != ends:
+                changes.append(Write(LIFETIME + unit_name, b"", lifetime._replace(ends=end).pack()))
+        if changes:
+            self.disk.write(changes)
 
     def ensure_space_for_all(self) -> None:
         """Raise `maxdisk` if the loaded values exceed it. Called before other code uses the store."""

@@ -84,7 +84,7 @@ _Due = tuple[int, int, Unit, Lease]  # end in monotonic milliseconds, ticket, un
 
 _NONE = Lease(0, 0)
 _NOTHING = Bytes(0, 0)
-_NO_LIMIT = Bytes(sys.maxsize, sys.maxsize, sys.maxsize)
+NO_LIMIT = Bytes(sys.maxsize, sys.maxsize, sys.maxsize)
 
 
 class Leases:
@@ -104,7 +104,7 @@ class Leases:
         # Blocks whose lifetime has ended, with its end in monotonic milliseconds; the last one is evicted first.
         self._ended: OrderedDict[Unit, int] = OrderedDict()
         self.on_lifetime: Callable[[Unit, Lease], object] = lambda *_: None
-        self.most: Callable[[Unit], Bytes] = lambda _: _NO_LIMIT  # the limit of a unit's account
+        self.most: Callable[[Unit], Bytes] = lambda _: NO_LIMIT  # the limit of a unit's account
         # Heap of (end, ticket, unit, lease), with one entry for each lease, for the first end of lease and lifetime. If
         # that is extended, the entry stays, and there is a new one at its time. An entry is stale if the unit's
         # protection was removed, or if its time is not the lease's `due`. Tickets are consecutive numbers from 1, which
@@ -217,7 +217,7 @@ class Leases:
                 size = Bytes(lease.size, lease.on_disk, lease.in_index)
             if not self._kept.get((self._account_of(unit), tenant), _NOTHING).fits(size, share):
                 return False
-            lease = self._lease(unit, size, _NO_LIMIT) or lease
+            lease = self._lease(unit, size, NO_LIMIT) or lease
             self._end_lifetime(unit, lease)
             lease.kept_until, lease.tenant = until, tenant
             self._count_kept(lease, 1, *size)

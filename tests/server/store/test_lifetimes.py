@@ -229,6 +229,24 @@ def test_a_lifetime_that_ended_before_a_restart_is_evicted_first(tmp_path: Path)
         assert client.info("kvpage")["kept"] == 1
 
 
+def test_lifetimes_go_on_after_a_restart_with_lower_limits(tmp_path: Path) -> None:
+    large = (*TIERED, "--maxdisk", "64mb", "--maxmemory", "32mb")
+    reqs = [f"r{number}" for number in range(100)]
+    with start_server(*large, directory=tmp_path) as server, server.client() as client:
+        for req in reqs:
+            set_large(client, req)
+        assert keep(client, *map(key, reqs)) == [100, ""]
+    with start_server(*SMALL_DISK, directory=tmp_path) as server, server.client() as client:
+        info = client.info("everything")
+        assert info["kept"] == 100
+        assert info["kept_bytes"] > info["maxdisk_for_values"] / 2
+        set_large(client, "others")
+        assert keep(client, key("others"))[0] == 0
+        fill_disk(client, "x", 1)
+    with start_server(*large, directory=tmp_path) as server, server.client() as client:
+        assert client.info("kvpage")["kept"] == client.exists(*map(key, reqs)) == 100
+
+
 def test_a_flush_ends_all_lifetimes(tmp_path: Path) -> None:
     with start_server(*SMALL_DISK, directory=tmp_path) as server, server.client() as client:
         set_large(client, "a")
