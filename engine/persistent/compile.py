@@ -17,6 +17,7 @@ from . import graph as nodes
 from .errors import (
     AccessError,
     BlockCycleError,
+    DeclarationError,
     DTypeError,
     GraphError,
     GrowthError,
@@ -46,6 +47,7 @@ from .graph import (
     Value,
     named,
 )
+from .parser import MAX_DEPTH
 from .state import MEMORY_BYTES, Layout
 from .variables import Action, Frame, Tensors, Variable, arithmetic, constant
 
@@ -78,6 +80,14 @@ def relu(x: mx.array, *, alpha: float = 0.0, clamp_max: float = math.inf) -> mx.
     zero = mx.array(0, dtype=x.dtype)
     rectified = mx.maximum(x, zero) if alpha == 0 else mx.where(x > zero, x, x * mx.array(alpha, dtype=x.dtype))
     return rectified if clamp_max == math.inf else mx.minimum(rectified, mx.array(clamp_max, dtype=x.dtype))
+
+
+def mod(x: mx.array, y: mx.array) -> mx.array:
+    """Return the remainder, with the sign of `y`. A divisor of -1 is replaced by 1, which has the same remainder: the
+    processor cannot divide the least integer by -1, and ends the process.
+    """
+    signed = mx.issubdtype(y.dtype, mx.signedinteger)
+    return mx.remainder(x, mx.where(y == -1, mx.array(1, y.dtype), y) if signed else y)
 
 
 def fill(x: mx.array, *, value: float) -> mx.array:
@@ -120,8 +130,15 @@ def reshape(x: mx.array, *, shape: tuple[int, ...]) -> mx.array:
 def take(table: mx.array, indices: mx.array) -> mx.array:
     """Return the rows of `table` at `indices`, as in the lookup of an embedding.
 
-    The shape of the result is the shape of `indices`, followed by the shape of a row.
+    The shape of the result is the shape of `indices`, followed by the shape of a row. Raises NegativeIndexError or
+    OperationError for an index without a row: MLX would read other memory of the process.
     """
+    if indices.size and mx.issubdtype(indices.dtype, mx.integer):
+        least, most = (int(found.item()) for found in (mx.min(indices), mx.max(indices)))  # type: ignore[arg-type]
+        if least < 0:
+            raise NegativeIndexError(f"an index of take is 0 or more, got {least}")
+        if most >= table.shape[0]:
+            raise OperationError(f"take of {table.shape[0]} rows has no row {most}")
     return mx.take(table, indices, axis=0)
 
 
@@ -146,7 +163,9 @@ def attn(
     """
     if k.ndim == 2:
         k, v = mx.expand_dims(k, 0), mx.expand_dims(v, 0)
-    dim = k.shape[-1]
+    *_, heads, dim = k.shape
+    if not heads or not dim:
+        raise ValueError("keys have at least one head and one dimension")  # MLX divides by the number of heads
     queries = q if wq is None else (q @ wq).reshape(q.shape[0], -1, dim)
     one = queries.ndim == 2
     by_head = (
@@ -167,7 +186,7 @@ OPS: dict[str, Op] = {
     "div": Op(mx.divide, _TWO, "float"),
     "min": Op(mx.minimum, _TWO, "same"),
     "max": Op(mx.maximum, _TWO, "same"),
-    "mod": Op(mx.remainder, _TWO, "same"),
+    "mod": Op(mod, _TWO, "same"),
     "abs": Op(mx.abs, _ONE, "same"),
     "neg": Op(mx.negative, _ONE, "same"),
     "exp": Op(mx.exp, _ONE, "float"),
@@ -464,30 +483,38 @@ def compile_graph(
 
     `sizes` and `tensors` are from the model. Raises a GraphError with the position of the error in the text.
     """
-    check_cycles(graph)
+    check_blocks(graph)
     return _Compiler(graph, variables, sizes, tensors).block("entry")
 
 
-def check_cycles(graph: nodes.Graph) -> None:
-    """Raise UnknownNameError for a branch to an undefined block, BlockCycleError for blocks that branch to each other
-    in a cycle.
+def check_blocks(graph: nodes.Graph) -> None:
+    """Raise DeclarationError for two blocks of one name, UnknownNameError for a branch to an undefined block, and
+    BlockCycleError for blocks that branch to each other in a cycle, or whose branches and loops are nested deeper than
+    MAX_DEPTH.
     """
-    blocks = {block.name: block for block in graph.blocks}
-    done: set[str] = set()
+    blocks: dict[str, nodes.Block] = {}
+    for block in graph.blocks:
+        if block.name in blocks:
+            raise DeclarationError(f"the block {block.name} is declared twice", block.at)
+        blocks[block.name] = block
+    depths: dict[str, int] = {}  # of the statements of a block, including those of its loops and branches
 
-    def visit(name: str, at: Place | None, path: tuple[str, ...]) -> None:
+    def visit(name: str, at: Place | None, path: tuple[str, ...]) -> int:
         if name in path:
             circle = " -> ".join((*path[path.index(name) :], name))
             raise BlockCycleError(f"blocks branch in a circle: {circle}", at)
         if name not in blocks:
             raise UnknownNameError(f"there is no block {name}, only {', '.join(blocks) or 'none'}", at)
-        if name not in done:
-            for statement in blocks[name].statements():
-                if isinstance(statement, nodes.Branch):
-                    for to in (statement.then, statement.otherwise):
-                        if to is not None:
-                            visit(to, statement.at, (*path, name))
-            done.add(name)
+        if name not in depths and len(path) <= MAX_DEPTH:
+            deepest = 0
+            for statement, level in blocks[name].levels():
+                branches = (statement.then, statement.otherwise) if isinstance(statement, nodes.Branch) else ()
+                below = (visit(to, statement.at, (*path, name)) for to in branches if to is not None)
+                deepest = max(deepest, level + max(below, default=0))
+            depths[name] = deepest
+        if max(len(path), depths.get(name, 0)) > MAX_DEPTH:
+            raise BlockCycleError(f"branches and loops are nested too deeply, at most {MAX_DEPTH} deep is allowed", at)
+        return depths[name]
 
     visit("entry", None, ())
 
@@ -572,7 +599,7 @@ class _Compiler:
             try:
                 value = compute(frame)
                 put(frame, value if casts is None else value.astype(casts))
-            except (ValueError, TypeError, IndexError, RuntimeError) as error:
+            except (ValueError, TypeError, IndexError, ArithmeticError, RuntimeError) as error:
                 if isinstance(error, GraphError):
                     raise
                 shapes = ", ".join(str(list(get(frame).shape)) for get in gets)

@@ -109,7 +109,7 @@ class AccessError(GraphError):
 
 
 class BlockCycleError(GraphError):
-    """Error: blocks of the program branch to each other in a cycle."""
+    """Error: blocks of the program branch to each other in a cycle, or are nested too deeply."""
 
 
 class OperationError(GraphError):

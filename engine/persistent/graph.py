@@ -270,14 +270,16 @@ class Block(_Placed):
 
     def statements(self) -> Iterator[Statement]:
         """Yield all statements of the block, including the statements of its loops."""
-        yield from _flat(self.body)
+        return (statement for statement, _ in self.levels())
 
-
-def _flat(body: tuple[Statement, ...]) -> Iterator[Statement]:
-    for statement in body:
-        yield statement
-        if isinstance(statement, Loop):
-            yield from _flat(statement.body)
+    def levels(self) -> Iterator[tuple[Statement, int]]:
+        """Yield all statements of the block in order, each with its level: 1, or more in a loop."""
+        rest = [(statement, 1) for statement in reversed(self.body)]
+        while rest:
+            statement, level = rest.pop()
+            yield statement, level
+            if isinstance(statement, Loop):
+                rest += [(inner, level + 1) for inner in reversed(statement.body)]
 
 
 @dataclass(frozen=True, slots=True)

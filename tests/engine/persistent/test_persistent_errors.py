@@ -21,6 +21,7 @@ DECLARED = """
 dynamic { x: f32[D]; i: i32; go: bool; }
 constant { w: f32[D, D]; F(l): f32[D] @pattern("F.{l}"); }
 volatile { y: f32[D]; m: f32[D, H]; flag: bool; half: f16[D]; whole: i32[D]; one: i32; }
+volatile { nohead: f32[0, H]; nodim: f32[D, 0]; }
 persistent {
     n: i32 @init(1);
     f: f32;
@@ -223,6 +224,43 @@ def test_blocks_that_branch_in_a_circle() -> None:
         graph("branch x a a;", "block a { return; }")
 
 
+def test_two_blocks_of_one_name_are_refused() -> None:
+    with pytest.raises(e.DeclarationError, match="the block one is declared twice") as caught:
+        simulator("block entry { return; }\nblock one { return; }\nblock one { return; }")
+    assert caught.value.at
+    assert caught.value.at.line == 3
+
+
+def chain(blocks: int, statement: str = "branch b{};", first: int = 0) -> str:
+    """Return blocks of which each branches to the next."""
+    begins = "".join(f"block b{i} {{ {statement.format(i + 1)} }}\n" for i in range(blocks - 1))
+    return f"block entry {{ branch b{first}; branch b0; }}\n{begins}block b{blocks - 1} {{ return; }}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        chain(102),
+        chain(20_000),
+        chain(102, first=60),
+        chain(40, "loop l (i in 0..1) {{ loop m (j in 0..1) {{ branch b{}; }} }}"),
+    ],
+    ids=["102", "20000", "in two orders", "in loops"],
+)
+def test_deeply_nested_branches_are_refused(text: str) -> None:
+    with pytest.raises(e.BlockCycleError, match="nested too deeply, at most 100 deep is allowed"):
+        simulator(text)
+
+
+@pytest.mark.parametrize(
+    "text", [chain(99), chain(33, "loop l (i in 0..1) {{ loop m (j in 0..1) {{ branch b{}; }} }}")]
+)
+def test_branches_may_be_a_hundred_deep(text: str) -> None:
+    run = simulator(text).make_executor()
+    run.step()
+    assert run.steps == 1
+
+
 def test_a_model_without_a_named_tensor_is_refused() -> None:
     with pytest.raises(e.ModelError, match="the model has no tensor missing, which missing names"):
         simulator("constant { missing: f32; } block entry { return; }")
@@ -264,6 +302,12 @@ STEPS = [
     ("op add(x, F[9]) >> y;", e.ModelError, "the model has no tensor F.9"),
     ("op add(x, F[1]) >> y;", e.ModelError, "F is f32[4], the model's F.1 is f32[3]"),
     ("op take(w, one) >> y; cache.read A[n / (i - 50)] >> y;", e.DimError, "division by zero"),
+    ("op fill(whole, value=-1) >> whole; op take(w, whole) >> m;", e.NegativeIndexError, "is 0 or more, got -1"),
+    ("op fill(one, value=4) >> one; op take(w, one) >> y;", e.OperationError, "take of 4 rows has no row 4"),
+    ("op fill(one, value=100000000) >> one; op take(w, one) >> y;", e.OperationError, "has no row 100000000"),
+    ("op reshape(x, shape=[2147483648]) >> y;", e.OperationError, "reshape of [4]:"),
+    ("op attn(m, nohead, nohead) >> m;", e.OperationError, "keys have at least one head and one dimension"),
+    ("op attn(nodim, nodim, nodim) >> nodim;", e.OperationError, "keys have at least one head and one dimension"),
     ("cache.write x >> A[99999999999];", e.GrowthError, "index i of A is below 2147483647"),
 ]
 

@@ -177,6 +177,7 @@ Q, KEYS, VALUES = (
 )
 WIDE = np.random.default_rng(6).uniform(-1, 1, (24, 24)).astype(np.float32)
 
+LEAST = np.array([-(2**31), -(2**31), -(2**31) + 1], np.int32)
 COMPUTED: list[tuple[str, list[np.ndarray], Any]] = [
     ("add(a, b)", [A, B3], A + B3),
     ("sub(a, b)", [A, B3], A - B3),
@@ -185,6 +186,8 @@ COMPUTED: list[tuple[str, list[np.ndarray], Any]] = [
     ("min(a, b)", [A, B3], np.minimum(A, B3)),
     ("max(a, b)", [A, B3], np.maximum(A, B3)),
     ("mod(a, b)", [A, B3], np.mod(A, B3)),
+    ("mod(a, b)", [LEAST, np.full(3, -1, np.int32)], np.zeros(3, np.int32)),
+    ("mod(a, b)", [LEAST, np.array([-1, -3, 7], np.int32)], np.mod(LEAST.astype(np.int64), [-1, -3, 7]).astype("i4")),
     ("abs(a)", [A], abs(A)),
     ("neg(a)", [A], -A),
     ("exp(a)", [A], np.exp(A)),
