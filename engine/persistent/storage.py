@@ -316,6 +316,8 @@ class StoredInstance:
         self._settle()
         versions: dict[tuple[str, Entry], _Version] = {}
         written = [page for name, table in memory.tables.items() for page in self._changed(name, table, versions)]
+        renewed = {page.key for page in written}
+        self._stale = [key for key in self._stale if key not in renewed]
         for run in batches(((page, memoryview(page.body).nbytes) for page in written), CHUNK_BYTES):
             self._store.server.mset(run)
         manifest = self._known.successor(secrets.token_hex(8), steps)

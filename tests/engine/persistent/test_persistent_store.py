@@ -385,6 +385,35 @@ def test_an_interrupted_save_leaves_the_state_before(
             cut += 250
 
 
+@pytest.mark.parametrize("published", [True, False])
+def test_a_late_deletion_spares_pages_in_use_again(
+    store: PersistentStore, client: redis.Redis, monkeypatch: pytest.MonkeyPatch, published: bool
+) -> None:
+    """The pages that a save replaces are deleted by the next one if the connection breaks. That has written other pages
+    in their place, even if its own manifest seems to be lost.
+    """
+    run = advance(simulator(store).make_executor("late"), 1)
+    run.save()
+    with monkeypatch.context() as broken:
+        broken.setattr(store.server, "delete", _disconnected)
+        advance(run, 1).save()
+    transaction = store.server.transaction
+    with monkeypatch.context() as broken:
+        if not published:
+            broken.setattr(store.server, "transaction", lambda *given: _disconnected(transaction(*given)))
+            with pytest.raises(redis.ConnectionError):
+                advance(run, 1).save()
+        else:
+            advance(run, 1).save()
+    assert state(simulator(store).resume("late")) == reference(3)
+    run.save()
+    assert state(simulator(store).resume("late")) == reference(3)
+
+
+def _disconnected(_: object) -> None:
+    raise redis.ConnectionError("broken")
+
+
 def test_a_reader_during_a_save_gets_one_whole_step(
     server: RunningServer, client: redis.Redis, store: PersistentStore
 ) -> None:
