@@ -26,7 +26,7 @@ import logging
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby, takewhile
@@ -70,6 +70,7 @@ Work = Coroutine[Any, Any, T]
 DEADLINE = 5.0  # default time limit of a request, in seconds
 RESTORE_SECONDS = 10.0  # default time limit of a load
 MOST_UNSAVED = 256  # prompts of named agents that are remembered until their answers are saved
+MOST_UNRECORDED = 16_384  # written places that are remembered until a record names them
 NOT_STORED = "the page server has not stored the next block, which may be evicted or too short"
 
 
@@ -161,6 +162,9 @@ class PageTier:
         # The prompts of named agents whose answers are not saved, by agent and name of the last block. If an answer is
         # cancelled, its prompt is forgotten with the agent's context.
         self._unsaved: OrderedDict[tuple[str, str], UnsavedPrompt] = OrderedDict()
+        # Places that a save has written, or tried to, and that no record names yet, the oldest first. A save can fail
+        # after it has written blocks: the next one finds them on the server, and enters them in their records.
+        self._unrecorded: dict[BlockPlace, None] = {}
 
     @property
     def outage(self) -> Outage | None:
@@ -283,7 +287,8 @@ class PageTier:
             return saved
 
         async def record() -> None:
-            await tails.record(connection, self._layout, spec, named, saved.places)
+            await tails.record(connection, self._layout, spec, named, self._unrecorded)
+            self._note_recorded(parts)
             await self._forget_unsaved(agent_id)
             await self._forget_records({manifest_key(agent_id, spec.fingerprint): before}, agent_id)
 
@@ -328,11 +333,12 @@ class PageTier:
             return saved
 
         async def record() -> None:
-            if await tails.record(self._connection, self._layout, self._spec, manifest, saved.places):
+            if await tails.record(self._connection, self._layout, self._spec, manifest, self._unrecorded):
                 await self._write(parts)  # another engine may have deleted a block before the record named it
             if label:
-                written = [place for place in saved.places if not place.of_state]
+                written = [place for place in parts if place in self._unrecorded and not place.of_state]
                 await self._connection.write({label_key(place.tagged): label for place in written})
+            self._note_recorded(parts)
 
         return await self._complete(saved, record())
 
@@ -468,6 +474,9 @@ class PageTier:
     async def _write(self, parts: block_writer.Parts) -> Saved:
         """Write the parts that the server lacks. Raises an outage if all are missing and no server takes any."""
         missing = await block_writer.missing(self._connection, self._layout, list(parts))
+        self._unrecorded |= dict.fromkeys(missing)
+        while len(self._unrecorded) > MOST_UNRECORDED:
+            del self._unrecorded[next(iter(self._unrecorded))]
         written = await block_writer.write(self._connection, self._layout, parts, missing)
         present = sum(not place.of_state for place in parts) - sum(not place.of_state for place in missing)
         if len(written) < len(missing) == len(parts):
@@ -476,6 +485,10 @@ class PageTier:
             await block_writer.link(self._connection, self._layout, parts)
         blocks, nbytes = sum(not place.of_state for place in written), self._layout.nbytes(*written)
         return Saved(blocks, present, nbytes, len(written) == len(missing), tuple(written))
+
+    def _note_recorded(self, places: Iterable[BlockPlace]) -> None:
+        for place in places:
+            self._unrecorded.pop(place, None)
 
     async def _report_save(self, work: Work[Saved]) -> Saved | None:
         failures: Counter[str] = Counter()
