@@ -8,8 +8,9 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, zip_longest
 from math import prod
+from operator import ge, gt
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,17 +24,18 @@ from kvpage_server.bounded import batches
 from kvpage_server.client import Disconnected, Page, PageClient, Unsupported
 from kvpage_server.client.cluster.plan import GONE
 from kvpage_server.client.raw_commands import RawCommand, ok, text, up_to
-from kvpage_server.page import MAX_HEAD, PageKey
+from kvpage_server.page import MAX_HEAD, MAX_LAYER, PageKey
 from kvpage_server.system.durable import replacing
 
 from ..tensor_file import Tensor, write
 from .errors import ConflictError, DamagedError, StoreError, WrongProgramError
 from .graph import named
-from .state import Entry, Layout, Memory, Shape, Table
+from .state import MAX_DIM, MEMORY_BYTES, Entry, Layout, Memory, Shape, Table
 
 # -- The stored form of an instance, except the bytes of its tensors ---------------------------------------------------
 
 FORMAT = 1
+LANES = (MAX_LAYER + 1) * (MAX_HEAD + 1)  # of an instance
 
 
 @dataclass
@@ -76,6 +78,10 @@ class StoredLane:
                 else:
                     self._runs.append([index, index + 1, slot])
         return self._runs
+
+    def stored(self) -> Iterator[tuple[int, int]]:
+        """Yield the index and slot of each entry in order. A short manifest may name more than memory has room for."""
+        return ((index, slot) for start, stop, slot in self.runs() for index in range(start, stop))
 
     def copy(self) -> StoredLane:
         runs = None if self._runs is None else [list(run) for run in self._runs]
@@ -138,7 +144,7 @@ class Manifest:
             raise DamagedError(f"instance {instance}: its manifest is not what was written")
         try:
             return cls._of(json.loads(text), instance)
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise DamagedError(f"instance {instance}: its manifest makes no sense: {error!r:.80}") from error
 
     @classmethod
@@ -147,13 +153,22 @@ class Manifest:
             raise DamagedError(f"instance {instance}: format {stored['format']} is not supported, only {FORMAT}")
         return cls(
             int(stored["fingerprint"], 16),
-            stored["token"],
-            stored["steps"],
-            stored["scalars"],
+            str(stored["token"]),
+            _count(stored["steps"], 2**63),
+            dict(stored["scalars"]),
             {name: _parse_table(table) for name, table in stored["tables"].items()},
-            stored["next_lane"],
+            _count(stored["next_lane"], LANES),
             int(stored["digest"], 16),
         )
+
+    def check(self, memory: Memory) -> None:
+        """Raise ValueError if this is no state of the variables in `memory`."""
+        if self.tables.keys() != memory.tables.keys() or self.scalars.keys() != memory.scalars.keys():
+            raise ValueError("it has other variables")
+        for name, scalar in memory.scalars.items():
+            _check_scalar(name, self.scalars[name], scalar.layout)
+        for name, table in memory.tables.items():
+            _check_table(self.tables[name], table.layout)
 
 
 def _dump_table(table: StoredTable) -> dict[str, Any]:
@@ -170,10 +185,52 @@ def _dump_table(table: StoredTable) -> dict[str, Any]:
 def _parse_table(stored: Mapping[str, Any]) -> StoredTable:
     lanes = {}
     for lane in stored["lanes"]:
-        slots = {index: slot for start, stop, slot in lane["runs"] for index in range(start, stop)}
-        shapes = {index: tuple(shape) for index, shape in lane["shapes"]}
-        lanes[tuple(lane["prefix"])] = StoredLane(lane["number"], slots, {}, shapes, lane["runs"])
-    return StoredTable(stored["sizes"], stored["counts"], lanes)
+        end = 0
+        for start, stop, slot in lane["runs"]:
+            if not end <= _count(start) < _count(stop) or _count(slot) > 1:
+                raise ValueError(f"{start}, {stop}, {slot} are no entries after {end}")
+            end = stop
+        shapes = {_count(index): _counts(shape) for index, shape in lane["shapes"]}
+        lanes[_counts(lane["prefix"])] = StoredLane(_count(lane["number"], LANES - 1), {}, {}, shapes, lane["runs"])
+    return StoredTable([*_counts(stored["sizes"])], [*_counts(stored["counts"])], lanes)
+
+
+def _count(value: Any, most: int = MAX_DIM) -> int:
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{value!r:.40} is no integer from 0 to {most}")
+    return value
+
+
+def _counts(values: Any) -> tuple[int, ...]:
+    return tuple(map(_count, values))
+
+
+def _check_scalar(name: str, value: Any, layout: Layout) -> None:
+    dtype = layout.dtype
+    fits = (
+        type(value) is str and len(bytes.fromhex(value)) == dtype.itemsize
+        if dtype.is_float
+        else type(value) is int and dtype.literal(value) is not None
+    )
+    if not fits:
+        raise ValueError(f"{value!r:.40} is no {dtype.name}, as {name} is")
+
+
+def _check_table(stored: StoredTable, layout: Layout) -> None:
+    """Raise ValueError for lengths, entries or shapes that a table of this layout cannot have."""
+    name, rank = layout.name, len(layout.indices)
+    if (len(stored.sizes), len(stored.counts)) != (rank, len(layout.auto)):
+        raise ValueError(f"{name} has other indices")
+    *before, last = stored.sizes or [1]  # a tensor without indices is entry 0
+    grown = [size + count for size, count in zip_longest(layout.shape, stored.counts, fillvalue=0)]
+    for prefix, lane in stored.lanes.items():
+        if len(prefix) != len(before) or any(map(ge, prefix, before)) or any(stop > last for _, stop, _ in lane.runs()):
+            raise ValueError(f"{name} has no entries {list(prefix)}")
+        for shape in lane.shapes.values():
+            if not layout.auto or len(shape) != len(grown) or any(map(gt, shape, grown)):
+                raise ValueError(f"an entry of {name} has the shape {list(shape)}")
+    if any(size > MAX_DIM for size in grown) or prod(grown) * layout.dtype.itemsize > MEMORY_BYTES:
+        raise ValueError(f"a tensor of {name} has the shape {grown}")
 
 
 # -- Instances on a page server ----------------------------------------------------------------------------------------
@@ -193,6 +250,7 @@ def _parse_table(stored: Mapping[str, Any]) -> StoredTable:
 # continue from the same state. The data must match the manifest's digest, otherwise an error is raised.
 
 CHUNK_BYTES = 8 << 20  # of pages in one command, at most, except for a single larger page
+KEY_BYTES = 256  # of an entry's key and Python objects, about
 TRIES = 10  # attempts to read an instance that another process saves meanwhile
 _INSTANCE = re.compile(r"[A-Za-z0-9._-]{1,128}\Z")
 
@@ -257,7 +315,8 @@ class PersistentStore:
             try:
                 self.server.delete_request(request)
             except Unsupported:  # a Redis or a cluster, which cannot list the pages of a request
-                self.server.delete(list(_every_page(request, manifest)))
+                for keys in batches(((key, KEY_BYTES) for key in _every_page(request, manifest)), CHUNK_BYTES):
+                    self.server.delete(keys)
         return bool(there)
 
     def receive(self, keys: Sequence[PageKey], into: Sequence[Any]) -> list[bool]:
@@ -295,6 +354,10 @@ class StoredInstance:
             if manifest is None:
                 return None
             self._check(manifest)
+            try:
+                manifest.check(memory)
+            except ValueError as error:
+                raise DamagedError(f"instance {self.name}: its manifest makes no sense: {error}") from error
             try:
                 received = list(self._receive(memory, manifest))
             except DamagedError:
@@ -442,24 +505,23 @@ class StoredInstance:
                 for run, shape in _runs(lane, layout):
                     rows = np.empty((len(run), prod(shape) * layout.dtype.itemsize), np.uint8)
                     self._receive_rows(name, prefix, lane, run, rows)
-                    for index, row in zip(run, rows, strict=True):
+                    for (index, slot), row in zip(run, rows, strict=True):
+                        lane.slots[index] = slot
                         lane.digests[index] = _digest(name, _entry(layout, prefix, index), row)
                         digest += lane.digests[index]
-                    yield name, _entry(layout, prefix, run[0]), _tensors(rows, layout, shape)
+                    yield name, _entry(layout, prefix, run[0][0]), _tensors(rows, layout, shape)
         if digest % 2**64 != manifest.digest:
             raise DamagedError(f"instance {self.name}: its pages are not those that its manifest was written for")
 
-    def _receive_rows(self, name: str, prefix: Entry, lane: StoredLane, run: list[int], rows: Any) -> None:
+    def _receive_rows(
+        self, name: str, prefix: Entry, lane: StoredLane, run: Sequence[tuple[int, int]], rows: Any
+    ) -> None:
         if not rows.size:
             return
-        step = max(1, CHUNK_BYTES // rows.shape[1])
-        for start in range(0, len(run), step):
-            indices = run[start : start + step]
-            keys = [self._page_key(lane.number, index, lane.slots[index]) for index in indices]
-            found = self._store.receive(keys, list(rows[start : start + step]))
-            if not all(found):
-                lost = [*prefix, indices[found.index(False)]]
-                raise DamagedError(f"instance {self.name}: the page of {name}{lost} is gone, or not what was written")
+        found = self._store.receive([self._page_key(lane.number, *entry) for entry in run], list(rows))
+        if not all(found):
+            lost = [*prefix, run[found.index(False)][0]]
+            raise DamagedError(f"instance {self.name}: the page of {name}{lost} is gone, or not what was written")
 
     def _fill(self, memory: Memory, manifest: Manifest, received: list[_Received]) -> None:
         for name, stored in manifest.tables.items():
@@ -495,7 +557,7 @@ def _every_page(request: bytes, manifest: Manifest) -> Iterator[PageKey]:
     """Yield the keys of both slots of every entry, because an interrupted save may have written the unused one."""
     for table in manifest.tables.values():
         for lane in table.lanes.values():
-            for index in lane.slots:
+            for index, _ in lane.stored():
                 yield from (_page_key(request, lane.number, index, slot) for slot in (0, 1))
 
 
@@ -510,11 +572,14 @@ def _entry(layout: Layout, prefix: Entry, index: int) -> Entry:
     return (*prefix, index) if layout.indices else ()
 
 
-def _runs(lane: StoredLane, layout: Layout) -> Iterator[tuple[list[int], Shape]]:
-    """Group a lane's entries into runs of consecutive indices with the same shape. Yield the indices and the shape."""
-    indices = enumerate(sorted(lane.slots))
-    for (_, shape), run in groupby(indices, lambda at: (at[1] - at[0], lane.shapes.get(at[1], layout.shape))):
-        yield [index for _, index in run], shape
+def _runs(lane: StoredLane, layout: Layout) -> Iterator[tuple[list[tuple[int, int]], Shape]]:
+    """Group a lane's entries into runs of consecutive indices with the same shape, of at most CHUNK_BYTES. Yield the
+    indices with their slots, and the shape.
+    """
+    entries = enumerate(lane.stored())
+    for (_, shape), run in groupby(entries, lambda at: (at[1][0] - at[0], lane.shapes.get(at[1][0], layout.shape))):
+        sized = ((entry, prod(shape) * layout.dtype.itemsize + KEY_BYTES) for _, entry in run)
+        yield from ((some, shape) for some in batches(sized, CHUNK_BYTES))
 
 
 def _bodies(tensors: mx.array) -> list[Any]:

@@ -4,9 +4,12 @@ is visible.
 
 from __future__ import annotations
 
+import json
+import operator
 import threading
 import time
 from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -353,6 +356,58 @@ def test_an_instance_with_a_damaged_manifest_can_be_deleted(store: PersistentSto
             simulator(store).resume("torn")
         assert store.delete("torn")
         assert not client.exists("persistent:torn")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("steps",), "x"),
+        (("steps",), -1),
+        (("next_lane",), 2**63),
+        (("scalars",), []),
+        (("scalars", "n"), 2**63),
+        (("scalars", "n"), True),
+        (("scalars", "mass"), "00"),
+        (("scalars", "mass"), None),
+        (("tables",), {}),
+        (("tables", "all", "sizes"), [2]),
+        (("tables", "all", "sizes"), [5, 5]),
+        (("tables", "all", "sizes"), None),
+        (("tables", "all", "lanes", 0, "number"), 2**32),
+        (("tables", "all", "lanes", 0, "prefix"), [0]),
+        (("tables", "all", "lanes", 0, "runs"), [[0, 1, 2]]),
+        (("tables", "all", "lanes", 0, "runs"), [[3, 0, 0]]),
+        (("tables", "all", "lanes", 0, "runs"), [[2, 3, 0], [0, 1, 0]]),
+        (("tables", "all", "lanes", 0, "runs"), [[0, 2**31, 0]]),
+        (("tables", "all", "lanes", 0, "shapes"), [[0, [7]]]),
+        (("tables", "M", "counts"), [2**31 - 1]),
+        (("tables", "M", "lanes", 0, "shapes"), [[0, [1, 2, 3]]]),
+        (("tables", "C", "lanes", 0, "prefix"), [9]),
+    ],
+)
+def test_a_manifest_with_a_wrong_field_is_damaged(
+    store: PersistentStore, client: redis.Redis, path: tuple[str | int, ...], value: Any
+) -> None:
+    advance(simulator(store).make_executor("odd"), 3).save()
+    manifest = json.loads(client.get("persistent:odd")[17:])
+    *to, last = path
+    reduce(operator.getitem, to, manifest)[last] = value
+    client.set("persistent:odd", _digested(json.dumps(manifest).encode()))
+    with pytest.raises(DamagedError, match="instance odd: its manifest makes no sense"):
+        simulator(store).resume("odd")
+
+
+def test_a_short_manifest_cannot_name_a_billion_entries(store: PersistentStore, client: redis.Redis) -> None:
+    """The first page that is missing ends the read, before there is an object for each entry."""
+    advance(simulator(store).make_executor("long"), 3).save()
+    manifest = json.loads(client.get("persistent:long")[17:])
+    manifest["tables"]["all"] |= {"sizes": [2**31 - 1]}
+    manifest["tables"]["all"]["lanes"][0]["runs"] = [[0, 2**31 - 1, 0]]
+    client.set("persistent:long", _digested(json.dumps(manifest).encode()))
+    begun = time.monotonic()
+    with pytest.raises(DamagedError, match=r"the page of all\[1\] is gone"):
+        simulator(store).resume("long")
+    assert time.monotonic() - begun < 5
 
 
 def _digested(text: bytes) -> bytes:
