@@ -70,7 +70,7 @@ Work = Coroutine[Any, Any, T]
 DEADLINE = 5.0  # default time limit of a request, in seconds
 RESTORE_SECONDS = 10.0  # default time limit of a load
 MOST_UNSAVED = 256  # prompts of named agents that are remembered until their answers are saved
-MOST_UNRECORDED = 16_384  # written places that are remembered until a record names them
+MOST_UNRECORDED = 16_384  # written places of earlier saves that are remembered until a record names them
 NOT_STORED = "the page server has not stored the next block, which may be evicted or too short"
 
 
@@ -163,7 +163,7 @@ class PageTier:
         # cancelled, its prompt is forgotten with the agent's context.
         self._unsaved: OrderedDict[tuple[str, str], UnsavedPrompt] = OrderedDict()
         # Places that a save has written, or tried to, and that no record names yet, the oldest first. A save can fail
-        # after it has written blocks: the next one finds them on the server, and enters them in their records.
+        # after it has written blocks: the next one finds them on the server, and has to link and record them.
         self._unrecorded: dict[BlockPlace, None] = {}
 
     @property
@@ -333,12 +333,13 @@ class PageTier:
             return saved
 
         async def record() -> None:
-            if await tails.record(self._connection, self._layout, self._spec, manifest, self._unrecorded):
-                await self._write(parts)  # another engine may have deleted a block before the record named it
+            written = [place for place in parts if place in self._unrecorded and not place.of_state]
+            entered = await tails.record(self._connection, self._layout, self._spec, manifest, self._unrecorded)
             if label:
-                written = [place for place in parts if place in self._unrecorded and not place.of_state]
                 await self._connection.write({label_key(place.tagged): label for place in written})
             self._note_recorded(parts)
+            if entered:
+                await self._write(parts)  # another engine may have deleted a block before the record named it
 
         return await self._complete(saved, record())
 
@@ -474,14 +475,14 @@ class PageTier:
     async def _write(self, parts: block_writer.Parts) -> Saved:
         """Write the parts that the server lacks. Raises an outage if all are missing and no server takes any."""
         missing = await block_writer.missing(self._connection, self._layout, list(parts))
-        self._unrecorded |= dict.fromkeys(missing)
         while len(self._unrecorded) > MOST_UNRECORDED:
             del self._unrecorded[next(iter(self._unrecorded))]
+        self._unrecorded |= dict.fromkeys(missing)
         written = await block_writer.write(self._connection, self._layout, parts, missing)
         present = sum(not place.of_state for place in parts) - sum(not place.of_state for place in missing)
         if len(written) < len(missing) == len(parts):
             await self._connection.check()
-        elif written:
+        elif any(place in self._unrecorded for place in parts):
             await block_writer.link(self._connection, self._layout, parts)
         blocks, nbytes = sum(not place.of_state for place in written), self._layout.nbytes(*written)
         return Saved(blocks, present, nbytes, len(written) == len(missing), tuple(written))
