@@ -32,8 +32,9 @@ from rich.table import Table
 
 from kvpage_server import __version__
 from kvpage_server.client import BlockName, Page, PageClient
+from kvpage_server.client.errors import WrongReply
 from kvpage_server.client.page import pages_of_block
-from kvpage_server.client.wire.connection import plain_client
+from kvpage_server.client.raw_commands import plain_client
 from kvpage_server.page import BlockShape, DType, KVType, PageKey, Plane
 from kvpage_server.system.text import plural
 
@@ -522,12 +523,15 @@ class Target:
         self._admin = plain_client(url)
         info = self._admin.info("server")
         kinds = {"kvpage-server": "kvpage_version", "Valkey": "valkey_version", "Redis": "redis_version"}
-        self.name = next(f"{kind} {info[field]}" for kind, field in kinds.items() if field in info)
+        names = [f"{kind} {info[field]}" for kind, field in kinds.items() if field in info]
+        if not names:
+            raise WrongReply("INFO has no version of a server")
+        self.name = names[0]
 
     def cpu_seconds(self) -> float:
         """Return the CPU seconds that the server has used, from INFO."""
         info = self._admin.info("cpu")
-        return float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
+        return sum(float(info.get(name, 0)) for name in ("used_cpu_user", "used_cpu_sys"))
 
     def room(self) -> int:
         """Return the bytes of pages that a benchmark may store at a time: _HELD, or half of `maxmemory` if that is

@@ -25,8 +25,7 @@ from kvpage_server import __version__
 from kvpage_server.address import DEFAULT_URL, URL, shown, urls_of, with_credentials
 from kvpage_server.client.cluster.side_by_side import servers_of
 from kvpage_server.client.cluster.topology import Address
-from kvpage_server.client.errors import MALFORMED, malformed
-from kvpage_server.client.wire.connection import plain_client
+from kvpage_server.client.raw_commands import plain_client
 from kvpage_server.configuration.config import Config
 from kvpage_server.configuration.kinds import Kind, integer, memory
 from kvpage_server.look.cluster_stats import status_of_several, top_of_several
@@ -75,7 +74,7 @@ _NO_CLUSTER = {  # commands that take no cluster, with the advice for a cluster
 }
 
 # Exceptions that end a command with a message.
-_FAILURES = LookError, redis.RedisError, ValueError, OSError, *MALFORMED
+_FAILURES = LookError, redis.RedisError, ValueError, OSError
 
 _GATEWAY_HINT = "; look into the cluster by its own URL, as valkey-cluster://HOST:PORT"
 
@@ -207,8 +206,8 @@ def _report_failure(args: argparse.Namespace, url: str, failure: Exception) -> i
         silent, why = True, f"cannot reach {shown(url)}: {why.rstrip('.') if hint else why}{hint}"
     elif isinstance(failure, OSError):
         why = reason_of(failure)
-    elif isinstance(failure, MALFORMED):
-        why = f"{shown(url) or 'the server'}: {malformed(failure)}"
+    elif isinstance(failure, redis.InvalidResponse):
+        why = f"{shown(url)}: {why}: is it a kvpage-server of this version?"
     elif "DB index is out of range" in why:
         return say("kvpage", f"{shown(url)}: the server has no such database; allowed: 0 of a kvpage-server", 2)
     elif why.startswith("a gateway does not support"):

@@ -35,8 +35,7 @@ from rich.text import Text
 
 from kvpage_server import __version__, core
 from kvpage_server.address import shown, urls_of, with_credentials
-from kvpage_server.client.errors import MALFORMED, malformed
-from kvpage_server.client.wire.connection import plain_client
+from kvpage_server.client.raw_commands import integer, plain_client
 from kvpage_server.commands.access.users import UserFileError, Users
 from kvpage_server.commands.families.server.config import OWN_DESCRIPTORS
 from kvpage_server.configuration import certificates
@@ -642,24 +641,30 @@ _OF_THE_CONFIGURATION: tuple[Check, ...] = (
 # -- Running servers ---------------------------------------------------------------------------------------------------
 
 
+_NUMBERS = (
+    *("uptime_in_seconds", "used_memory", "maxmemory", "disk_bytes", "maxdisk", "server_time_usec"),
+    *("disk_corrupt", "disk_repaired", "disk_quarantined", "disk_write_errors", "rdb_changes_since_last_save"),
+    *("rejected_connections", "connected_clients", "maxclients"),
+)
+
+
 def _info(url: str) -> dict[str, Any] | Exception:
     """Return the fields of INFO of a server, with its `ports`, round trip in seconds and time; or the error."""
     try:
         with plain_client(url, protocol=3, socket_timeout=5, socket_connect_timeout=5) as client:
             info: dict[str, Any] = client.info()
+            info |= {name: integer(info.get(name, 0)) for name in _NUMBERS}
             times = []
             for _ in range(20):
                 began = time.perf_counter()
                 client.info("server")  # a user for metrics may not call PING
                 times.append(time.perf_counter() - began)
             info["round_trip"] = median(times)
-            info["ahead"] = info.get("server_time_usec", 0) / 1e6 - time.time()
+            info["ahead"] = info["server_time_usec"] / 1e6 - time.time()
             info["ports"] = {"port": info.get("tcp_port")} | _ports_of(client)
             return info
     except (redis.RedisError, OSError, ValueError) as error:
         return error
-    except MALFORMED as error:
-        return ValueError(malformed(error))
 
 
 def _ports_of(client: redis.Redis) -> dict[str, int]:
@@ -738,8 +743,8 @@ def limits(patient: Patient) -> Iterator[Diagnosis]:
         excess = [
             f"{name} is {as_size(limit)}, and values take {as_size(used)}"
             for name, used, limit in (
-                ("maxmemory", info.get("used_memory", 0), info.get("maxmemory", 0)),
-                ("maxdisk", info.get("disk_bytes", 0), info.get("maxdisk", 0)),
+                ("maxmemory", info["used_memory"], info["maxmemory"]),
+                ("maxdisk", info["disk_bytes"], info["maxdisk"]),
             )
             if used > limit > 0
         ]
@@ -754,10 +759,10 @@ def disk_errors(patient: Patient) -> Iterator[Diagnosis]:
     """Yield failed writes and damaged values of each server."""
     for url, info in _running(patient):
         failing = str(info.get("disk_failing") or "")
-        counts = {name: info.get(f"disk_{name}", 0) for name in ("corrupt", "repaired", "quarantined", "write_errors")}
+        counts = {name: info[f"disk_{name}"] for name in ("corrupt", "repaired", "quarantined", "write_errors")}
         damage = ", ".join(f"disk_{name} {count}" for name, count in counts.items() if count)
         if failing:
-            unsaved = plural(info.get("rdb_changes_since_last_save", 0), "change")
+            unsaved = plural(info["rdb_changes_since_last_save"], "change")
             found = f"{url} cannot write: {failing}; a crash would lose {unsaved}"
             advice = "free space on the disk or replace it: docs/operations.md#when-the-disk-is-full"
             yield Diagnosis("disk errors", "error", found, advice)
@@ -771,7 +776,7 @@ def connections(patient: Patient) -> Iterator[Diagnosis]:
     """Yield whether each server has had room for all connections."""
     for url, info in _running(patient):
         names = "rejected_connections", "connected_clients", "maxclients"
-        rejected, now, most = (info.get(name, 0) for name in names)
+        rejected, now, most = (info[name] for name in names)
         found = f"{now:,} of {most:,}, {rejected:,} rejected"
         if rejected or now > 0.9 * most:
             advice = "raise maxclients and ulimit -n, close idle clients (timeout), or see protected-mode in the log"

@@ -20,7 +20,7 @@ from kvpage_server.address import shown
 from kvpage_server.client import names_several
 from kvpage_server.client.commands import BlockCode
 from kvpage_server.client.page import readable
-from kvpage_server.client.wire.connection import plain_client
+from kvpage_server.client.raw_commands import plain_client
 from kvpage_server.system.terminal import out, table_of
 from kvpage_server.system.text import as_size
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
-from pathlib import Path
 from typing import Self, TypeVar
 
 import redis
@@ -35,16 +33,6 @@ def bare(error: E) -> E:
         one.__traceback__ = None
         one = one.__cause__ or one.__context__
     return error
-
-
-MALFORMED = AttributeError, IndexError, KeyError, TypeError  # raised by code that reads a reply of another form
-
-
-def malformed(error: Exception) -> str:
-    """Return the message for one of `MALFORMED`, with the line of code that has raised it."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    place = f"{Path(last.filename).name}, line {last.lineno}"
-    return f"an unexpected reply ({type(error).__name__}: {error}; {place}): is it a kvpage-server of this version?"
 
 
 class DeadlineExceeded(PageClientError, redis.TimeoutError):

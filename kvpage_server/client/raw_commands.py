@@ -10,8 +10,11 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import redis
+
 from kvpage_server.client.errors import Refused, Unsupported, WrongReply
 from kvpage_server.client.page import BlockName
+from kvpage_server.client.wire.connection import QUIETLY, check_url, greet
 from kvpage_server.client.wire.exchange import Request, command
 from kvpage_server.client.wire.reply import Values
 from kvpage_server.page import check_integer
@@ -218,8 +221,88 @@ def texts(length: int) -> Callable[[Any], list[bytes | None]]:
 
 
 def scanned(value: Any) -> tuple[bytes, list[bytes]]:
-    """Decode the reply to SCAN: the next cursor, and keys. Raises WrongReply."""
+    """Decode the reply to SCAN or SSCAN: the next cursor, and keys. Raises WrongReply."""
     cursor, keys = array(2)(value)
     _expect(isinstance(cursor, bytes) and cursor.isdigit(), "a cursor", cursor)
-    _expect(isinstance(keys, list) and all(isinstance(key, bytes) for key in keys), "keys", keys)
-    return cursor, keys
+    return cursor, [bytes(key) for key in several(string)(keys)]
+
+
+def string(value: Any) -> bytes | memoryview:
+    _expect(isinstance(value, bytes | memoryview), "a string", value)
+    return value  # type: ignore[no-any-return]  # checked
+
+
+def or_null(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a decoder of what `read` decodes, and of null, as None."""
+    return lambda value: None if value is None else read(value)
+
+
+def several(read: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
+    """Return a decoder of arrays of any length, whose values `read` decodes."""
+
+    def read_all(value: Any) -> list[Any]:
+        _expect(isinstance(value, list), "an array", value)
+        return [*map(read, value)]
+
+    return read_all
+
+
+def record(value: Any) -> dict[str, Any]:
+    """Decode a map of a command about pages, with names as text. Fields that are not known stay as they are."""
+    return {name: _FIELDS.get(name, _any)(one) for name, one in ((n.decode(), v) for n, v in fields(value).items())}
+
+
+def _any(value: Any) -> Any:
+    return value
+
+
+_COUNTS = "page pages blocks block layers heads layer head bytes memory complete checked unchecked at since dtype type"
+_FIELDS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(f"{_COUNTS} page_size head_dim created_ms ttl ttl_left_ms".split(), integer),
+    **dict.fromkeys(("pinned", "lease_left_ms", "kept_until_ms"), or_null(integer)),
+    **dict.fromkeys(("reason", "cause", "policy", "quota", "limit", "key", "tier"), string),
+    **dict.fromkeys(("checksum", "kept_by"), or_null(string)),
+    "planes": several(integer),
+    "corrupt": several(string),
+    "strings": several(record),
+}
+
+# Decoders of replies by command, for code that sends commands without a decoder. Replies to others stay as they are.
+READERS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("DBSIZE", "EXISTS", "PEXPIRETIME", "PTTL", "SCARD", "SISMEMBER", "STRLEN"), integer),
+    **dict.fromkeys(("GETRANGE", "INFO", "TYPE"), string),
+    **dict.fromkeys(("SCAN", "SSCAN"), scanned),
+    **dict.fromkeys(("KVPAGEWHY", "KVPAGEVERIFY", "KVLOST"), record),
+    "CONFIG GET": lambda value: {name: string(one) for name, one in fields(value).items()},
+    "GET": or_null(string),
+    "KVPAGEINDEX": several(record),
+    "KVPAGESTAT": or_null(record),
+    "MGET": several(or_null(string)),
+    "OBJECT": or_null(integer),
+    "TIME": several(string),
+}
+
+
+def reader_of(words: Sequence[Word]) -> Callable[[Any], Any]:
+    """Return the decoder of the reply to a command."""
+    return READERS.get(encoded(words[0]).decode(), _any)
+
+
+def plain_client(url: str, **options: Any) -> redis.Redis:
+    """Return a redis-py client that sends no commands by itself except its handshake, and raises WrongReply for a reply
+    that `READERS` cannot decode.
+
+    With a name in bytes, redis-py does not convert the reply any further. Raises ValueError for a URL that is not
+    redis://, rediss:// or unix://, or has an unknown option.
+    """
+    check_url(url)
+    client = redis.Redis.from_url(url, **QUIETLY | {"redis_connect_func": greet} | options)
+    for name, read in READERS.items():
+        client.set_response_callback(name, _then(read, client.response_callbacks.get(name)))  # type: ignore[no-untyped-call]
+        client.set_response_callback(name.encode(), _then(read, None))  # type: ignore[arg-type]
+    return client
+
+
+def _then(read: Callable[[Any], Any], convert: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return a callback of redis-py that decodes a reply, and then converts it as redis-py does."""
+    return lambda reply, **options: convert(read(reply), **options) if convert else read(reply)

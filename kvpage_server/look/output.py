@@ -18,7 +18,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvpage_server.client.wire.connection import plain_client
+from kvpage_server.client.raw_commands import plain_client
+from kvpage_server.client.wire.connection import greet
 from kvpage_server.page import PageError
 from kvpage_server.system.terminal import LineTable, Terminal, out, print_json
 
@@ -87,7 +88,7 @@ def connect_without_touch(connection: redis.Connection) -> None:
 
     redis-py calls this as `redis_connect_func` for each connection of a pool, also after a reconnection.
     """
-    connection.on_connect()  # type: ignore[no-untyped-call]
+    greet(connection)
     with suppress(redis.ResponseError):
         connection.send_command("CLIENT", "NO-TOUCH", "ON")  # type: ignore[no-untyped-call]
         connection.read_response()

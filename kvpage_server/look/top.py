@@ -13,6 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvpage_server.address import shown, user_of
+from kvpage_server.client.raw_commands import string
+from kvpage_server.client.wire.connection import sensible
 from kvpage_server.look.ls import remarks, tables_of
 from kvpage_server.look.output import titled, watch
 from kvpage_server.look.status import headline, is_gateway, of_limit, overview
@@ -43,7 +45,8 @@ class EngineSubscription:
         """Subscribe to a channel, or to the pattern of all channels. Return whether the ACL permits it."""
         try:
             (self._channel.psubscribe if channel == ALL_CHANNELS else self._channel.subscribe)(channel)
-            self._channel.get_message(timeout=1.0)  # the confirmation, or the refusal
+            with sensible("confirmation of a subscription"):
+                self._channel.get_message(timeout=1.0)  # or the refusal
         except redis.ResponseError:
             self._channel.reset()
             return False
@@ -55,10 +58,11 @@ class EngineSubscription:
         """
         if self._listens:
             for _ in range(_MESSAGES_PER_FRAME):
-                message = self._channel.get_message(timeout=0)
+                with sensible("message to subscribers"):
+                    message = self._channel.get_message(timeout=0)
                 if message is None:
                     break
-                self._engines.receive(message["channel"], message["data"])
+                self._engines.receive(bytes(string(message["channel"])), bytes(string(message["data"])))
         return self._engines.seen().connected
 
 

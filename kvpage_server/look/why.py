@@ -15,7 +15,7 @@ from kvpage_server.look.ls import agent_as_json, ago, protection_text, raise_if_
 from kvpage_server.look.multi_store import MultiStore
 from kvpage_server.look.output import LookError, UsageError, titled
 from kvpage_server.look.pages_on_strings import ABSENT, PagesOnStrings, shell_word, why_hint
-from kvpage_server.observe.asking import QueriedStore, Reading, ask, named, refused
+from kvpage_server.observe.asking import Fields, QueriedStore, Reading, ask, named, refused
 from kvpage_server.observe.context import BlockPlace, context_of
 from kvpage_server.observe.memory_by_agent import (
     PREFIX,
@@ -315,7 +315,7 @@ def _why_pages(store: QueriedStore, name: bytes, page: Sequence[int]) -> Answer:
 
 
 def _decoded(answer: Answer) -> Answer:
-    return {name: name_as_text(value) if isinstance(value, bytes) else value for name, value in answer.items()}
+    return Fields({name: name_as_text(value) if isinstance(value, bytes) else value for name, value in answer.items()})
 
 
 # -- strings -----------------------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ def _why_string(store: QueriedStore, key: bytes) -> Answer | None:
     if isinstance(idle, int):
         return {"reason": "stored"}
     losses, _ = _removed_strings(store, exact_pattern(key))
-    return next(({k: v for k, v in loss.items() if k != "key"} for loss in losses), None)
+    return next((Fields({k: v for k, v in loss.items() if k != "key"}) for loss in losses), None)
 
 
 def _idle_time(key: bytes) -> Reading[list[Any]]:
@@ -376,6 +376,8 @@ def _request_lines(req: bytes, answer: Answer) -> Iterator[str]:
 
 def _blocks(pages: Sequence[int]) -> str:
     """Return sorted page ids of blocks as text, with a range for each run, such as "blocks 0 to 3, 7"."""
+    if not pages:  # they were removed meanwhile
+        return "no block"
     starts = [pages[0], *(after for before, after in pairwise(pages) if after != before + 1)]
     ends = [*(before for before, after in pairwise(pages) if after != before + 1), pages[-1]]
     runs = [f"{start:,}" if start == end else f"{start:,} to {end:,}" for start, end in zip(starts, ends, strict=True)]

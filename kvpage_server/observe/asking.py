@@ -88,12 +88,19 @@ def refused(answer: Any) -> bool:
     return isinstance(answer, redis.ResponseError)
 
 
-def named(answer: dict[Any, Any]) -> dict[str, Any]:
+class Fields(dict[str, Any]):
+    """The fields of a reply. Raises InvalidResponse for one that the reply lacks."""
+
+    def __missing__(self, name: str) -> Any:
+        raise redis.InvalidResponse(f"a reply has no field {name}")
+
+
+def named(answer: dict[Any, Any]) -> Fields:
     """Return the map of a reply with its keys decoded as text."""
-    return {key.decode() if isinstance(key, bytes) else key: value for key, value in answer.items()}
+    return Fields({key.decode() if isinstance(key, bytes) else key: value for key, value in answer.items()})
 
 
-def parts_of(answer: Any) -> list[dict[str, Any]]:
+def parts_of(answer: Any) -> list[Fields]:
     """Return the maps in a reply to KVPAGEINDEX, with text keys: one for each block, or a single one with TOTAL.
 
     The list is empty if the command was refused.

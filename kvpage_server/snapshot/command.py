@@ -19,6 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 from rich.text import Text
 
 from kvpage_server.address import shown
+from kvpage_server.client.raw_commands import integer
 from kvpage_server.page import KVType, PageKey
 from kvpage_server.snapshot import format
 from kvpage_server.snapshot.dump import Selection, dump
@@ -231,7 +232,8 @@ _LIMITS = {"memory": "maxmemory", "disk": "maxdisk", "quota": "a quota", "filesy
 def _evictions(server: redis.Redis) -> dict[str, int]:
     """Return the counters of evictions in INFO by their fields: `evicted_keys`, and one for each policy and limit."""
     fields = server.info("stats") | server.info("kvpage")
-    return {name: number for name, number in fields.items() if name == "evicted_keys" or name.startswith("evictions_")}
+    counts = [name for name in fields if name == "evicted_keys" or name.startswith("evictions_")]
+    return {name: integer(fields[name]) for name in counts}
 
 
 def _evicted_since(before: dict[str, int], now: dict[str, int]) -> tuple[int, list[str]]:

@@ -10,11 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import chain, groupby, islice
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 import redis
 
 from kvpage_server.client.errors import Refused
+from kvpage_server.client.raw_commands import RawCommand, commit, reader_of
 from kvpage_server.client.wire.connection import Deadline, PageConnection, page_pool
 from kvpage_server.client.wire.exchange import Piece, Request, command, word
 from kvpage_server.client.wire.reply import Values
@@ -24,6 +25,7 @@ from kvpage_server.snapshot.format import FOREVER
 # -- Read-ahead --------------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
+Command: TypeAlias = Sequence[bytes | int]  # its words
 
 
 def read_ahead(items: Iterator[T]) -> Iterator[T]:
@@ -143,16 +145,27 @@ class RunningStore:
         self._pool.release(self._connection)
         self._pool.close()
 
-    def ask(self, commands: Sequence[bytes]) -> list[Any]:
-        """Send commands together, and return their replies. Raises Refused if one of the replies is an error."""
-        return self._ask(list(commands), len(commands))
+    def ask(self, commands: Sequence[Command]) -> list[Any]:
+        """Send commands together, and return their decoded replies. Raises Refused if one of the replies is an
+        error.
+        """
+        replies = self._answers(commands)
+        if refused := next((reply for reply in replies if isinstance(reply, Refused)), None):
+            raise refused
+        return replies
 
-    def _ask(self, pieces: list[Piece], replies: int, *, with_errors: bool = False) -> list[Any]:
+    def _answers(self, commands: Sequence[Command]) -> list[Any]:
+        """Send commands together, and return their decoded replies, with errors among them."""
+        replies = self._ask([b"".join(command(*words) for words in commands)], len(commands))
+        return [
+            reply if isinstance(reply, Refused) else reader_of(words)(reply)
+            for words, reply in zip(commands, replies, strict=True)
+        ]
+
+    def _ask(self, pieces: list[Piece], replies: int) -> list[Any]:
         if not replies:
             return []
-        request: Request[list[Any]] = Request(
-            lambda: iter(pieces), lambda: Values(replies, with_errors=with_errors), list
-        )
+        request: Request[list[Any]] = Request(lambda: iter(pieces), lambda: Values(replies, with_errors=True), list)
         return self._connection.ask(request, Deadline(_WITHIN))
 
     def largest_command(self) -> int:
@@ -164,19 +177,19 @@ class RunningStore:
         return self._of_memory(b"maxmemory")
 
     def _of_memory(self, field: bytes) -> int:
-        (text,) = self.ask([command(b"INFO", b"memory")])
+        (text,) = self.ask([(b"INFO", b"memory")])
         found = re.search(rb"^%b:(\d+)" % field, bytes(text), re.MULTILINE)
         return int(found[1]) if found else 0
 
     def run_id(self) -> str:
         """Return the id of the server's process, another one after each start; empty if the user may not read it."""
-        (text,) = self._query([command(b"INFO", b"server")])
+        (text,) = self._query([(b"INFO", b"server")])
         found = None if isinstance(text, Refused) else re.search(rb"^run_id:(\w+)", bytes(text), re.MULTILINE)
         return found[1].decode() if found else ""
 
     def now_ms(self) -> int:
         """Return the server's time in unix milliseconds."""
-        ((seconds, microseconds),) = self.ask([command(b"TIME")])
+        ((seconds, microseconds),) = self.ask([(b"TIME",)])
         return int(seconds) * 1000 + int(microseconds) // 1000
 
     # -- listing -------------------------------------------------------------------------------------------------------
@@ -197,7 +210,7 @@ class RunningStore:
         # STRLEN takes the server a twentieth of the time of KVPAGEINDEX, so it has the sizes of few pages.
         few = [cursor == b"0" and len(keys) <= _FEW_KEYS for cursor, keys in pages]
         asked = [
-            [command(b"STRLEN", key) for key in keys] if is_few else [command(b"KVPAGEINDEX", req_id, b"WITHSIZES")]
+            [(b"STRLEN", key) for key in keys] if is_few else [(b"KVPAGEINDEX", req_id, b"WITHSIZES")]
             for req_id, (_, keys), is_few in zip(requests, pages, few, strict=True)
         ]
         replies = iter(self.ask([*chain.from_iterable(asked)]))
@@ -207,7 +220,7 @@ class RunningStore:
                 for key, size in zip(keys, islice(replies, len(keys)), strict=True):
                     nbytes[PageKey.parse(key).page] += size
             else:
-                nbytes |= {block["page"]: block["bytes"] for block in map(_map, next(replies))}
+                nbytes |= {block.get("page"): block.get("bytes", 0) for block in next(replies)}
             while True:
                 named = [PageKey.parse(key) for key in keys]
                 for page, of_block in groupby(named, lambda key: key.page):
@@ -219,7 +232,7 @@ class RunningStore:
     def keys_of_blocks(self, blocks: Sequence[tuple[bytes, int]]) -> list[set[bytes] | Refused]:
         """Return for each block ``(req_id, page_id)`` its page keys, or Refused if the user may not list them."""
         # SSCAN of an index key returns whole blocks; the cursor is the page id of the first one plus 1.
-        replies = self._query([command(b"SSCAN", index_key(req_id), page + 1, b"COUNT", 1) for req_id, page in blocks])
+        replies = self._query([(b"SSCAN", index_key(req_id), page + 1, b"COUNT", 1) for req_id, page in blocks])
         suffixes = [b":%d" % page for _, page in blocks]
         return [
             reply
@@ -232,20 +245,20 @@ class RunningStore:
         """Yield lists of (key, length of its value) for matching keys that are not pages."""
         for keys in self._scan(b"MATCH", match):
             plain = self._without_pages(keys)
-            yield list(zip(plain, self.ask([command(b"STRLEN", key) for key in plain]), strict=True))
+            yield list(zip(plain, self.ask([(b"STRLEN", key) for key in plain]), strict=True))
 
     def _without_pages(self, keys: list[bytes]) -> list[bytes]:
         named = [(key, index) for key in keys if (index := _index_of(key))]
-        are_pages = self.ask([command(b"SISMEMBER", index, key) for key, index in named])
+        are_pages = self.ask([(b"SISMEMBER", index, key) for key, index in named])
         pages = {key for (key, _), is_page in zip(named, are_pages, strict=True) if is_page}
         return [key for key in keys if key not in pages]
 
     def _scan(self, *options: bytes) -> Iterator[list[bytes]]:
         cursor = b"0"
         while True:
-            ((cursor, keys),) = self.ask([command(b"SCAN", cursor, b"COUNT", _KEYS_PER_QUERY, *options)])
+            ((cursor, keys),) = self.ask([(b"SCAN", cursor, b"COUNT", _KEYS_PER_QUERY, *options)])
             if keys:
-                yield list(map(bytes, keys))
+                yield keys
             if cursor == b"0":
                 return
 
@@ -258,8 +271,8 @@ class RunningStore:
 
     def _values(self, keys: Sequence[bytes]) -> list[Value]:
         some = _parts_of(keys, _KEYS_PER_MGET)
-        asked = [command(b"MGET", *part) for part in some] + [command(b"PEXPIRETIME", key) for key in keys]
-        _, *replies, _, unchanged = self.ask([command(b"WATCH", *keys), *asked, command(b"MULTI"), command(b"EXEC")])
+        asked = [*((b"MGET", *part) for part in some), *((b"PEXPIRETIME", key) for key in keys)]
+        _, *replies, _, unchanged = self.ask([(b"WATCH", *keys), *asked, (b"MULTI",), (b"EXEC",)])
         if unchanged is not None:
             return _existing(keys, list(chain.from_iterable(replies[: len(some)])), replies[len(some) :])
         if len(keys) > 1:  # a value or expiry has changed meanwhile
@@ -274,51 +287,51 @@ class RunningStore:
         Both are read atomically.
         """
         name = bytes(key)
-        data, expires, is_page = self._read_atomically(name, command(b"SISMEMBER", index_key(key.req_id), name))
+        data, expires, is_page = self._read_atomically(name, [b"SISMEMBER", index_key(key.req_id), name])
         found = _existing([name], [data], [expires])
         return bool(is_page), found[0] if found else None
 
-    def _read_atomically(self, key: bytes, *others: bytes) -> list[Any]:
+    def _read_atomically(self, key: bytes, *others: Command) -> list[Any]:
         """Return a key's value, its expiry, and the replies to other commands, read atomically in one transaction."""
-        asked = [command(b"MULTI"), command(b"GET", key), command(b"PEXPIRETIME", key), *others, command(b"EXEC")]
-        replies: list[Any] = self.ask(asked)[-1]
-        return replies
+        asked: list[Command] = [[b"GET", key], [b"PEXPIRETIME", key], *others]
+        request = commit([RawCommand(words, reader_of(words)) for words in asked])
+        return self._connection.ask(request, Deadline(_WITHIN)) or []
 
     def headers(self, keys: Sequence[bytes]) -> list[Value]:
         """Return the headers of the pages that exist, as values of 64 bytes."""
-        asked = [command(b"GETRANGE", key, 0, HEADER_SIZE - 1) + command(b"PEXPIRETIME", key) for key in keys]
-        replies = self._ask([b"".join(asked)], 2 * len(keys))
+        asked = [((b"GETRANGE", key, 0, HEADER_SIZE - 1), (b"PEXPIRETIME", key)) for key in keys]
+        replies = self.ask([*chain.from_iterable(asked)])
         return _existing(keys, replies[::2], replies[1::2])
 
     def lost_by_damage(self, keys: Sequence[PageKey | bytes]) -> list[bytes]:
         """Return those of these keys, pages and strings, that the server removed because their values were damaged."""
         lost: list[bytes] = []
         for some in _parts_of(keys, _KEYS_PER_QUERY):
-            replies = self._ask([_why_lost(key) for key in some], len(some), with_errors=True)
+            replies = self._answers([_why_lost(key) for key in some])
             lost += [bytes(key) for key, reply in zip(some, replies, strict=True) if _reason(reply) == b"corrupt"]
         return lost
 
     def exist(self, keys: Sequence[bytes]) -> list[bool | Refused]:
         """Return for each key whether it exists, or Refused if the user may not read it, or the server refuses it."""
-        replies = self._query([command(b"TYPE", key) for key in keys])
+        replies = self._query([(b"TYPE", key) for key in keys])
         return [reply if isinstance(reply, Refused) else reply != b"none" for reply in replies]
 
     def any_exist(self, groups: Sequence[Sequence[bytes]]) -> list[bool | Refused]:
         """Return for each group of keys whether one of them exists, or Refused if the user may not read them."""
         parts = [(i, part) for i, keys in enumerate(groups) for part in _parts_of(keys, _KEYS_PER_QUERY)]
         found: list[bool | Refused] = [False] * len(groups)
-        for (i, _), reply in zip(parts, self._query([command(b"EXISTS", *keys) for _, keys in parts]), strict=True):
+        for (i, _), reply in zip(parts, self._query([(b"EXISTS", *keys) for _, keys in parts]), strict=True):
             if not isinstance(found[i], Refused):
                 found[i] = reply if isinstance(reply, Refused) else found[i] or reply > 0
         return found
 
-    def _query(self, commands: Sequence[bytes]) -> list[Any]:
+    def _query(self, commands: Sequence[Command]) -> list[Any]:
         """Send commands together, and return their replies. A reply may be a Refused with NOPERM, or with ERR for a key
         that is too long.
 
         Raises other errors.
         """
-        replies = self._ask(list(commands), len(commands), with_errors=True)
+        replies = self._answers(commands)
         for reply in replies:
             if isinstance(reply, Refused) and reply.code not in ("NOPERM", "ERR"):
                 raise reply
@@ -330,7 +343,7 @@ class RunningStore:
         It is Refused if the server refuses this value or has no space for it. Raises Refused if the server refuses all
         writes now, for example with MISCONF.
         """
-        replies = self._ask(writes.pieces, writes.count, with_errors=True)
+        replies = self._ask(writes.pieces, writes.count)
         return [_written(reply) for reply in replies]
 
 
@@ -363,30 +376,23 @@ def _existing(keys: Sequence[bytes], values: Sequence[Any], expires_ms: Sequence
     ]
 
 
-def _map(reply: Any) -> dict[str, Any]:
-    """Return a map reply as a dict with text keys. In RESP2 the reply is an array."""
-    items = reply.items() if isinstance(reply, dict) else zip(reply[::2], reply[1::2], strict=True)
-    return {name.decode(): value for name, value in items}
+def _sscan(req_id: bytes, cursor: int, match: bytes) -> Command:
+    return b"SSCAN", index_key(req_id), cursor, b"MATCH", match, b"COUNT", _KEYS_PER_QUERY
 
 
-def _sscan(req_id: bytes, cursor: int, match: bytes) -> bytes:
-    return command(b"SSCAN", index_key(req_id), cursor, b"MATCH", match, b"COUNT", _KEYS_PER_QUERY)
-
-
-def _why_lost(key: PageKey | bytes) -> bytes:
+def _why_lost(key: PageKey | bytes) -> Command:
     """Return the command that queries why a page or a string was removed."""
     if isinstance(key, PageKey):
-        return command(b"KVPAGEWHY", key.req_id, key.layer, key.head, key.page, key.kv_type)
-    return command(b"KVLOST", re.sub(rb"[*?[\\]", rb"\\\g<0>", key))  # the pattern that matches only the key
+        return b"KVPAGEWHY", key.req_id, key.layer, key.head, key.page, key.kv_type
+    return b"KVLOST", re.sub(rb"[*?[\\]", rb"\\\g<0>", key)  # the pattern that matches only the key
 
 
 def _reason(reply: Any) -> bytes:
     """Return the reason in a reply to `_why_lost`; the empty one if the key exists, or the user may not ask."""
     if isinstance(reply, Refused):
         return b""
-    found = _map(reply)
-    maps = map(_map, found["strings"]) if "strings" in found else iter([found])
-    return next((bytes(about["reason"]) for about in maps), b"")
+    records = reply.get("strings", [reply])
+    return bytes(records[0].get("reason", b"")) if records else b""
 
 
 def _index_of(key: bytes) -> bytes | None:

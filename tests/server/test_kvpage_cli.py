@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 import tomllib
-from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from datetime import datetime
 from io import StringIO
 from pathlib import Path
@@ -649,12 +649,18 @@ def test_a_stopped_server_is_reported_in_one_line() -> None:
     assert errors.startswith(b"kvpage: cannot reach")
 
 
-@pytest.mark.parametrize("reply", [b"+OK\r\n", b"*0\r\n", b"%0\r\n", b"*1\r\n:1\r\n"])
-def test_an_unexpected_reply_is_one_line(reply: bytes, tmp_path: Path) -> None:
+COMMAND = re.compile(rb"(?:^|\r\n)\*\d+\r\n\$\d+\r\n(\w+)")  # the beginning of one
+GREETING = b"%2\r\n+server\r\n+redis\r\n+proto\r\n:3\r\n"
+
+
+@contextmanager
+def strange_server(replies: Mapping[bytes, bytes]) -> Iterator[str]:
+    """Yield the URL of a server that has one reply to each command of a name, and one, under b"", to all others."""
+
     def handle(sock: socket.socket) -> None:
         with suppress(OSError):
             while asked := sock.recv(65536):
-                sock.sendall(reply * len(re.findall(rb"(?:^|\r\n)\*", asked)))
+                sock.sendall(b"".join(replies.get(name, replies[b""]) for name in COMMAND.findall(asked)))
 
     def serve() -> None:
         with suppress(OSError):
@@ -663,12 +669,48 @@ def test_an_unexpected_reply_is_one_line(reply: bytes, tmp_path: Path) -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         threading.Thread(target=serve, daemon=True).start()
-        url = f"redis://127.0.0.1:{listening.getsockname()[1]}"
-        for words in (["ls"], ["status"], ["savings"], ["verify", "x"], ["why", "x"], ["dump", str(tmp_path / "d")]):
+        yield f"redis://127.0.0.1:{listening.getsockname()[1]}"
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("reply", [b"+OK\r\n", b"*0\r\n", b"%0\r\n", b"*1\r\n:1\r\n", b"$3\r\na:b\r\n", b"_\r\n"])
+@pytest.mark.parametrize("greeting", [GREETING, None], ids=["", "greeting"])
+def test_an_unexpected_reply_is_one_line(
+    reply: bytes, greeting: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpage_server.look.savings._LISTEN_SECONDS", 0.1)
+    page = "kv:x:0:0:0:0"
+    with strange_server({b"": reply, b"HELLO": greeting or reply}) as url:
+        for words in (["ls"], ["ls", "x"], ["status"], ["savings"], ["verify", "x"], ["why", "x"], ["stat", page]):
             code, _, errors = kvpage(*words, url=url)
             assert (code in (1, 2), errors.count("\n")) == (True, 1), (words, errors)
+        code, _, errors = kvpage("dump", str(tmp_path / "d"), url=url)
+        assert (code in (1, 2), errors.count("\n")) == (True, 1), errors
         assert kvpage("doctor", url=url)[::2] == (2, "")
-        listening.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(
+    ("words", "command", "reply", "message"),
+    [
+        (["ls", "x"], b"KVPAGEINDEX", b"*1\r\n%1\r\n+page\r\n+a\r\n", "instead of a number came b'a'"),
+        (["ls", "x"], b"KVPAGEINDEX", b"*1\r\n%1\r\n+page\r\n:1\r\n", "a reply has no field planes"),
+        (["why", "x"], b"KVPAGEWHY", b"%1\r\n+reason\r\n:1\r\n", "instead of a string came 1"),
+        (["stat", "kv:x:0:0:0:0"], b"KVPAGESTAT", b"%0\r\n", "a reply has no field dtype"),
+        (["ls"], b"SCAN", b"*2\r\n+0\r\n*1\r\n:1\r\n", "instead of a string came 1"),
+    ],
+)
+def test_the_line_about_a_malformed_reply_says_what_came(
+    words: list[str], command: bytes, reply: bytes, message: str
+) -> None:
+    with strange_server({b"": b"+OK\r\n", b"HELLO": GREETING, command: reply}) as url:
+        said = f"kvpage: {url}: {message}: is it a kvpage-server of this version?\n"
+        assert kvpage(*words, url=url) == (1, "", said)
+
+
+def test_a_defect_of_a_command_is_no_malformed_reply(monkeypatch: pytest.MonkeyPatch, server: RunningServer) -> None:
+    monkeypatch.setattr("kvpage_server.look.ls.tables_of", lambda *_: None)
+    with pytest.raises(TypeError):
+        kvpage("ls", url=server.url)
 
 
 @pytest.mark.parametrize(

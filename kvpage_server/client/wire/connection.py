@@ -97,8 +97,21 @@ class Deadline:
 
 T = TypeVar("T")
 U = TypeVar("U")
-# errors that redis-py's handshake raises for a reply that it cannot read
-NONSENSE = (AttributeError, LookupError, TypeError, ValueError)
+
+
+@contextmanager
+def sensible(reply: str) -> Iterator[None]:
+    """Raise WrongReply if redis-py cannot read a reply. Within, only redis-py is called."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise WrongReply(f"the server's {reply} makes no sense: {error!r}") from bare(error)
+
+
+def greet(connection: AbstractConnection) -> None:
+    """Log in, as redis-py does. Raises WrongReply for a greeting that redis-py cannot read."""
+    with sensible("greeting"):
+        connection.on_connect()  # type: ignore[no-untyped-call]
 
 
 class PageConnection(AbstractConnection):
@@ -157,15 +170,14 @@ class PageConnection(AbstractConnection):
         timeouts = self.socket_timeout, self.socket_connect_timeout
         try:
             self.socket_timeout = self.socket_connect_timeout = min(deadline.left(), timeouts[1] or math.inf)
-            self.connect_check_health(check_health=False, retry_socket_connect=False)
+            with sensible("greeting"):
+                self.connect_check_health(check_health=False, retry_socket_connect=False)
         except PageClientError as error:
+            self.disconnect()
             raise bare(error).again() from None
         except redis.RedisError as error:
             deadline.left()
             raise Disconnected(str(error)) from bare(error)
-        except NONSENSE as error:
-            self.disconnect()
-            raise WrongReply(f"the server's greeting makes no sense: {error!r}") from bare(error)
         finally:
             self.socket_timeout, self.socket_connect_timeout = timeouts
 
@@ -282,7 +294,7 @@ class PageUnixConnection(PageConnection, UnixDomainSocketConnection):
 
 # Without this, redis-py sends CLIENT MAINT_NOTIFICATIONS, which other servers count as an error, and gets push
 # messages.
-_QUIETLY: dict[str, Any] = {"maint_notifications_config": MaintNotificationsConfig(enabled=False)}
+QUIETLY: dict[str, Any] = {"maint_notifications_config": MaintNotificationsConfig(enabled=False)}
 _OF_TCP_ALONE = ("host", "port", "socket_keepalive", "socket_keepalive_options", "socket_type")
 _CLASSES: dict[str, Any] = {"rediss": PageTLSConnection, "unix": PageUnixConnection}
 
@@ -432,19 +444,10 @@ def page_pool(url: str, options: dict[str, Any]) -> PagePool:
     options = {
         "max_connections": _NO_LIMIT,  # redis-py 8 has 100
         "retry": Retry(NoBackoff(), 1),  # one retry, because a restarted server has closed the pool's connections
-        **_QUIETLY,
+        **QUIETLY,
         **options,
     }
     return PagePool.from_url(url, connection_class=kind, **options)
-
-
-def plain_client(url: str, **options: Any) -> redis.Redis:
-    """Return a redis-py client that sends no commands by itself except its handshake.
-
-    Raises ValueError for a URL that is not redis://, rediss:// or unix://, or has an unknown option.
-    """
-    check_url(url)
-    return redis.Redis.from_url(url, **_QUIETLY, **options)
 
 
 def pause_before_retry(connection: PageConnection, failures: int, deadline: Deadline, error: Disconnected) -> float:
