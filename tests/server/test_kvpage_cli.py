@@ -699,7 +699,7 @@ def test_an_unexpected_reply_is_one_line(
         (["ls"], b"SCAN", b"*2\r\n+0\r\n*1\r\n:1\r\n", "instead of a string came 1"),
     ],
 )
-def test_the_line_about_a_malformed_reply_says_what_came(
+def test_the_line_about_a_malformed_reply_has_its_beginning(
     words: list[str], command: bytes, reply: bytes, message: str
 ) -> None:
     with strange_server({b"": b"+OK\r\n", b"HELLO": GREETING, command: reply}) as url:
