@@ -6,7 +6,6 @@ import json
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby, zip_longest
 from math import prod
@@ -24,7 +23,7 @@ from kvpage_server.bounded import batches
 from kvpage_server.client import Disconnected, Page, PageClient, Unsupported
 from kvpage_server.client.cluster.plan import GONE
 from kvpage_server.client.raw_commands import RawCommand, ok, text, up_to
-from kvpage_server.page import MAX_HEAD, MAX_LAYER, PageKey
+from kvpage_server.page import MAX_HEAD, MAX_KV_TYPE, MAX_LAYER, PageKey
 from kvpage_server.system.durable import replacing
 
 from ..tensor_file import Tensor, write
@@ -36,11 +35,12 @@ from .state import MAX_DIM, MEMORY_BYTES, Entry, Layout, Memory, Shape, Table
 
 FORMAT = 1
 LANES = (MAX_LAYER + 1) * (MAX_HEAD + 1)  # of an instance
+PAIRS = (MAX_KV_TYPE + 1) // 2  # pairs of slots of an entry
 
 
 @dataclass
 class StoredLane:
-    """State of a lane on the server: the slot (0 or 1), digest and shape of each entry, by the entry's last index.
+    """State of a lane on the server: the slot, digest and shape of each entry, by the entry's last index.
 
     A lane is all entries that have the other indices in common. `number` identifies it within the instance.
     """
@@ -108,8 +108,9 @@ class Manifest:
     tables: dict[str, StoredTable] = field(default_factory=dict)
     next_lane: int = 0
     digest: int = 0  # the sum, modulo 2^64, of the digests of all entries
+    pair: int = 0  # of the slots that the save has written to
 
-    def successor(self, token: str, steps: int) -> Manifest:
+    def successor(self, token: str, steps: int, pair: int) -> Manifest:
         """Return a copy for the next save, with a new `token`. It shares the lanes of this manifest, which therefore
         have to be copied before a change.
         """
@@ -117,7 +118,7 @@ class Manifest:
             name: StoredTable(list(table.sizes), list(table.counts), dict(table.lanes))
             for name, table in self.tables.items()
         }
-        return Manifest(self.fingerprint, token, steps, dict(self.scalars), tables, self.next_lane, self.digest)
+        return Manifest(self.fingerprint, token, steps, dict(self.scalars), tables, self.next_lane, self.digest, pair)
 
     def dump(self) -> str:
         """Return the text to store: a digest of the JSON, followed by the JSON."""
@@ -129,6 +130,7 @@ class Manifest:
                 "steps": self.steps,
                 "digest": f"{self.digest:016x}",
                 "next_lane": self.next_lane,
+                "pair": self.pair,
                 "scalars": self.scalars,
                 "tables": {name: _dump_table(table) for name, table in self.tables.items()},
             },
@@ -159,6 +161,7 @@ class Manifest:
             {name: _parse_table(table) for name, table in stored["tables"].items()},
             _count(stored["next_lane"], LANES),
             int(stored["digest"], 16),
+            _count(stored.get("pair", 0), PAIRS - 1),  # earlier versions used only the first
         )
 
     def check(self, memory: Memory) -> None:
@@ -187,7 +190,7 @@ def _parse_table(stored: Mapping[str, Any]) -> StoredTable:
     for lane in stored["lanes"]:
         end = 0
         for start, stop, slot in lane["runs"]:
-            if not end <= _count(start) < _count(stop) or _count(slot) > 1:
+            if not end <= _count(start) < _count(stop) or _count(slot) >= 2 * PAIRS:
                 raise ValueError(f"{start}, {stop}, {slot} are no entries after {end}")
             end = stop
         shapes = {_count(index): _counts(shape) for index, shape in lane["shapes"]}
@@ -241,9 +244,13 @@ def _check_table(stored: StoredTable, layout: Layout) -> None:
 #     persistent:{instance}                                       the manifest, written last
 #
 # A lane is all entries that have all indices but the last in common. Layer and head of its pages are the number of the
-# lane: ``layer * 65536 + head``. An entry has two slots. It is first written to slot 0, and every later version to the
-# slot that the manifest does not name. So the last saved state stays readable until the manifest is replaced, and a
-# crash in between only leaves pages that nothing refers to. Replaced pages are deleted after the manifest is written.
+# lane: ``layer * 65536 + head``. A save writes an entry to a slot that the manifest does not name. So the last saved
+# state stays readable until the manifest is replaced, and a crash in between only leaves pages that nothing refers to.
+# Replaced pages are deleted after the manifest is written.
+#
+# An entry has three pairs of slots. The saves of a process use the two slots of one pair in turns. A request that was
+# not answered may be executed late, so the process uses the next pair after it. A process that resumes the instance
+# begins with the pair after that of the last save: the process that wrote this save may still be running.
 #
 # The manifest has the fingerprint, the scalars, the lengths and counts, the slot of each entry, and a digest of all
 # entries. It is replaced only if it is still the one last read or written here, so two processes cannot both
@@ -340,8 +347,10 @@ class StoredInstance:
         self._fingerprint = fingerprint
         self._request = _request(name, fingerprint)
         self._known = Manifest(fingerprint)  # the last manifest that was read or written; its token is "" for none
-        self._attempt: Manifest | None = None  # a manifest whose write was not confirmed, so it may be stored
-        self._stale: list[PageKey] = []
+        # A manifest whose write was not confirmed, so it may be stored, and the pages that no manifest refers to then.
+        self._attempt: tuple[Manifest, list[PageKey]] | None = None
+        self._stale: list[PageKey] = []  # pages that no manifest refers to, to delete
+        self._pair = 0  # of the slots that the next save writes to
 
     def load(self, memory: Memory) -> int | None:
         """Load the instance into new persistent memory. Return the number of its steps, or None if it is not stored.
@@ -366,7 +375,7 @@ class StoredInstance:
                     raise
                 continue  # another process saved it during the read
             self._fill(memory, manifest, received)
-            self._known = manifest
+            self._known, self._pair = manifest, (manifest.pair + 1) % PAIRS
             return manifest.steps
         raise ConflictError(f"instance {self.name} is being saved by somebody else all the time")
 
@@ -379,24 +388,31 @@ class StoredInstance:
         self._settle()
         versions: dict[tuple[str, Entry], _Version] = {}
         written = [page for name, table in memory.tables.items() for page in self._changed(name, table, versions)]
-        renewed = {page.key for page in written}
-        self._stale = [key for key in self._stale if key not in renewed]
-        for run in batches(((page, memoryview(page.body).nbytes) for page in written), CHUNK_BYTES):
-            self._store.server.mset(run)
-        manifest = self._known.successor(secrets.token_hex(8), steps)
-        manifest.scalars = {name: _scalar(scalar.read()) for name, scalar in memory.scalars.items()}
-        stale = list(self._stale)
-        for name, table in memory.tables.items():
-            manifest.tables[name].sizes, manifest.tables[name].counts = list(table.sizes), list(table.counts)
-        for (name, prefix), version in versions.items():
-            stale += self._apply(manifest, manifest.tables[name], prefix, version)
-        self._publish(manifest)
+        keys = {page.key for page in written}
+        stale = [key for key in self._stale if key not in keys]
+        self._stale = [*stale, *keys]
+        try:
+            for run in batches(((page, memoryview(page.body).nbytes) for page in written), CHUNK_BYTES):
+                self._store.server.mset(run)
+            manifest = self._known.successor(secrets.token_hex(8), steps, self._pair)
+            manifest.scalars = {name: _scalar(scalar.read()) for name, scalar in memory.scalars.items()}
+            for name, table in memory.tables.items():
+                manifest.tables[name].sizes, manifest.tables[name].counts = list(table.sizes), list(table.counts)
+            for (name, prefix), version in versions.items():
+                stale += self._apply(manifest, manifest.tables[name], prefix, version)
+            self._attempt = manifest, stale
+            self._publish(manifest)
+        except BaseException:
+            self._pair = (self._pair + 1) % PAIRS
+            raise
+        self._known, self._stale, self._attempt = manifest, stale, None
         for table in memory.tables.values():
             table.dirty.clear()
-        self._stale = stale
-        with suppress(redis.RedisError):  # no manifest refers to these pages; the next save deletes them
+        try:
             self._store.server.delete(stale)
             self._stale = []
+        except redis.RedisError:  # the next save deletes these pages
+            self._pair = (self._pair + 1) % PAIRS
         return SavedPages(len(written), sum(memoryview(page.body).nbytes for page in written))
 
     # -- writing -------------------------------------------------------------------------------------------------------
@@ -412,8 +428,8 @@ class StoredInstance:
         if stored is not None:
             self._check(stored)
         token = stored.token if stored is not None else ""
-        if self._attempt is not None and token == self._attempt.token:
-            self._known = self._attempt
+        if self._attempt is not None and token == self._attempt[0].token:
+            self._known, self._stale = self._attempt
         self._attempt = None
         if token != self._known.token:
             what = "is stored already: resume it" if not self._known.token else "was saved by somebody else"
@@ -434,7 +450,8 @@ class StoredInstance:
                 lane = stored.lanes.get(prefix)
                 if lane is not None and lane.digests.get(index) == digest:
                     continue  # the stored content is the same
-                slot = 1 - lane.slots[index] if lane is not None and index in lane.slots else 0
+                slot = 2 * self._pair
+                slot += lane is not None and lane.slots.get(index) == slot
                 version.slots[index], version.digests[index] = slot, digest
                 if table.layout.auto:
                     version.shapes[index] = tensors.shape[1:]
@@ -473,7 +490,6 @@ class StoredInstance:
 
         Raises ConflictError if it is not the one that was last read or written here.
         """
-        self._attempt = manifest
 
         def replace(raw: bytes | None) -> list[RawCommand]:
             token = Manifest.parse(raw, self.name).token if raw is not None else ""
@@ -482,7 +498,6 @@ class StoredInstance:
             return [RawCommand(["SET", _key(self.name), manifest.dump()], ok)]
 
         self._store.server.transaction([_key(self.name)], _read(self.name), replace)
-        self._known, self._attempt = manifest, None
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -554,11 +569,11 @@ def _page_key(request: bytes, lane: int, index: int, slot: int) -> PageKey:
 
 
 def _every_page(request: bytes, manifest: Manifest) -> Iterator[PageKey]:
-    """Yield the keys of both slots of every entry, because an interrupted save may have written the unused one."""
+    """Yield the keys of all slots of every entry, because interrupted saves may have written the unused ones."""
     for table in manifest.tables.values():
         for lane in table.lanes.values():
             for index, _ in lane.stored():
-                yield from (_page_key(request, lane.number, index, slot) for slot in (0, 1))
+                yield from (_page_key(request, lane.number, index, slot) for slot in range(2 * PAIRS))
 
 
 def _place(entry: Entry) -> tuple[Entry, int]:

@@ -9,6 +9,7 @@ import operator
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -364,6 +365,7 @@ def test_an_instance_with_a_damaged_manifest_can_be_deleted(store: PersistentSto
         (("steps",), "x"),
         (("steps",), -1),
         (("next_lane",), 2**63),
+        (("pair",), 3),
         (("scalars",), []),
         (("scalars", "n"), 2**63),
         (("scalars", "n"), True),
@@ -375,7 +377,7 @@ def test_an_instance_with_a_damaged_manifest_can_be_deleted(store: PersistentSto
         (("tables", "all", "sizes"), None),
         (("tables", "all", "lanes", 0, "number"), 2**32),
         (("tables", "all", "lanes", 0, "prefix"), [0]),
-        (("tables", "all", "lanes", 0, "runs"), [[0, 1, 2]]),
+        (("tables", "all", "lanes", 0, "runs"), [[0, 1, 6]]),
         (("tables", "all", "lanes", 0, "runs"), [[3, 0, 0]]),
         (("tables", "all", "lanes", 0, "runs"), [[2, 3, 0], [0, 1, 0]]),
         (("tables", "all", "lanes", 0, "runs"), [[0, 2**31, 0]]),
@@ -444,8 +446,8 @@ def test_an_interrupted_save_leaves_the_state_before(
 def test_a_late_deletion_spares_pages_in_use_again(
     store: PersistentStore, client: redis.Redis, monkeypatch: pytest.MonkeyPatch, published: bool
 ) -> None:
-    """The pages that a save replaces are deleted by the next one if the connection breaks. That has written other pages
-    in their place, even if its own manifest seems to be lost.
+    """The pages that a save replaces are deleted by the next one if the connection breaks, even if its own manifest
+    seems to be lost.
     """
     run = advance(simulator(store).make_executor("late"), 1)
     run.save()
@@ -467,6 +469,71 @@ def test_a_late_deletion_spares_pages_in_use_again(
 
 def _disconnected(_: object) -> None:
     raise redis.ConnectionError("broken")
+
+
+@pytest.mark.parametrize("late", ["mset", "delete"])
+def test_requests_without_an_answer_may_be_executed_late(
+    store: PersistentStore, client: redis.Redis, monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    """The server hangs, for example, and goes on when the next save has ended."""
+    run = advance(simulator(store).make_executor("late"), 6)
+    run.save()
+    delayed: list[Any] = []
+    for saves in range(1, 5):
+        advance(run, 1)
+        with monkeypatch.context() as hanging:
+            hanging.setattr(store.server, late, lambda given: _disconnected(delayed.append(given)))
+            with pytest.raises(redis.ConnectionError) if late == "mset" else nullcontext():
+                run.save()
+        advance(run, 1).save()
+        getattr(store.server, late)(delayed.pop())
+        assert state(simulator(store).resume("late")) == reference(6 + 2 * saves)
+    run.save()
+    assert store.delete("late")
+    assert not pages(client)
+
+
+def test_a_process_that_was_stopped_does_not_damage_later_saves(
+    server: RunningServer, store: PersistentStore, client: redis.Redis
+) -> None:
+    """It hangs at the beginning of a save. Another one resumes the instance meanwhile, and saves it many times."""
+    run = advance(simulator(store).make_executor("moved"), 6)
+    run.save()
+    advance(run, 1)
+    mset = store.server.mset
+
+    def resumed(written: Any) -> None:
+        store.server.mset = mset  # type: ignore[method-assign]
+        other = simulator(store).resume("moved")
+        for _ in range(3):
+            advance(other, 1).save()
+        mset(written)
+
+    store.server.mset = resumed  # type: ignore[method-assign, assignment]
+    with pytest.raises(ConflictError, match="was saved by somebody else"):
+        run.save()
+    assert state(simulator(store).resume("moved")) == reference(9)
+
+
+def test_pages_of_lost_saves_are_deleted(
+    store: PersistentStore, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = advance(simulator(store).make_executor("kept"), 6)
+    run.save()
+    transaction = store.server.transaction
+    for _ in range(7):
+        advance(run, 1)
+        for written in (False, True):  # the manifest
+            with monkeypatch.context() as broken:
+                lost = transaction if written else lambda *_: None
+                broken.setattr(store.server, "transaction", lambda *given, lost=lost: _disconnected(lost(*given)))
+                with pytest.raises(redis.ConnectionError):
+                    run.save()
+    run.save()
+    kept = pages(client)
+    advance(simulator(store).make_executor("straight"), 13).save()
+    assert len(pages(client)) == 2 * len(kept)
+    assert state(simulator(store).resume("kept")) == reference(13)
 
 
 def test_a_reader_during_a_save_gets_one_whole_step(
