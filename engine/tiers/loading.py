@@ -73,8 +73,9 @@ class LoadRequest:
 
     agent_id: str
     tokens: Sequence[int] | None  # the prompt; None for all of the agent's own context
-    named: bool = True  # whether the agent can have a context of its own, and a file
+    named: bool = True  # whether the agent can have a context of its own
     whole: bool = False  # whether tokens that are computed faster are fetched, too
+    file: bool = True  # whether the agent can have a file with more than memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +251,7 @@ class Loading:
                 frees=sources.frees,
             )
             self._fetch.add_done_callback(self._log_failure)
-        if sources.cold and request.named:
+        if sources.cold and request.file:
             self._header = sources.loop.files.submit(sources.cold.reach, self._agent_id, self._tokens)
         return sources.loop.start(self._run(within))
 

@@ -200,19 +200,18 @@ class AgentCacheStore:
         with self._lock:
             memory = self._find_in_memory(agent_id, tokens, lifetimes)
             own = self._hot.look(agent_id)
-            if named:
-                enough = bool(own and (own.whole if tokens is None else not self._missing(tokens, memory.reach)))
-            else:
-                least = 1 if whole else least_tail(self.spec)
-                enough = tokens is not None and len(tokens) - 1 - memory.reach < least
+            # a file has no more than memory, but another engine may have continued the last block of an agent
+            file = named and not (own and (own.whole if tokens is None else not self._missing(tokens, memory.reach)))
+            least = 1 if whole else least_tail(self.spec)
+            enough = not file and (tokens is None or len(tokens) - 1 - memory.reach < least)
             version = self._versions.setdefault(agent_id, _ContextVersion()) if named else None
             if memory.blocks:
                 self._tree.renew(memory.blocks)
                 self._renew_on_server(memory.blocks, memory.reach, lifetimes)
-        within = within if (self._pages or self._cold) and not enough else 0.0
+        within = within if (self._pages or (self._cold and file)) and not enough else 0.0
         loading = Loading(
             self._sources,
-            LoadRequest(agent_id, tokens, named, whole),
+            LoadRequest(agent_id, tokens, named, whole, file),
             memory,
             partial(self._keep_loaded, version, lifetimes),
             within,

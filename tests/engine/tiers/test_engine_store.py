@@ -188,6 +188,18 @@ def test_an_agent_continued_elsewhere_does_not_get_old_memory(
     assert pool.holdings()[HOLDER].blocks == 2 * 7, "each engine has each block once"
 
 
+def test_an_agent_continued_elsewhere_in_its_last_block(
+    stores: Callable[..., AgentCacheStore], pool: BlockPool
+) -> None:
+    """Memory has every full block of the prompt, and the server more of the last block."""
+    here, there = stores(), stores()
+    remember(here, pool, "alice", TOKENS[:17])
+    here.flush_dirty()
+    remember(there, pool, "alice", TOKENS[:22])
+    there.flush_dirty()
+    assert recalled(here, pool, "alice", TOKENS[:24]) == ("page", 22)
+
+
 def test_only_the_newest_context_is_written_and_files_when_idle(
     stores: Callable[..., AgentCacheStore],
     pool: BlockPool,
