@@ -349,7 +349,7 @@ def _bodies_of(key: bytes, data: bytes) -> Iterator[Body]:
 FILE = "kvpage.lmdb"
 _LOCK = "kvpage.lock"
 STORE_FILES = FILE, _LOCK  # beginnings of the names of all files of a store
-NECESSARY_FILES = _LOCK, FILE, f"{FILE}-lock", f"{FILE}.clean"  # without which a store cannot be opened
+NECESSARY_FILES = _LOCK, FILE, f"{FILE}.clean"  # without which a store cannot be opened
 _QUARANTINED = 16  # records in the quarantine, before the oldest is deleted
 _LONGEST_QUARANTINED = 500  # bytes of a database key in the quarantine; with 8 bytes of time it fits into LMDB's 511
 _MANY = 8  # values of one read, from which on a lookup decodes all pages of a sheet

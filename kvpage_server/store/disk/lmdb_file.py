@@ -12,7 +12,8 @@ import fcntl
 import os
 import shutil
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -31,7 +32,7 @@ _MARKER_SIZE = 100  # bytes of the clean marker
 _MODE = 0o600
 _SUFFIXES = ("-lock", ".clean", ".reserve")  # suffixes of files that belong to the database
 _READERS = 512  # read transactions at a time: borrowed reads, and reader threads
-_LOCK_BYTES = 64 * _READERS + 4096  # bytes of LMDB's file of locks and readers
+_OWN_FILES = Path("/proc/self/fd")  # has a link to each open file of the process
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -173,10 +174,9 @@ def create(path: Path) -> None:
     if path.is_symlink():
         raise DiskError(f"{path} is a link to {os.readlink(path)}, which does not exist: is its disk mounted?")
     new = _with_suffix(path, ".new")
-    for left in (new, _with_suffix(new, "-lock")):
-        left.unlink(missing_ok=True)
-    _allocate_locks(new)
-    env = lmdb.open(str(new), subdir=False, mode=_MODE, max_dbs=4, map_size=_SMALLEST_MAP)
+    new.unlink(missing_ok=True)
+    with _locks_in_memory(new):
+        env = lmdb.open(str(new), subdir=False, mode=_MODE, max_dbs=4, map_size=_SMALLEST_MAP)
     about = env.open_db(b"about")
     with env.begin(write=True, db=about) as txn:
         txn.put(b"format", b"%d" % FORMAT)
@@ -196,20 +196,20 @@ def open_map(path: Path, maxdisk: int, *, flushes: bool) -> lmdb.Environment:
     A file that was cut within a value is filled with zeros. Otherwise a read beyond its end would kill the process; so
     the checksum of the value differs.
     """
-    _allocate_locks(path)
     size = max(maxdisk or _LARGEST_MAP, path.stat().st_size)
     while True:
         try:
-            env = lmdb.open(
-                str(path),
-                subdir=False,
-                mode=_MODE,
-                max_dbs=5,
-                map_size=size,
-                max_spare_txns=4,
-                max_readers=_READERS,
-                sync=flushes,
-            )
+            with _locks_in_memory(path):
+                env = lmdb.open(
+                    str(path),
+                    subdir=False,
+                    mode=_MODE,
+                    max_dbs=5,
+                    map_size=size,
+                    max_spare_txns=4,
+                    max_readers=_READERS,
+                    sync=flushes,
+                )
             break
         except (lmdb.MemoryError, MemoryError, lmdb.Error) as error:
             if maxdisk or size <= _SMALLEST_MAP or not _has_errno(error, errno.ENOMEM):
@@ -221,20 +221,26 @@ def open_map(path: Path, maxdisk: int, *, flushes: bool) -> lmdb.Environment:
     return env
 
 
-def _allocate_locks(path: Path) -> None:
-    """Allocate the file of the database's locks and readers, if the system can. LMDB maps it with holes, and the first
-    write to a hole kills the process while the file system is full. Raises OSError if there is no space for locks.
+@contextmanager
+def _locks_in_memory(path: Path) -> Iterator[None]:
+    """Let LMDB, which opens a database within, map memory in place of the file of its locks and readers.
+
+    LMDB writes to this file when it begins and ends a read, and py-lmdb holds the interpreter's lock then. So all
+    threads would wait while the file system is frozen, as for a snapshot of the machine, and a write to a hole would
+    kill the process while the file system is full. Other processes do not need the file: see `claim`.
     """
-    if not hasattr(os, "posix_fallocate"):  # macOS
+    link = _with_suffix(path, "-lock")
+    link.unlink(missing_ok=True)
+    if not _OWN_FILES.is_dir():  # macOS
+        yield
         return
-    file = open_private(_with_suffix(path, "-lock"), os.O_RDWR | os.O_CREAT)
+    memory = os.memfd_create(link.name)
     try:
-        os.posix_fallocate(file, 0, _LOCK_BYTES)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT) and not os.fstat(file).st_blocks:
-            raise
+        link.symlink_to(_OWN_FILES / str(memory))
+        yield
     finally:
-        os.close(file)
+        os.close(memory)
+        link.unlink(missing_ok=True)
 
 
 def _verify(path: Path) -> list[str]:

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +20,7 @@ import lmdb
 import pytest
 import redis
 from servers import STOP_WITHIN, RunningServer, start_server, with_constants
-from small_disks import small_disk
+from small_disks import disk_to_freeze, frozen, small_disk
 from test_kvpage_cli import kvpage
 from test_tiered import TIERED, body, disk_info, get_page, page_args, set_page, settle, tiered
 from waiting import until
@@ -568,3 +569,22 @@ def stop_without_a_directory(directory: Path, log: Path) -> None:
         shutil.rmtree(directory)
         client.set("other", body(SIZE))
         until(lambda: "No such file" in disk_info(client)["disk_failing"])
+
+
+def test_a_frozen_disk_delays_only_commits(tmp_path: Path) -> None:
+    """As for a snapshot of the machine. LMDB's table of readers is not on that disk."""
+    options = ("--store", "tiered", "--maxdisk", "32mb", "--maxmemory", "4mb")
+    with disk_to_freeze(tmp_path / "frozen") as disk:
+        with start_server(*options, directory=disk) as server, server.client(socket_timeout=20) as client:
+            for i in range(100):
+                client.set(f"key:{i}", body(SIZE, i))
+            client.save()
+            with frozen(disk):
+                assert all(client.get(f"key:{i}") == body(SIZE, i) for i in range(100))
+                client.set("new", "value")
+                time.sleep(1.5)  # longer than `everysec` waits for a commit
+                assert client.get("new") == b"value"
+                assert client.info("everything")["disk_fetched"] > 0
+            client.save()
+        with start_server(*options, directory=disk) as server, server.client() as client:
+            assert client.get("new") == b"value"
