@@ -85,7 +85,8 @@ class TestWords:
             with suppress(OSError), open(disk / "filler", "wb", buffering=0) as filler:
                 while filler.write(bytes(4096)):
                     pass
-            with start_server("--store", "tiered", "--maxdisk", "16mb", directory=disk) as server, server.client() as client:
+            options = "--store", "tiered", "--maxdisk", "16mb"
+            with start_server(*options, directory=disk) as server, server.client() as client:
                 assert client.get("absent") is None
 
     def test_the_last_value_of_a_repeated_option_counts(self) -> None:
