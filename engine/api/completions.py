@@ -294,7 +294,7 @@ async def conversation(
     asked[0] = replace(asked[0], explain=explain, lifetimes=Lifetimes(requested, tenant.name, service.tokens.count))
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
     streams = not (body.stop or body.stop_token_ids)
-    options = CallOptions(body.parallel_tool_calls, streams, prompts.separator)
+    options = CallOptions(body.parallel_tool_calls, streams, prompts.separator, body.continued)
     readers = [Reader(prompts.markup, tokens, tools, written=written, options=options) for _ in asked]
     return asked, given, readers, comparable
 
@@ -387,7 +387,7 @@ def _prompts(
     asked: list[Prompt] = []
     for tokens, text in texts:
         leader, label = len(asked), service.label(text or "")
-        end_of_reasoning = model.prompts.end_of_reasoning(tokens) if constraint else ()
+        end_of_reasoning = model.prompts.end_of_reasoning(tokens, body.continued) if constraint else ()
         for i in range(body.choices):
             named = given is not None and not i
             seed = None if sampling.seed is None else sampling.seed + i

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 ADAPTER_WEIGHTS = "adapters.safetensors"
 NO_CODE = {"trust_remote_code": False}  # without this, transformers asks on the terminal whether to run a model's code
-LAYERS = re.compile(r"(num|n)_(\w+_)?layers?")  # fields of config.json
+LAYERS = re.compile(r"(num|n)_(\w+_)?(layers?|loops)")  # fields of config.json
 TEXTS = (".jinja", ".json", ".model", ".tiktoken", ".txt")  # files of a model that are read whole
 MAX_TEXT_BYTES = 128 << 20  # the largest known, a tokenizer with 262,144 tokens, has a quarter of this
 

@@ -174,13 +174,15 @@ class Prompts:
         if not functions or (when == MARKED and not any(function.strict for function in functions)):
             return None
         several = body.parallel_tool_calls and body.tool_choice.type != "function"
-        thought = self.markup.start(prompt) == REASONING
+        thought = self.markup.start(prompt, body.continued) == REASONING
         offered_to = partial(compile_calls, self._tokenizer, self._constraints, functions, when)
         return partial(offered_to, several=several, answer=answer, thought=thought)
 
-    def end_of_reasoning(self, prompt: Sequence[int]) -> list[int]:
-        """Return the token ids that end the reasoning with which the answer to `prompt` begins; empty without one."""
-        if self.markup.start(prompt) != REASONING:
+    def end_of_reasoning(self, prompt: Sequence[int], continued: str | None) -> list[int]:
+        """Return the token ids that end the reasoning with which the answer to `prompt` begins; empty without one.
+        `continued` is as for `Markup.start`.
+        """
+        if self.markup.start(prompt, continued) != REASONING:
             return []
         return encode_part(self._tokenizer, self._tokenizer.think_end)
 

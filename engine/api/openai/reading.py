@@ -73,16 +73,24 @@ class Markup:
         parsed = parser(text, list(tools))
         return parsed if isinstance(parsed, list) else [parsed]
 
-    def start(self, prompt: Sequence[int]) -> str:
+    def start(self, prompt: Sequence[int], continued: str | None = None) -> str:
         """Return the state in which the answer to `prompt` (token ids) begins: REASONING if the prompt ends within
         reasoning that its last turn opens, usually NORMAL.
+
+        `continued` is the beginning of the answer in a conversation; None for a text. In a conversation only white
+        space or a part of that beginning follows the mark. Other text between them, such as ``ASSISTANT:``, ends the
+        message that has the mark.
         """
         if initial := self._tokenizer.response_initial_state:
             return str(initial)
         if not self._tokenizer.has_thinking:
             return NORMAL
         opened, closed = self._tokenizer.rfind_think_start(prompt), self._tokenizer.rfind_think_end(prompt)
-        return REASONING if opened > closed and self._turns.isdisjoint(prompt[opened:]) else NORMAL
+        if opened <= closed or not self._turns.isdisjoint(prompt[opened:]):
+            return NORMAL
+        following = prompt[opened + len(self._tokenizer.think_start_tokens) :]
+        text = self._tokenizer.decode(list(following), clean_up_tokenization_spaces=False)
+        return REASONING if continued is None or continued.strip().endswith(text.strip()) else NORMAL
 
 
 def _transitions(tokenizer: TokenizerWrapper) -> dict[str, dict[str, str]]:
@@ -141,6 +149,7 @@ class CallOptions:
     several: bool = True  # False: the answer ends after its first call
     streams: bool = True  # False: calls by a grammar are returned when complete, because a stop string may cut them
     separator: str = ""  # white space that the chat template writes between a text and a call after it
+    continued: str | None = None  # the beginning of the answer in the prompt; None if that is a text
 
 
 class Reader:
@@ -180,7 +189,7 @@ class Reader:
         self._space: list[str] = []  # white space at the end of the text, which is no text if a call follows it
         self._spoke = False  # whether there is a text since the beginning of the answer, or since the last call
         self._normal = {FORCED: WRITTEN, INSTEAD: UNDECIDED}.get(written.when, NORMAL) if written else NORMAL
-        self._state = markup.start(prompt)
+        self._state = markup.start(prompt, options.continued)
         if self._state != REASONING and self._normal != NORMAL:
             self._state = self._normal
         self._marked = 0  # tokens that begin calls by a grammar, whose text has not been read

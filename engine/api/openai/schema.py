@@ -704,6 +704,11 @@ class CompletionFields(RequestBody):
         """Number of answers to compute for each prompt."""
         return self.n
 
+    @property
+    def continued(self) -> str | None:
+        """The beginning of the answer in a conversation; None for a text."""
+        return None
+
     def sampling(self, kept_by_xtc: Collection[int]) -> Sampling:
         """Return the parameters of the choice of tokens. XTC excludes no token of `kept_by_xtc`."""
         return Sampling(
@@ -766,6 +771,12 @@ class ChatBody(CompletionFields):
     enable_thinking: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+
+    @property
+    def continued(self) -> str:
+        """The beginning of the answer, which the last message has; empty without one."""
+        last = self.messages[-1]
+        return (last.content or last.reasoning_content or last.reasoning or "") if self.continue_final_message else ""
 
     @property
     def variables(self) -> dict[str, Any]:

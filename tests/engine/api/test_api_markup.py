@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx_lm.tool_parsers
 import pytest
-from api_engines import CALL, RunningEngine, start_engine, write_caller
+from api_engines import CALL, RunningEngine, start_engine, write_caller, write_tiny
 from engine_models import letter_tokenizer
 
 # isort: split
@@ -417,3 +417,40 @@ def test_a_mark_within_a_message_opens_no_thought() -> None:
         ("What is </think>?<|end|>\n<think>\nIt is", REASONING),
     ):
         assert of.start(letters.encode(prompt, add_special_tokens=False)) == state
+
+
+def test_ordinary_text_after_a_mark_ends_its_message() -> None:
+    """Templates such as Vicuna's have no control token between a message and the answer."""
+    letters = letter_tokenizer()
+    letters.add_tokens(["<think>", "</think>"])
+    of = Markup(TokenizerWrapper(letters._tokenizer, BPEStreamingDetokenizer))
+    for prompt, continued, state in (
+        ("USER: What is <think>? ASSISTANT:", "", NORMAL),
+        ("USER: What is <think>? ASSISTANT:", None, REASONING),
+        ("USER: <think> ASSISTANT: Sure", "Sure", NORMAL),
+        ("USER: What? ASSISTANT: <think>\n", "", REASONING),
+        ("USER: What? ASSISTANT: <think>\nIt is", "<think>\nIt is ", REASONING),
+        ("USER: What? ASSISTANT: <think>\nIt is</think>", "<think>\nIt is</think>", NORMAL),
+    ):
+        tokens = letters.encode(prompt, add_special_tokens=False)
+        assert of.start(tokens, continued) == state
+        assert Reader(of, tokens, [], options=CallOptions(continued=continued)).reasons == (state == REASONING)
+
+
+def test_a_mark_of_a_user_does_not_lift_a_constraint(tmp_path: Path) -> None:
+    letters = letter_tokenizer()
+    letters.add_tokens(["<think>", "</think>"])
+    letters.chat_template = "{% for m in messages %}USER: {{ m.content }} ASSISTANT:{% endfor %}"
+    directory = write_tiny(tmp_path / "plain", vocab_size=len(letters))
+    letters.save_pretrained(directory)
+    with start_engine(directory) as engine:
+        answer = engine.client().chat.completions.create(
+            model="plain",
+            messages=[{"role": "user", "content": "Give JSON, no <think> please."}],
+            max_tokens=8,
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": {"const": "b"}, "strict": True},
+            },
+        )
+    assert answer.choices[0].message.content == '"b"'

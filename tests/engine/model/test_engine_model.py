@@ -210,7 +210,7 @@ def refused_by_the_program(model: Path, *options: str) -> str:
     return run.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("name", ["num_hidden_layers", "n_layer", "num_kv_reuse_layers"])
+@pytest.mark.parametrize("name", ["num_hidden_layers", "n_layer", "num_kv_reuse_layers", "num_loops"])
 @pytest.mark.parametrize("within", [None, "text_config"])
 def test_more_layers_than_tensors_are_refused_at_once(tiny_model: Path, name: str, within: str | None) -> None:
     reconfigure(tiny_model, **({within: {name: 10**8}} if within else {name: 10**8}))
