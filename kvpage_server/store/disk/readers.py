@@ -136,12 +136,14 @@ def _decodes(code: Coded, into: memoryview) -> bool:
 _RECORDS_PER_TRANSACTION = 16  # database records that one transaction reads
 # Checks and seconds before the thread waits. Each wait is an exchange of the interpreter's lock with the event loop.
 _CHECKS_PER_WAIT, _LEAST_WAIT = 16, 0.05
+_LEAST_READ = 4096  # bytes of a check for the rate: it reads at least a page of the file
 
 log = logging.getLogger("kvpage")
 
 
 class Scrubber:
-    """Thread that checks all values, `rate` bytes per second, again and again; none if `rate` is 0.
+    """Thread that checks all values, `rate` bytes per second, again and again; none if `rate` is 0. A small value counts
+    with _LEAST_READ bytes.
 
     It calls `damaged` on the running event loop with the name of each damaged value, or the database key of a damaged
     record.
@@ -194,7 +196,7 @@ class Scrubber:
             size = 0
         self.checked += size
         self._checks += 1
-        self._wait += (size + 1) / self.rate
+        self._wait += max(size, _LEAST_READ) / self.rate
         if self._checks < _CHECKS_PER_WAIT and self._wait < _LEAST_WAIT:
             return not self._stopping.is_set()
         wait, self._checks, self._wait = self._wait, 0, 0.0
