@@ -64,8 +64,13 @@ def log_start(server: Server, addresses: list[str], http: list[str], token: str)
         logger.info("  disk    %s, %s, appendfsync %s", path, most, config.appendfsync)
         space = server.tiered.account
         if maxdisk and space.used > space.limit:
-            effect = "each write evicts some" if space.may_evict else "writes are refused until values are deleted"
-            held, fit = human(space.used), human(space.limit)
+            kept, held, fit = space.contents.leases.kept.nbytes, human(space.used), human(space.limit)
+            if not space.may_evict:
+                effect = "writes are refused until values are deleted"
+            elif kept >= space.limit:
+                effect = f"writes evict some, and are refused when the {human(kept)} with lifetimes are left"
+            else:
+                effect = "each write evicts some"
             logger.warning("  disk    %s of values, and maxdisk has space for %s: %s", held, fit, effect)
     logger.info("  access  %s", _access(server))
     if http:

@@ -302,6 +302,7 @@ def test_a_store_larger_than_a_lowered_maxdisk_is_reported(tmp_path: Path) -> No
     with start_server(*where, "--maxdisk", "100mb", directory=tmp_path) as server, server.client() as client:
         for number in range(200):
             client.set(f"s{number}", os.urandom(200_000))
+        client.execute_command("KVPAGEKEEP", "tenant", 1, 3600, *(f"s{number}" for number in range(100)))
         client.save()
         assert result(doctor.limits, *where, url=server.url).state == "ok"
     lowered = (*where, "--maxdisk", "16mb", "--maxmemory-policy", "noeviction")
@@ -311,6 +312,13 @@ def test_a_store_larger_than_a_lowered_maxdisk_is_reported(tmp_path: Path) -> No
         assert "more than maxdisk by 22." in kvpage("status", url=server.url)[1]
         line = r" W   disk    38\.[0-9]+M of values, and maxdisk has space for 12\.00M: writes are refused until values"
         assert re.search(line, server.log)
+    with start_server(*lowered[:-1], "allkeys-lru", directory=tmp_path) as server, server.client() as client:
+        line = r"for 12\.00M: writes evict some, and are refused when the 19\.[0-9]+M with lifetimes are left"
+        assert re.search(line, server.log)
+        with pytest.raises(redis.OutOfMemoryError):
+            for number in range(200):
+                client.set(f"new{number}", os.urandom(200_000))
+        assert client.exists(*(f"s{number}" for number in range(100))) == 100
     found = result(doctor.disk_space, *lowered)
     assert (found.state, "more than maxdisk, 16.0 MiB" in found.found) == ("warning", True)
 
