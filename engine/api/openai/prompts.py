@@ -253,7 +253,7 @@ class Prompts:
         """Return message number `i` for the template: the content as text, and the arguments and ids of calls in the
         format that the template expects. White space that the template writes around a thought is not in the message.
 
-        Raises ApiError for arguments that are not JSON.
+        Raises ApiError for arguments that are nested too deeply.
         """
         plain = message.model_dump(exclude_none=True, exclude={"reasoning", "reasoning_content"})
         plain.setdefault("content", "")
@@ -361,10 +361,12 @@ def _variables(body: ChatBody, template: str | None) -> dict[str, Any]:
 
 
 def _parsed(arguments: str, param: str) -> Any:
-    """Return the arguments of a tool call, decoded from JSON. Raises ApiError, which names `param`."""
+    """Return the arguments of a tool call, decoded from JSON; an empty object for others, of a call that `max_tokens` has
+    cut. Raises ApiError, which names `param`, if they are nested too deeply.
+    """
     try:
         return json.loads(arguments)
     except ValueError:
-        raise invalid(f"{param}: is not JSON", param) from None
+        return {}
     except RecursionError:
         raise invalid(f"{param}: is nested too deeply", param) from None
