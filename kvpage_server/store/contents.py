@@ -143,6 +143,12 @@ class Tier:
         """Return whether a part of a unit waits to be written to the tier. O(pages)."""
         return False
 
+    def units_below(self) -> Iterator[Unit]:
+        """Yield the units that are in the tier only, the least recently used first. Between two of them, others may be
+        removed.
+        """
+        return iter(())
+
     def values_to_evict(self) -> Iterator[Source]:
         """Yield the units that may leave memory because values take too much of it."""
         yield Source(self._contents.victims(), self._contents.evict)

@@ -447,9 +447,9 @@ class QuotaAccounts:
         units are not up to date any more: they may have been removed, and others may have their names.
         """
         contents = self._contents
-        for replaced in self.of:
-            replaced.limit = 0
         contents.eviction_order.set_quotas(rules, contents.catalogue.costs)
+        for replaced in self.of.keys() - {*contents.eviction_order.quotas.all}:
+            replaced.limit = 0
         self.of = {
             quota: (QuotaAccount(contents, quota), QuotaIndexAccount(contents, quota, self._memory))
             for quota in contents.eviction_order.quotas.all
@@ -528,11 +528,18 @@ class QuotaAccounts:
                 yield
 
     def _every_unit(self) -> Iterator[Unit]:
-        """Yield the units that existed when the count began and still exist. A new unit is counted when it is stored.
+        """Yield the units that existed when the count began and still exist, the least recently used first, and some
+        of them twice. A new unit is counted when it is stored.
 
         Commands run between two steps, also FLUSHALL. So only names are kept, and each is looked up at its turn.
         """
-        catalogue, index = self._contents.catalogue, self._contents.index
+        catalogue, index, every = (
+            self._contents.catalogue,
+            self._contents.index,
+            self._contents.eviction_order.quotas.every,
+        )
+        yield from self._contents.tier.units_below()
+        yield from every.in_order()
         for key in list(catalogue.entries):
             entry = catalogue.entries.get(key)
             if entry is not None and not is_page(entry):
@@ -550,3 +557,5 @@ class QuotaAccounts:
         quota.units.used(unit)
         if isinstance(unit, Block):
             quota.units.follows(self._contents.index.around(unit))
+        if (extended := self._contents.eviction_order.quotas.every.extended(unit)) is not None:
+            quota.units.follows((extended, unit))

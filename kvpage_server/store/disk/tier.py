@@ -607,6 +607,11 @@ class DiskTier(Tier):
     def holds(self, unit: Unit) -> bool:
         return unit in self.fetching.holds
 
+    def units_below(self) -> Iterator[Unit]:
+        for name in self.stored.usage.on_disk_only():
+            if (unit := unit_named(self._contents, name)) is not None:
+                yield unit
+
     def values_to_evict(self) -> Iterator[Source]:
         """Yield units to demote, if that may help: not if the policy keeps short strings, and they exceed maxmemory.
 

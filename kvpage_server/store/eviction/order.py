@@ -46,14 +46,16 @@ class EvictionOrder:
         self.hand_over()
 
     def set_quotas(self, rules: Sequence[Rule], index_costs: IndexCosts) -> None:
-        """Replace the quotas. A quota whose pattern existed before keeps its count of evictions; everything else of it
-        starts empty, and the caller counts the existing units again (`QuotaAccounts.set_rules`). Nothing is evicted.
+        """Replace the quotas. Nothing is evicted.
 
-        `index_costs` computes the bytes that a unit takes in the index.
+        Quotas stay, with their units in order and another limit, up to the first one with another pattern than before:
+        they have the same units as before. Another quota whose pattern existed before keeps its count of evictions;
+        everything else of it starts empty, and the caller counts its units (`QuotaAccounts.set_rules`). `index_costs`
+        computes the bytes that a unit takes in the index.
         """
         old = {quota.pattern: quota for quota in self.quotas.all}
         every = self._policies()[0]
-        self.quotas = Quotas(rules, every, index_costs)
+        self.quotas = Quotas(rules, every, index_costs, self.quotas.all)
         self.has_quotas = bool(rules)
         self.units = self.quotas if rules else every
         for quota in self.quotas.all:

@@ -26,6 +26,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
 from kvpage_server.core import Columns, enter, touch_many
 from kvpage_server.store.memory.index import Block
 
@@ -124,6 +126,18 @@ class Queues(ABC):
     def idle(self, unit: Unit) -> int:
         """Return the seconds since a unit's last use; 0 if `now` is before that use."""
         return max(self.now - self._at[self._places[unit]], 0)
+
+    def in_order(self) -> Iterator[Unit]:
+        """Yield all units, the least recently used first, in any order within a second. Meanwhile, units may be used,
+        added and removed.
+        """
+        for place in np.lexsort((self._last, self._at)).tolist():
+            if place < len(self._units) and (unit := self._units[place]) is not None:
+                yield unit
+
+    def extended(self, unit: Unit) -> Unit | None:
+        """Return the unit that a unit extends; None if there is none."""
+        return self._units[self._parent[self._places.get(unit, NO_PLACE)]]
 
     def used_all(self, units: list[Unit]) -> None:
         """Note a write or read of each unit, in this order."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Any, NamedTuple
 from weakref import proxy
 
@@ -88,6 +89,10 @@ class Quota:
             self.known_units = self._begin()
         return self.known_units
 
+    def stay(self, rule: Rule, begin: Callable[[], Queues]) -> None:
+        """Keep the units under a new rule with the same pattern, among other quotas."""
+        self.limit, self._begin = rule.limit, begin
+
     @property
     def is_over(self) -> bool:
         """Whether the units exceed the limit."""
@@ -120,10 +125,16 @@ class Quotas:
     The object has the methods of a policy. It passes uses and removals to `every` and to the policy of a unit's quota.
     """
 
-    def __init__(self, rules: Sequence[Rule], every: Queues, index_costs: IndexCosts) -> None:
+    def __init__(
+        self, rules: Sequence[Rule], every: Queues, index_costs: IndexCosts, before: Sequence[Quota] = ()
+    ) -> None:
+        """Create the quotas. Those `before` that have the same units stay: see `EvictionOrder.set_quotas`."""
         self.every = every
         begin = partial(_begin, proxy(self))  # a cycle of references would keep removed values in memory
-        self._quotas = [Quota(rule, begin, index_costs) for rule in rules]
+        same = [*takewhile(lambda pair: pair[0].pattern == pair[1].pattern, zip(rules, before, strict=False))]
+        for rule, quota in same:
+            quota.stay(rule, begin)
+        self._quotas = [quota for _, quota in same] + [Quota(rule, begin, index_costs) for rule in rules[len(same) :]]
         self.limits = sum(quota.limit for quota in self._quotas)  # bytes of all limits together
         self._numbers = {quota: number for number, quota in enumerate(self._quotas)}
         self._patterns = Patterns[Quota]()
