@@ -329,6 +329,11 @@ class DiskAccount(Account):
                 return
 
     def _oldest(self, *, alone: bool, last: bool) -> Iterator[Unit]:
+        for unit in islice(self.contents.eviction_order.quotas.exceeding(), _MOST_PASSED):
+            name = name_of_unit(unit)
+            stays = (alone and not self.stored.usage.is_on_disk_only(name)) or (not last and self._is_extended(name))
+            if not stays and not self._waits(unit):
+                yield unit
         yield from self._oldest_on_disk_only()
         if not alone:
             yield from self._also_in_memory(last=False)

@@ -236,14 +236,17 @@ class Quotas:
 
     def victims(self) -> Iterator[Unit]:
         """Yield the units in the order of eviction: first units of exceeded quotas, then all units."""
+        yield from filter(self.every.__contains__, self.exceeding())
+        yield from self.every.victims()
+
+    def exceeding(self) -> Iterator[Unit]:
+        """Yield units of exceeded quotas, also ones on disk only, in the order of eviction."""
         for quota in self._quotas:
             if quota.is_over:
                 for unit in quota.units.victims():
                     if not quota.is_over:
                         break
-                    if unit in self.every:
-                        yield unit
-        yield from self.every.victims()
+                    yield unit
 
     def clear(self) -> dict[Unit, Any]:
         """Remove all units from the quotas and the policies. Return the former units of the store's policy."""

@@ -572,7 +572,7 @@ def stop_without_a_directory(directory: Path, log: Path) -> None:
 
 
 def test_a_frozen_disk_delays_only_commits(tmp_path: Path) -> None:
-    """As for a snapshot of the machine. LMDB's table of readers is not on that disk."""
+    """A snapshot of the machine freezes it. LMDB has its table of readers elsewhere."""
     options = ("--store", "tiered", "--maxdisk", "32mb", "--maxmemory", "4mb")
     with disk_to_freeze(tmp_path / "frozen") as disk:
         with start_server(*options, directory=disk) as server, server.client(socket_timeout=20) as client:

@@ -45,6 +45,23 @@ def test_a_pinned_page_under_a_strings_former_key_stays(tmp_path: Path) -> None:
         assert client.execute_command("KVPAGEGET", "r", 0, 0, 0, 0) == b"a page"
 
 
+@pytest.mark.parametrize("maxmemory", ["4mb", "64mb"])
+def test_a_lowered_quota_is_evicted_from_first_at_maxdisk(tmp_path: Path, maxmemory: str) -> None:
+    """Values on disk only go first, too, before those of other tenants that were used longer ago."""
+    options = (*SMALL, "--maxmemory", maxmemory, "--maxmemory-policy", "allkeys-lru", "--quota", "a*", "0")
+    with tiered(tmp_path, *options) as (_, client):
+        for i in range(4):
+            client.set(f"b{i}", body(MB, i))
+        for i in range(6):
+            client.set(f"a{i}", body(MB, i))
+        settle(client)
+        client.config_set("quota", f"a* {2 * MB}")
+        for i in range(6):
+            client.set(f"c{i}", body(MB, i))
+        assert client.exists(*(f"b{i}" for i in range(4))) == 4
+        assert 1 <= client.exists(*(f"a{i}" for i in range(6))) <= 3
+
+
 @pytest.mark.parametrize(("mode", "maxmemory"), [("always", "0"), ("everysec", "4mb"), ("no", "4mb")])
 def test_noeviction_refuses_writes_beyond_the_disk_limit(tmp_path: Path, mode: str, maxmemory: str) -> None:
     options = ("--maxmemory-policy", "noeviction", "--appendfsync", mode, "--maxmemory", maxmemory)
