@@ -17,6 +17,7 @@ import logging
 import math
 import os
 import re
+import socket as sockets
 import threading
 import time
 from collections import deque
@@ -235,6 +236,19 @@ def _reason(number: int) -> str:
     return "this machine has no such address" if missing else os.strerror(number)
 
 
+def _is_in_use(path: str) -> bool:
+    """Return whether a process listens on a unix socket."""
+    with sockets.socket(sockets.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except TimeoutError:  # too many connections wait
+            return True
+        except OSError:
+            return False
+    return True
+
+
 Q = TypeVar("Q", bound=Queue)
 
 
@@ -277,12 +291,14 @@ class KVEvents(Generic[Q]):
         self._seldom = LogRateLimit(log)
         self._context = self._zmq.Context()
         self._replayer: Any = None
+        self._files: list[str] = []  # unix sockets of this process
         try:
             self._publisher: Any = self._open(self._zmq.PUB, endpoint, _UNREAD)
             if replay:
                 self._replayer = self._open(self._zmq.ROUTER, replay, MOST_BATCHES + 1)
         except KVEventsError:
             self._context.destroy(linger=0)
+            self._remove_files()
             raise
         self._sleeping, self._waking = os.pipe()
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
@@ -351,11 +367,32 @@ class KVEvents(Generic[Q]):
             if connects:
                 socket.connect(address[1:])
             else:
-                socket.bind(address)
+                self._bind(socket, address)
                 self._warn_of_strangers(address, socket.getsockopt_string(self._zmq.LAST_ENDPOINT))
         except self._zmq.ZMQError as error:
             raise KVEventsError(f"{address}: {_reason(error.errno)}") from None
         return socket
+
+    def _bind(self, socket: Any, address: str) -> None:
+        """Bind a socket of ZMQ. Only the owner of a unix socket may connect, whatever the umask is.
+
+        ZMQ would replace the file of a unix socket on which another process listens, and leaves its own at the end.
+        """
+        kind, _, path = address.partition("://")
+        is_file = kind == "ipc" and not path.startswith(("@", "*"))
+        if is_file and _is_in_use(path):
+            raise KVEventsError(f"{address}: {os.strerror(errno.EADDRINUSE)}")
+        before = os.umask(0o077)
+        try:
+            socket.bind(address)
+        finally:
+            os.umask(before)
+        self._files += [path] if is_file else []
+
+    def _remove_files(self) -> None:
+        for path in self._files:
+            with suppress(OSError):
+                os.unlink(path)
 
     def _warn_of_strangers(self, address: str, bound: str) -> None:
         """Log a warning if other machines can connect to an address. `bound` is the address as ZMQ resolved it."""
@@ -399,6 +436,7 @@ class KVEvents(Generic[Q]):
         for socket in filter(None, (self._publisher, self._replayer)):
             socket.close()
         self._context.term()
+        self._remove_files()
         os.close(self._sleeping)
 
     def _note_dropped(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import socket as sockets
 import subprocess
 import sys
 import textwrap
@@ -116,6 +118,26 @@ def test_an_address_of_other_machines_is_warned_of(caplog: pytest.LogCaptureFixt
 def test_a_unix_socket_is_no_address_of_other_machines(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     with_queue(f"ipc://{tmp_path}/events", "").close()
     assert caplog.text == ""
+
+
+def test_a_unix_socket_belongs_to_one_process_and_user(tmp_path: Path) -> None:
+    events, replay = (tmp_path / name for name in ("events", "replay"))
+    before = os.umask(0)
+    try:
+        first = with_queue(f"ipc://{events}", f"ipc://{replay}")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (events, replay)} == {0o700}
+    other = f"ipc://{tmp_path}/other"
+    for addresses in ((f"ipc://{events}", ""), (other, f"ipc://{replay}")):
+        with pytest.raises(KVEventsError, match=r"ipc://.*: Address already in use"):
+            with_queue(*addresses)
+    assert {*tmp_path.iterdir()} == {events, replay}
+    first.close()
+    assert [*tmp_path.iterdir()] == []
+    with sockets.socket(sockets.AF_UNIX) as left:
+        left.bind(str(events))
+    with_queue(f"ipc://{events}", "").close()
 
 
 def test_info_counts_dropped_changes() -> None:
