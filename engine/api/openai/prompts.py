@@ -361,7 +361,7 @@ def _variables(body: ChatBody, template: str | None) -> dict[str, Any]:
 
 
 def _parsed(arguments: str, param: str) -> Any:
-    """Return the arguments of a tool call, decoded from JSON; an empty object for others, of a call that `max_tokens` has
+    """Return the arguments of a tool call, decoded from JSON; an empty object for those of a call that `max_tokens` has
     cut. Raises ApiError, which names `param`, if they are nested too deeply.
     """
     try:
