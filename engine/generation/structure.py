@@ -29,6 +29,8 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerFast
 
+from .text import BYTE
+
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
@@ -394,13 +396,17 @@ def _without_spelling(definition: dict[str, Any]) -> dict[str, Any]:
     """Return the definition of a tokenizer (tokenizer.json) with other names of its added tokens.
 
     llguidance encodes text that a grammar requires with the tokenizer. With their own names, the text of an added
-    token, such as ``<|im_end|>`` in a schema's enum, would become the token, which may end the answer.
+    token, such as ``<|im_end|>`` in a schema's enum, would become the token, which may end the answer. Tokens of one byte
+    are text, also if the tokenizer lists them as special.
     """
-    unique = secrets.token_hex(8)
-    names = {token["content"]: f"<{unique}-{token['id']}>" for token in definition["added_tokens"]}
-    added = [{**token, "content": names[token["content"]]} for token in definition["added_tokens"]]
     model = {**definition["model"]}
     vocabulary = model["vocab"]
+    pieces = vocabulary if isinstance(vocabulary, dict) else {piece for piece, _ in vocabulary}
+    bytes_ = {piece for piece in pieces if BYTE.fullmatch(piece)}
+    listed = [token for token in definition["added_tokens"] if token["content"] not in bytes_]
+    unique = secrets.token_hex(8)
+    names = {token["content"]: f"<{unique}-{token['id']}>" for token in listed}
+    added = [{**token, "content": names[token["content"]]} for token in listed]
     if isinstance(vocabulary, dict):
         model["vocab"] = {names.get(piece, piece): i for piece, i in vocabulary.items()}
     else:  # pieces with their scores

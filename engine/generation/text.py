@@ -19,7 +19,7 @@ LONGEST_CHARACTER = 4  # bytes of UTF-8
 CONTEXT = 8  # tokens before a token that may change its spelling, for a tokenizer of an unknown kind
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
-_BYTE = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's spelling of a single byte
+BYTE = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's spelling of a single byte
 
 
 class Detokenizer(Protocol):
@@ -278,7 +278,7 @@ def _byte_level(piece: str) -> bytes:
 
 
 def _sentence_piece(piece: str) -> bytes:
-    if byte := _BYTE.fullmatch(piece):
+    if byte := BYTE.fullmatch(piece):
         return bytes.fromhex(byte[1])
     return piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode("utf-8", "replace")
 

@@ -20,8 +20,12 @@ from engine_models import letter_tokenizer
 # isort: split
 import mlx.core as mx
 from llguidance import LLMatcher, LLTokenizer
+from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer, TokenizerWrapper
 from pydantic import create_model
-from tokenizers.decoders import BPEDecoder, Metaspace, WordPiece
+from tokenizers import Tokenizer
+from tokenizers.decoders import BPEDecoder, ByteFallback, Fuse, Metaspace, Replace, Sequence, WordPiece
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
 
 from engine.generation.structure import (
     ConstraintError,
@@ -32,6 +36,7 @@ from engine.generation.structure import (
     of_json,
     of_regex,
 )
+from engine.generation.text import TokenText
 
 HELLO = [{"role": "user", "content": "Hello"}]
 PERSON = {
@@ -253,6 +258,22 @@ def test_a_decoder_that_cannot_constrain_is_refused(decoder: Any) -> None:
     tokenizer._tokenizer.backend_tokenizer.decoder = decoder
     with pytest.raises(ConstraintError, match="cannot constrain answers"):
         Constraints(tokenizer, 97, [96]).prepare()
+
+
+@pytest.mark.parametrize("text", ["Zürich", "日本", "a\tb"])
+def test_byte_tokens_listed_as_special_spell_text(text: str) -> None:
+    """Trainers make such vocabularies if the bytes are given as special tokens."""
+    pieces = ["<unk>", "<end>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁Zrichab"]
+    tokenizer = Tokenizer(BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.add_special_tokens(pieces[:258])
+    tokenizer.decoder = Sequence([Replace("▁", " "), ByteFallback(), Fuse()])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    wrapped = TokenizerWrapper(fast, SPMStreamingDetokenizer)
+    process = Constraints(wrapped, len(pieces), [1]).compile(of_choice([text])).processor(0)
+    tokens = [0]
+    while tokens[-1] != 1:
+        tokens.append(int(process(mx.array(tokens[1:], mx.int32), mx.zeros((1, len(pieces)))).argmax()))
+    assert TokenText(wrapped).of(tokens[1:-1]) == text
 
 
 def test_the_time_of_an_answers_masks_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
