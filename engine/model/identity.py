@@ -134,9 +134,12 @@ def _check_layers(directory: Path) -> None:
     """Raise UnknownModelError if config.json has more layers than the weights have tensors. mlx-lm creates the objects
     of all layers before it reads the weights.
     """
-    with unusable(f"{directory / 'config.json'} is no configuration"):
+    with unusable(f"{directory / 'config.json'} is no JSON"):
         config = json.loads((directory / "config.json").read_bytes())
-        given = [*config.items(), *(config.get("text_config") or {}).items()]
+    if not isinstance(config, dict):
+        raise UnknownModelError(f"{directory / 'config.json'} is no JSON object")
+    of_text = config.get("text_config")
+    given = [*config.items(), *(of_text.items() if isinstance(of_text, dict) else ())]
     tensors = sum(len(mx.load(str(file))) for file in directory.glob("model*.safetensors"))
     for name, value in given:
         if LAYERS.fullmatch(name) and isinstance(value, int) and value > tensors:

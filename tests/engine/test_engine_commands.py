@@ -178,7 +178,6 @@ def test_a_text_that_the_tokenizer_cannot_encode_is_refused(tiny: Path, tmp_path
 
 BROKEN = [
     ("config.json", {"vocab_size": 0}, "cannot be loaded: "),
-    ("config.json", [], "cannot be loaded: AttributeError: "),
     ("config.json", {"rope_scaling": 7}, "cannot be loaded: "),
     ("config.json", {"eos_token_id": "x"}, "cannot be loaded: StrictDataclass"),
     (
@@ -201,6 +200,15 @@ def test_a_broken_file_of_a_model_ends_the_start_in_one_line(
     assert cli.main(["generate", "Hello", "--model", str(model)]) == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith(f"kvpage-engine: the model in {model} {reason}")
+
+
+@pytest.mark.parametrize(("content", "reason"), [("[]", "is no JSON object"), ("{", "is no JSON: JSONDecodeError: ")])
+def test_a_configuration_is_a_json_object(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, reason: str
+) -> None:
+    model = changed(tiny, tmp_path / "model", "config.json", content)
+    assert cli.main(["generate", "Hello", "--model", str(model)]) == 1
+    assert f"kvpage-engine: {model / 'config.json'} {reason}" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_the_version_names_the_computing_libraries(capsys: pytest.CaptureFixture[str]) -> None:

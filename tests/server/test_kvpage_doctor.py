@@ -315,9 +315,11 @@ def test_a_store_larger_than_a_lowered_maxdisk_is_reported(tmp_path: Path) -> No
     with start_server(*lowered[:-1], "allkeys-lru", directory=tmp_path) as server, server.client() as client:
         line = r"for 12\.00M: writes evict some, and are refused when the 19\.[0-9]+M with lifetimes are left"
         assert re.search(line, server.log)
-        with pytest.raises(redis.OutOfMemoryError):
-            for number in range(200):
-                client.set(f"new{number}", os.urandom(200_000))
+        accepted = 0
+        with suppress(redis.OutOfMemoryError):
+            while accepted < 200 and client.set(f"new{accepted}", os.urandom(200_000)):
+                accepted += 1
+        assert accepted < 200
         assert client.exists(*(f"s{number}" for number in range(100))) == 100
     found = result(doctor.disk_space, *lowered)
     assert (found.state, "more than maxdisk, 16.0 MiB" in found.found) == ("warning", True)

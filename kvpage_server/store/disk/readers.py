@@ -142,8 +142,8 @@ log = logging.getLogger("kvpage")
 
 
 class Scrubber:
-    """Thread that checks all values, `rate` bytes per second, again and again; none if `rate` is 0. A small value counts
-    with _LEAST_READ bytes.
+    """Thread that checks all values, `rate` bytes per second, again and again; none if `rate` is 0. A value counts with
+    at least _LEAST_READ bytes.
 
     It calls `damaged` on the running event loop with the name of each damaged value, or the database key of a damaged
     record.

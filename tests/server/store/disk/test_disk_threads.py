@@ -276,14 +276,13 @@ async def test_the_scrubber_finds_damage_at_its_rate(tmp_path: Path, rate: int) 
     disk.close()
 
 
-async def test_the_scrubber_reads_a_page_of_the_file_for_each_small_value(tmp_path: Path) -> None:
+async def test_small_values_count_as_pages_of_the_file_for_the_scrubbe(tmp_path: Path) -> None:
     """With their own bytes only, 80,000 pages of a byte each took most of a processor, again and again."""
     disk = Disk(tmp_path)
     disk.write(Write(b"k%d" % i, b"", b"x") for i in range(100))
     began = time.monotonic()
     scrubber = Scrubber(disk, 100 * 4096, lambda _: None)
-    while not scrubber.rounds:
-        await asyncio.sleep(0.01)
+    await asyncio.to_thread(until, lambda: scrubber.rounds, "a round")
     assert 0.9 < time.monotonic() - began < PATIENCE
     assert scrubber.checked >= 100
     await scrubber.close()
