@@ -191,6 +191,7 @@ def _open_sealed(size: int) -> tuple[int, int]:
     except OSError:  # Linux before 6.3
         descriptor = os.memfd_create("kvpage", flags)
     try:
+        os.fchmod(descriptor, 0o600)  # others that get a descriptor for reading cannot open it for writing
         os.ftruncate(descriptor, size)
         fcntl.fcntl(descriptor, _ADD_SEALS, _NO_SHRINK | _NO_GROW)
     except OSError:
