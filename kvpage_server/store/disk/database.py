@@ -373,6 +373,7 @@ class Disk:
     def __init__(self, directory: Path, *, maxdisk: int = 0, flushes: bool = True, codes: bool = False) -> None:
         self.path = directory / FILE
         self.coded = Coded()
+        self._flushes = flushes
         self._codes = codes
         # The reserve file, which is deleted when the disk is full: LMDB needs free pages to remove values.
         self._reserve = directory / f"{FILE}.reserve"
@@ -472,11 +473,12 @@ class Disk:
             self._locks.close()
 
     def flush(self) -> None:
-        """Synchronise the file, which makes all commits durable. Raises DiskFull, DiskError, also if the file has lost
-        its name. It may run during a commit.
+        """Make all commits durable, if they are not yet. Raises DiskFull, DiskError, also if the file has lost its name.
+        It may run during a commit.
         """
         with lmdb_errors(self.path, writing=True):
-            self._env.sync(True)
+            if not self._flushes:
+                self._env.sync(True)
             self._marker.check()
 
     @property

@@ -12,6 +12,7 @@ import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import lmdb
@@ -445,3 +446,14 @@ def test_queued_pages_count_their_memory() -> None:
         stored.store_pages([*pages], [*pages.values()])
     assert len(batch.changes) == shape.pages
     assert nbytes[0] < batch.size < 3 * nbytes[0]
+
+
+@pytest.mark.parametrize("flushes", [True, False])
+def test_save_synchronises_only_commits_that_are_not_durable(tmp_path: Path, flushes: bool) -> None:
+    disk = Disk(tmp_path, flushes=flushes)
+    environment, synchronised = disk._env, list[bool]()
+    disk._env = cast(lmdb.Environment, SimpleNamespace(sync=synchronised.append))
+    disk.flush()
+    disk._env = environment
+    assert synchronised == ([] if flushes else [True])
+    disk.close()
