@@ -18,6 +18,7 @@ import math
 import os
 import re
 import socket as sockets
+import stat
 import threading
 import time
 from collections import deque
@@ -376,10 +377,12 @@ class KVEvents(Generic[Q]):
     def _bind(self, socket: Any, address: str) -> None:
         """Bind a socket of ZMQ. Only the owner of a unix socket may connect, whatever the umask is.
 
-        ZMQ would replace the file of a unix socket on which another process listens, and leaves its own at the end.
+        ZMQ would replace any file, also a socket on which another process listens, and leaves its own at the end.
         """
         kind, _, path = address.partition("://")
         is_file = kind == "ipc" and not path.startswith(("@", "*"))
+        if is_file and os.path.lexists(path) and not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise KVEventsError(f"{address}: the file exists and is not a socket")
         if is_file and _is_in_use(path):
             raise KVEventsError(f"{address}: {os.strerror(errno.EADDRINUSE)}")
         before = os.umask(0o077)

@@ -140,6 +140,14 @@ def test_a_unix_socket_belongs_to_one_process_and_user(tmp_path: Path) -> None:
     with_queue(f"ipc://{events}", "").close()
 
 
+def test_a_file_is_not_replaced_by_a_unix_socket(tmp_path: Path) -> None:
+    place = tmp_path / "file"
+    place.write_text("precious", encoding="utf-8")
+    with pytest.raises(KVEventsError, match="file: the file exists and is not a socket"):
+        with_queue(f"ipc://{place}", "")
+    assert place.read_text(encoding="utf-8") == "precious"
+
+
 def test_info_counts_dropped_changes() -> None:
     with publishing() as (_, client, _):
         assert client.info("kvpage")["kv_events_dropped"] == 0

@@ -473,8 +473,8 @@ class Disk:
             self._locks.close()
 
     def flush(self) -> None:
-        """Make all commits durable, if they are not yet. Raises DiskFull, DiskError, also if the file has lost its name.
-        It may run during a commit.
+        """Make all commits durable, if they are not yet. Raises DiskFull, DiskError, also if the file has lost its
+        name. It may run during a commit.
         """
         with lmdb_errors(self.path, writing=True):
             if not self._flushes:
