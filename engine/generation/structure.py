@@ -396,8 +396,8 @@ def _without_spelling(definition: dict[str, Any]) -> dict[str, Any]:
     """Return the definition of a tokenizer (tokenizer.json) with other names of its added tokens.
 
     llguidance encodes text that a grammar requires with the tokenizer. With their own names, the text of an added
-    token, such as ``<|im_end|>`` in a schema's enum, would become the token, which may end the answer. Tokens of one byte
-    are text, also if the tokenizer lists them as special.
+    token, such as ``<|im_end|>`` in a schema's enum, would become the token, which may end the answer. Tokens of one
+    byte are text, also if the tokenizer lists them as special.
     """
     model = {**definition["model"]}
     vocabulary = model["vocab"]

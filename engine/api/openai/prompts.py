@@ -360,13 +360,14 @@ def _variables(body: ChatBody, template: str | None) -> dict[str, Any]:
     return body.variables
 
 
-def _parsed(arguments: str, param: str) -> Any:
-    """Return the arguments of a tool call, decoded from JSON; an empty object for those of a call that `max_tokens` has
-    cut. Raises ApiError, which names `param`, if they are nested too deeply.
+def _parsed(arguments: str, param: str) -> dict[str, Any]:
+    """Return the arguments of a tool call, decoded from JSON; an empty object for other text, as of a call that
+    `max_tokens` has cut. Raises ApiError, which names `param`, if they are nested too deeply.
     """
     try:
-        return json.loads(arguments)
+        parsed = json.loads(arguments)
     except ValueError:
-        return {}
+        parsed = {}
     except RecursionError:
         raise invalid(f"{param}: is nested too deeply", param) from None
+    return parsed if isinstance(parsed, dict) else {}

@@ -430,17 +430,19 @@ def weather(engine: RunningEngine, **more: Any) -> Any:
 
 def test_a_cut_call_can_be_sent_back(caller: RunningEngine) -> None:
     """`max_tokens` cuts the arguments of a forced call. A client sends them with the error as the tool's result."""
-    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"ci'}}
+    call: Any = {"id": "a", "type": "function", "function": {"name": "weather"}}
     result = {"role": "tool", "content": "the arguments are not JSON", "tool_call_id": "a"}
 
     def tokens(client: openai.OpenAI) -> int:
         sent: Any = [*HELLO, {"role": "assistant", "tool_calls": [call]}, result]
         return client.chat.completions.create(model="caller", messages=sent).usage.prompt_tokens  # type: ignore[union-attr]
 
+    found = set()
     with caller.client() as client:
-        cut = tokens(client)
-        call["function"] = {"name": "weather", "arguments": "{}"}
-        assert tokens(client) == cut
+        for arguments in ("{}", "", "null", "[1]", '{"ci'):
+            call["function"]["arguments"] = arguments
+            found.add(tokens(client))
+    assert len(found) == 1
 
 
 def test_a_tool_is_called(caller: RunningEngine) -> None:
