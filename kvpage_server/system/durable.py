@@ -8,6 +8,7 @@ Only the owner can read these files, whatever the umask, because they may contai
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -78,8 +79,11 @@ def replacing(path: Path, *, keep_group: bool = False) -> Iterator[BinaryIO]:
     """Yield a new file, which replaces `path` when the caller's ``with`` block ends.
 
     After an exception in the block, `path` is unchanged. Only the owner may read the file. With `keep_group`, owner and
-    group keep their permissions. Raises OSError, which names a file.
+    group keep their permissions. Raises OSError, which names a file, also in place of replacing a device or a pipe.
     """
+    with suppress(FileNotFoundError):
+        if stat.S_IFMT(path.stat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     file, unfinished = _create(path)
     with file:
         try:

@@ -189,6 +189,14 @@ class TestWriting:
         with pytest.raises(OSError, match="file"):
             private_directory(given / "file" / "below")
 
+    def test_a_device_or_pipe_is_not_replaced(self, tmp_path: Path) -> None:
+        path = tmp_path / "pipe"
+        os.mkfifo(path)
+        with pytest.raises(OSError, match=r"it is not a regular file: .*pipe"), replacing(path) as file:
+            file.write(b"new")
+        assert path.is_fifo()
+        assert [*tmp_path.iterdir()] == [path]
+
     @pytest.mark.parametrize(("before", "keep_group", "after"), [(0o644, False, 0o600), (0o666, True, 0o660)])
     def test_a_file_that_is_replaced(self, tmp_path: Path, before: int, keep_group: bool, after: int) -> None:
         path = tmp_path / "file"
