@@ -29,6 +29,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from kvpage_server.address import ZMQ_ADDRESS, is_zmq_address
 from kvpage_server.core import changed_blocks
+from kvpage_server.page import without_segment
 from kvpage_server.system.text import LogRateLimit
 
 TOPIC = b"kvpage"
@@ -129,7 +130,7 @@ def events_of_store(records: bytes) -> list[Event]:
     events = [CLEARED] if was_cleared else []
     encoded = importlib.import_module("msgspec").Raw
     for space, page, gone, new in groups:
-        owner = _without_segment(space)
+        owner = without_segment(space)
         ownership = f"kvpage:{_text(owner)}" if owner else "kvpage"
         place: dict[str, Any] = {"medium": "STORAGE", "locality": "REMOTE", "ownership": ownership, "group": page}
         if gone:
@@ -140,7 +141,7 @@ def events_of_store(records: bytes) -> list[Event]:
     removed_names: list[bytes] = []
     in_segments: dict[int, dict[int, bool]] = {}  # by page id and hash: whether the block was added
     for (req_id, page), was_added in others.items():
-        if (name := _without_segment(req_id)) != req_id and _HASH.fullmatch(name):
+        if (name := without_segment(req_id)) != req_id and _HASH.fullmatch(name):
             in_segments.setdefault(page, {})[hash_of(name.decode())] = was_added
             continue
         blocks = sessions.setdefault(req_id, []) if was_added else removed_names
@@ -155,11 +156,6 @@ def events_of_store(records: bytes) -> list[Event]:
         events.append(removed(removed_names, **place))
     events += [stored(blocks, session=_text(req_id), **place) for req_id, blocks in sessions.items()]
     return events
-
-
-def _without_segment(name: bytes) -> bytes:
-    """Return a name without the ``{segment}`` before it."""
-    return name.partition(b"}")[2] if name.startswith(b"{") and b"}" in name else name
 
 
 def _text(name: bytes) -> str:

@@ -510,3 +510,15 @@ def tag_of(names: Sequence[str], index: int, together: int) -> str:
     the tag is empty.
     """
     return f"{{{names[first_of(index, together)]}}}" if together else ""
+
+
+def segment_of(req_id: bytes) -> bytes:
+    """Return the segment of a request id: the part in its first braces, as in a cluster, or all of it."""
+    _, opened, rest = req_id.partition(b"{")
+    tag, closed, _ = rest.partition(b"}")
+    return tag if opened and closed and tag else req_id
+
+
+def without_segment(req_id: bytes) -> bytes:
+    """Return a request id without the segment in braces at its beginning."""
+    return req_id.removeprefix(b"{%b}" % segment_of(req_id))

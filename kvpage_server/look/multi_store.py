@@ -15,12 +15,13 @@ from redis.exceptions import AskError, ClusterDownError, TryAgainError
 
 from kvpage_server.address import shown
 from kvpage_server.client.cluster.commands import block_key
-from kvpage_server.client.cluster.side_by_side import Rendezvous, ServerUrl, segment_of, servers_of
+from kvpage_server.client.cluster.side_by_side import Rendezvous, ServerUrl, servers_of
 from kvpage_server.client.cluster.topology import SCHEMES, SLOTS, Address, Node, SlotMap, ranges_of, slot_of
 from kvpage_server.client.raw_commands import encoded
 from kvpage_server.look.output import LookError, connected
 from kvpage_server.observe.asking import Command
 from kvpage_server.observe.memory_by_agent import PREFIX
+from kvpage_server.page import segment_of
 from kvpage_server.system.program import say
 from kvpage_server.system.text import name_as_text
 

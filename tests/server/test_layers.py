@@ -28,7 +28,7 @@ MAY_KNOW = {
     "bounded": "",
     "address": "",
     "layouts": "page",
-    "kv_events": "address core system",
+    "kv_events": "address core system page",
     "core": "page",
     "lossless": "core page",
     "resp": "core",

@@ -29,10 +29,10 @@ from kvpage_server.client import (
 )
 from kvpage_server.client.cluster.nodes import SILENCE
 from kvpage_server.client.cluster.plan import GONE, RAISES
-from kvpage_server.client.cluster.side_by_side import segment_of
 from kvpage_server.client.cluster.topology import SCHEMES
 from kvpage_server.client.commands import Coding
 from kvpage_server.client.raw_commands import RawCommand, Word, key_of, ok, scanned, text, texts
+from kvpage_server.page import segment_of
 
 from ...event_loop import EventLoop
 from .restore_planner import Rates

@@ -29,7 +29,7 @@ from kvpage_server.client.page import BlockBody, BlockName, Page, StateName, che
 from kvpage_server.client.raw_commands import BlockCommands, Kept, RawCommand, ask, key_of
 from kvpage_server.client.wire.connection import Deadline
 from kvpage_server.client.wire.exchange import Request
-from kvpage_server.page import BlockShape, PageKey
+from kvpage_server.page import BlockShape, PageKey, segment_of
 
 T = TypeVar("T")
 _TRIES = 2  # attempts, because the server may have closed an idle connection
@@ -67,13 +67,6 @@ def servers_of(urls: str) -> list[ServerUrl]:
         if times > 1:
             raise ValueError(f"{name} is named {times} times")
     return found
-
-
-def segment_of(req_id: bytes) -> bytes:
-    """Return the segment of a request id: the part in its first braces, as in a cluster, or all of it."""
-    _, opened, rest = req_id.partition(b"{")
-    tag, closed, _ = rest.partition(b"}")
-    return tag if opened and closed and tag else req_id
 
 
 class Rendezvous:

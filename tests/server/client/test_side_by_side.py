@@ -31,9 +31,9 @@ from test_page_client import (  # noqa: F401 - these tests of one server apply t
 from waiting import until
 
 from kvpage_server.client import BadBuffer, Disconnected, PageClient, PageClientError, Refused
-from kvpage_server.client.cluster.side_by_side import Rendezvous, SideBySideCalls, segment_of, servers_of
+from kvpage_server.client.cluster.side_by_side import Rendezvous, SideBySideCalls, servers_of
 from kvpage_server.client.page import StateName
-from kvpage_server.page import BlockShape, PageKey
+from kvpage_server.page import BlockShape, PageKey, segment_of, without_segment
 
 NAMES = [(b"{segment-%d}%d" % (i // 4, i), i) for i in range(160)]  # 40 segments: servers have random names
 BODIES = [block_body(i) for i in range(len(NAMES))]
@@ -113,11 +113,19 @@ def test_a_password_that_changes_moves_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("req_id", "segment"),
-    [(b"a", b"a"), (b"{s}a", b"s"), (b"x{s}a{t}", b"s"), (b"{}a", b"{}a"), (b"{a", b"{a"), (b"a}{b", b"a}{b")],
+    ("req_id", "segment", "rest"),
+    [
+        (b"a", b"a", b"a"),
+        (b"{s}a", b"s", b"a"),
+        (b"{s}{t}", b"s", b"{t}"),
+        (b"x{s}a{t}", b"s", b"x{s}a{t}"),
+        (b"{}a", b"{}a", b"{}a"),
+        (b"{a", b"{a", b"{a"),
+        (b"a}{b", b"a}{b", b"a}{b"),
+    ],
 )
-def test_a_segment_is_the_text_in_the_first_braces(req_id: bytes, segment: bytes) -> None:
-    assert segment_of(req_id) == segment
+def test_a_segment_is_the_text_in_the_first_braces(req_id: bytes, segment: bytes, rest: bytes) -> None:
+    assert (segment_of(req_id), without_segment(req_id)) == (segment, rest)
 
 
 def test_a_call_costs_a_round_trip_a_server(pages: PageClient) -> None:
