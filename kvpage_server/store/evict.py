@@ -523,13 +523,14 @@ class QuotaAccounts:
     def _count_all(self) -> Iterator[None]:
         at_once = max(_PATTERNS_PER_STEP // (_PATTERNS_PER_VALUE + len(self._contents.eviction_order.quotas.all)), 1)
         for number, unit in enumerate(self._every_unit(), start=1):
-            self._count(unit)
-            if not number % at_once:
+            if unit is not None:
+                self._count(unit)
+            if unit is None or not number % at_once:
                 yield
 
-    def _every_unit(self) -> Iterator[Unit]:
+    def _every_unit(self) -> Iterator[Unit | None]:
         """Yield the units that existed when the count began and still exist, the least recently used first, and some
-        of them twice. A new unit is counted when it is stored.
+        of them twice. A new unit is counted when it is stored. None is a step without a unit.
 
         Commands run between two steps, also FLUSHALL. So only names are kept, and each is looked up at its turn.
         """

@@ -302,7 +302,7 @@ def test_a_transcript_with_half_a_surrogate_pair_is_refused(
         (["serve", "--port", "65536"], "a port is 0 to 65535"),
         (["serve", "--token-file", ""], "argument --token-file: must not be empty"),
         (["serve", "--model", ""], "argument --model: must not be empty"),
-        (["serve", "--model", "small="], "small= names no directory"),
+        (["serve", "--model", "small=", "--port", "0"], "small= names no directory"),
         (["chat", "--cold", ""], "argument --cold: must not be empty"),
         (["agents", "list", "--url", ""], "argument --url: must not be empty"),
         (["doctor", "--tokens", "1"], "expected a number, 2 or more, got '1'"),

@@ -225,9 +225,12 @@ class DiskUsage:
         """The name of the next unit to evict; None if there is none."""
         return next(iter(self._on_disk_only), None)
 
-    def on_disk_only(self) -> list[bytes]:
-        """Return the names of all units on disk only, in the order of eviction, deferred ones first."""
-        return [*self._deferred, *self._on_disk_only]
+    def on_disk_only(self) -> Iterator[bytes]:
+        """Yield the names of all units on disk only, in the order of eviction, deferred ones first. Meanwhile, other
+        commands may run.
+        """
+        yield from self._deferred.keys_of_now()
+        yield from self._on_disk_only.keys_of_now()
 
     def defer(self, unit: bytes) -> None:
         """Take a unit out of the order of eviction, because other units extend it."""

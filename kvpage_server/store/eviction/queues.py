@@ -23,6 +23,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
+from heapq import merge
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
@@ -54,6 +55,7 @@ NO_PLACE = 0  # the place that stands for no place; it is its own neighbour, so 
 QUEUES = 5  # queues that a policy may have
 FIRST = 1 + 2 * QUEUES  # the first place that a unit may have
 _MOST_PLACES = 1024  # places added by one call of `_make_places`, at most
+_RUN = 4096  # units that one step of `in_order` sorts
 _PLACES_PER_SEARCH = 10_000  # places examined in one call of `_find_unlinked`, in a millisecond or two
 
 Moved = list[tuple[int, int, int]]  # moves to the ends of queues, see `core.touch_many`
@@ -127,11 +129,19 @@ class Queues(ABC):
         """Return the seconds since a unit's last use; 0 if `now` is before that use."""
         return max(self.now - self._at[self._places[unit]], 0)
 
-    def in_order(self) -> Iterator[Unit]:
-        """Yield all units, the least recently used first, in any order within a second. Meanwhile, units may be used,
-        added and removed.
+    def in_order(self) -> Iterator[Unit | None]:
+        """Yield all units, the least recently used first. Before that, yield None between the steps of the sort, which
+        is a merge of sorted runs. Meanwhile, units may be used, added and removed.
         """
-        for place in np.lexsort((self._last, self._at)).tolist():
+        at, last = self._at, self._last
+        runs: list[array[int]] = []
+        for start in range(FIRST, len(self._units), _RUN):
+            places = slice(start, start + _RUN)
+            run = np.lexsort((last[places], at[places])).astype(np.int64) + start
+            if runs:
+                yield None
+            runs.append(array("q", run.tobytes()))
+        for place in merge(*runs, key=lambda place: (at[place], last[place])):
             if place < len(self._units) and (unit := self._units[place]) is not None:
                 yield unit
 
@@ -362,6 +372,11 @@ class OrderedMap(Generic[K, V]):
 
     def __iter__(self) -> Iterator[K]:
         return chain.from_iterable(self._chunks.values())
+
+    def keys_of_now(self) -> Iterator[K]:
+        """Yield the keys in order, while the map may change: it may lack a key that moves, or yield it twice."""
+        for chunk in list(self._chunks.values()):
+            yield from list(chunk)
 
     def __reversed__(self) -> Iterator[K]:
         return chain.from_iterable(map(reversed, reversed(self._chunks.values())))
