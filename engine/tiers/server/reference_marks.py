@@ -43,7 +43,8 @@ async def save(
     deletion: bytes | None,
 ) -> Saved | None:
     """Write blocks, and replace the agent's manifest if all of them exist then, unless `deletion`, the mark of the
-    agent's deletion, is unknown. If the mark is another one after that, delete the manifest, and return None.
+    agent's deletion, is unknown. If the mark is another one after that, or its server does not answer any more, delete
+    the manifest. Return None if the agent was deleted.
     """
     key = manifest_key(agent_id, fingerprint)
     saved = await write()
@@ -56,10 +57,10 @@ async def save(
             saved = replace(saved, whole=(await write()).whole)
         if saved.whole:
             await _replace_manifest(connection, key, made)
-            (mark,) = await connection.ask([RawCommand(["GET", deletion_key(agent_id)], text)], gone=None)
+            (mark,) = await connection.ask([RawCommand(["GET", deletion_key(agent_id)], text)], gone=UNKNOWN)
             if mark not in (None, deletion):
                 await _replace_manifest(connection, key, None)
-                return None
+                return replace(saved, whole=False) if mark == UNKNOWN else None
     except OUTAGES as error:
         if refuses(error):
             raise

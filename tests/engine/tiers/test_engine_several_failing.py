@@ -5,12 +5,14 @@ Losses are counted with their reason, no call exceeds a deadline, and a restarte
 
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
 import tempfile
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -26,8 +28,10 @@ from benchmarks.valkey_cluster import SLOTS, Cluster
 from engine.pool import BlockPool
 from engine.tiers import flush, metrics
 from engine.tiers.pages import PageTier
+from engine.tiers.server import reference_marks
 from engine.tiers.server.block_writer import Saved
 from engine.tiers.server.connection import State
+from engine.tiers.server.manifest import manifest_key
 from engine.tiers.store import AgentCacheStore
 
 pool = pool_of(256)
@@ -170,6 +174,39 @@ def test_a_server_with_another_password_costs_its_pages_only(pool: BlockPool) ->
             again = save(tier, agent, some)
             assert again
             assert again.whole
+        tier.close()
+
+
+def test_agents_deleted_in_a_save_stay_deleted_in_an_outage(pool: BlockPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server with the mark of the deletion refuses everything before the save has read it again."""
+    replace_manifest = reference_marks._replace_manifest
+    with start_server() as one, start_server() as locked, locked.client() as client:
+        url = f"redis://127.0.0.1:{one.port},redis://127.0.0.1:{locked.port}"
+        deleting, tier = PageTier(url, SPEC, pool, deadline=40), PageTier(url, SPEC, pool, deadline=40)
+
+        async def after_a_deletion(connection: Any, key: str, manifest: bytes | None) -> bytes | None:
+            if manifest is None or connection is not tier._connection:
+                return await replace_manifest(connection, key, manifest)
+            assert await asyncio.to_thread(deleting.delete, key.split(":")[-2])
+            replaced = await replace_manifest(connection, key, manifest)
+            client.config_set("requirepass", "secret")
+            client.client_kill_filter(_type="normal", skipme=True)
+            return replaced
+
+        results = set()
+        for seed in range(24):
+            context = made(pool, f"agent{seed}", some_tokens(seed, BLOCK))
+            assert deleting.save(context)
+            if not client.exists(manifest_key(context.agent_id, SPEC.fingerprint)):  # else it cannot be deleted again
+                with monkeypatch.context() as patched:
+                    patched.setattr(reference_marks, "_replace_manifest", after_a_deletion)
+                    saved = tier.save(context)
+                results.add(saved and saved.whole)
+                client.config_set("requirepass", "")
+                assert context.agent_id not in tier.agents()
+            pool.free(context.block_ids, context.agent_id)
+        assert results == {True, False}, "the marks are on both servers"
+        deleting.close()
         tier.close()
 
 
