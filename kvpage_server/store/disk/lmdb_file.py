@@ -236,7 +236,11 @@ def _locks_in_memory(path: Path) -> Iterator[None]:
         return
     memory = os.memfd_create(link.name)
     try:
-        link.symlink_to(_OWN_FILES / str(memory))
+        try:
+            link.symlink_to(_OWN_FILES / str(memory))
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP):  # of FAT, and some network disks
+                raise
         yield
     finally:
         os.close(memory)

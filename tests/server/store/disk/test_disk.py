@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
 import shutil
@@ -62,6 +63,20 @@ def damage(disk: Disk, content: bytes) -> None:
     """Flip a bit of a body in the file, behind the store's back."""
     where = disk.path.read_bytes().index(content)
     flip(disk.path, where + len(content) // 2)
+
+
+def test_a_file_system_without_links_has_a_file_of_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FAT has none, for example."""
+
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "symlink_to", refused)
+    for value in (b"one", b"two"):
+        disk = Disk(tmp_path)
+        disk.write([Write(b"k", b"", value)])
+        assert disk.check(b"k") == 3
+        disk.close()
 
 
 @pytest.mark.parametrize("size", SIZES)
