@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from persistent_models import EXAMPLES, attention
 
-from engine.persistent import Executor, Graph, GraphBuilder, Model, Simulator, parse
+from engine.persistent import Device, Executor, Graph, GraphBuilder, Model, Simulator, parse
 from engine.persistent.compile import OPS
 from engine.persistent.errors import BrokenExecutorError, InputError, ModelError, UnknownNameError
 
@@ -405,3 +405,11 @@ def test_an_mlx_failure_breaks_the_executor_and_is_not_saved() -> None:
 def test_the_attention_example_is_the_same_in_every_form() -> None:
     assert attention() == attention()
     assert repr(attention()) == repr(attention())
+
+
+def test_exp_of_f64_is_computed_in_float32() -> None:
+    """The documentation names these operations. It changes with an MLX that computes them in float64."""
+    text = "volatile { a: f64 @init(100.0); b: f64; c: f64; } block entry { op exp(a) >> b; op tanh(a) >> c; }"
+    run = Simulator(Model(), parse(text), Device.CPU).make_executor()
+    run.step()
+    assert [run.fetch(name).item() for name in "bc"] == [np.inf, np.tanh(100.0)]
