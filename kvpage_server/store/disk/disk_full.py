@@ -367,7 +367,7 @@ class DiskAccount(Account):
     def _also_in_memory(self, *, last: bool) -> Iterator[Unit]:
         """Yield the units that are in memory, too, in the order of the policy; `last` includes those evicted last."""
         get, passed, spares_texts = self.contents.catalogue.entries.get, 0, self._spares_texts
-        for unit in self.contents.eviction_order.units.victims():
+        for unit in self.contents.eviction_order.quotas.every.victims():
             is_last = not last and (
                 self._is_extended(name_of_unit(unit))
                 or (spares_texts and type(unit) is bytes and type(get(unit)) is Text)

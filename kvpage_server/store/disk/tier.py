@@ -620,7 +620,7 @@ class DiskTier(Tier):
         contents = self._contents
         yield Source(self._protected_above_half(), self._drop_protected, is_protected=True)
         if not self._keeps_texts or contents.texts <= self._memory.limit:
-            yield Source(islice(contents.eviction_order.units.victims(), _MOST_OFFERED), self.demote)
+            yield Source(islice(contents.eviction_order.quotas.every.victims(), _MOST_OFFERED), self.demote)
         if self._keeps_texts:
             yield Source(islice(contents.victims(), _MOST_OFFERED), self.evict)
         yield Source(self._protected_units(), self._drop_protected, is_protected=True)
