@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 ADAPTER_WEIGHTS = "adapters.safetensors"
 NO_CODE = {"trust_remote_code": False}  # without this, transformers asks on the terminal whether to run a model's code
 LAYERS = re.compile(r"(num|n)_(\w+_)?(layers?|loops)")  # fields of config.json
+OBJECTS = ("config.json", "hf_quant_config.json", "special_tokens_map.json", "tokenizer_config.json")
 TEXTS = (".jinja", ".json", ".model", ".tiktoken", ".txt")  # files of a model that are read whole
 MAX_TEXT_BYTES = 128 << 20  # the largest known, a tokenizer with 262,144 tokens, has a quarter of this
 
@@ -130,14 +131,20 @@ def _check_files(directory: Path) -> None:
             raise UnknownModelError(f"{path} has more than {MAX_TEXT_BYTES >> 20} MiB, it is not read")
 
 
+def _object(file: Path) -> dict[str, Any]:
+    """Return the object in a file of JSON. Raises UnknownModelError, which names the file; transformers does not."""
+    with unusable(f"{file} is no JSON"):
+        found = json.loads(file.read_bytes())
+    if not isinstance(found, dict):
+        raise UnknownModelError(f"{file} is no JSON object")
+    return found
+
+
 def _check_layers(directory: Path) -> None:
-    """Raise UnknownModelError if config.json has more layers than the weights have tensors. mlx-lm creates the objects
-    of all layers before it reads the weights.
+    """Raise UnknownModelError if config.json has more layers than the weights have tensors, or another configuration is
+    no JSON object. mlx-lm creates the objects of all layers before it reads the weights.
     """
-    with unusable(f"{directory / 'config.json'} is no JSON"):
-        config = json.loads((directory / "config.json").read_bytes())
-    if not isinstance(config, dict):
-        raise UnknownModelError(f"{directory / 'config.json'} is no JSON object")
+    config, *_ = [_object(directory / name) for name in OBJECTS if (directory / name).exists()]
     of_text = config.get("text_config")
     given = [*config.items(), *(of_text.items() if isinstance(of_text, dict) else ())]
     tensors = sum(len(mx.load(str(file))) for file in directory.glob("model*.safetensors"))
