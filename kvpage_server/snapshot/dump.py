@@ -30,6 +30,7 @@ from kvpage_server.snapshot.format import (
     Failures,
     FileContents,
     FoundPage,
+    OtherVersion,
     PageTensor,
     String,
     Tensor,
@@ -241,9 +242,12 @@ class _Dump:
     def _unchanged(self, files: list[Path]) -> Iterator[tuple[str, str]]:
         """Yield the name and digest of each file whose values the server still has, unchanged.
 
-        Note the tensors of these files in `_kept`.
+        Note the tensors of these files in `_kept`. Raises DumpError for a file of another version of the format: a
+        newer one may have values that this server lacks.
         """
         for file, contents in format.read_all(files, None):
+            if isinstance(contents, OtherVersion):
+                raise DumpError(f"{file}: {contents}")
             if isinstance(contents, BadFile) or contents.bad:
                 continue
             self._check_selection(contents.of.selection)

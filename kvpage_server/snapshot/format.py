@@ -857,8 +857,7 @@ def remove(files: Iterable[Path]) -> None:
 def read_all(files: Iterable[Path], summary: Summary | None) -> Iterator[tuple[Path, FileContents | BadFile]]:
     """Yield each file with the contents of its header, or with the BadFile error of an unusable file.
 
-    With `summary`, a file whose digest differs from that in dump.json is unusable, too. Without it, a file of another
-    version of the format raises DumpError.
+    With `summary`, a file whose digest differs from that in dump.json is unusable, too.
     """
     for file in files:
         try:
@@ -866,8 +865,6 @@ def read_all(files: Iterable[Path], summary: Summary | None) -> Iterator[tuple[P
             if summary is not None and summary.files.get(file.name, contents.digest) != contents.digest:
                 raise BadFile("it is another file than the one that was written")
         except BadFile as error:
-            if summary is None and isinstance(error, OtherVersion):
-                raise DumpError(f"{file}: {error}") from None
             yield file, error
         else:
             yield file, contents

@@ -378,17 +378,25 @@ def test_a_dump_of_another_version_is_refused_unchanged(
     if not finished:
         (tmp_path / "dump.json").unlink()
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    message = f"kvpage: {file}: it is of version '3' of the format, and this kvpage reads version 2 and older\n"
-    for words in (["restore"], ["restore", "--json"], ["dump"], ["dump", "--update"]):
-        assert kvpage(*words, str(tmp_path), "--url", server.url) == (1, "", message)
-    assert kvpage("inspect", str(tmp_path)) == (1, "", message)
+    reason = f"{file}: it is of version '3' of the format, and this kvpage reads version 2 and older"
+    for words in (["dump"], ["dump", "--update"], *([["restore"], ["restore", "--json"]] if finished else [])):
+        assert kvpage(*words, str(tmp_path), "--url", server.url) == (1, "", f"kvpage: {reason}\n")
+    code, shown, errors = kvpage("inspect", str(tmp_path))
+    assert (code, errors) == (1, f"kvpage: {reason}\n" if finished else "")
+    assert finished or reason.partition("/strings")[2] in shown
     assert client.dbsize() == 0
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_one_file_of_another_version_is_reported(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
+@pytest.mark.parametrize("finished", [True, False])
+def test_one_file_of_another_version_is_reported(
+    server: RunningServer, client: redis.Redis, tmp_path: Path, finished: bool
+) -> None:
+    """The others are restored, also without dump.json."""
     fill(client)
     kvpage("dump", str(tmp_path), "--url", server.url)
+    if not finished:
+        (tmp_path / "dump.json").unlink()
     file = tmp_path / "strings-000001.safetensors"
     file.write_bytes(file.read_bytes().replace(b'"version":"1"', b'"version":"3"'))
     client.flushall()
