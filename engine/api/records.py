@@ -72,6 +72,7 @@ class Records:
         for key, value in values.items():
             self._keep(key, value)
         if self._server and not (self._writing_back and not self._writing_back.done()):
+            log.warning("responses and conversations wait in memory for the page server (%s)", self._failure)
             self._writing_back = asyncio.create_task(self._write_back())
         return not self._server
 
@@ -99,6 +100,7 @@ class Records:
         while self._kept:
             await asyncio.sleep(pause)
             pause = FIRST_PAUSE if await self._send_kept() else min(2 * pause, LAST_PAUSE)
+        log.warning("the responses and conversations in memory are on the page server")
 
     async def _send_kept(self) -> bool:
         """Send the oldest values in memory to the page server, and remove them from memory. Return whether it has

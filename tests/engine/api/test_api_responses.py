@@ -513,6 +513,7 @@ def test_lost_responses_are_logged_and_fail_the_exit(tmp_path: Path) -> None:
         client.conversations.create(items=[{"type": "message", "role": "user", "content": "Hello"}])
     lost = "2 responses, 1 conversation, 1 item could not be written to the page server (down)"
     assert lost in engine.final_log
+    assert engine.final_log.count("responses and conversations wait in memory for the page server (down)") == 1
 
 
 def test_a_response_that_another_engine_has_deleted_is_absent(server: RunningServer, tmp_path: Path) -> None:
