@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 from binascii import crc_hqx
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -406,6 +407,7 @@ def _apart(shape: BlockShape, nbytes: int) -> tuple[bytes, bytes]:
 READ_TRIES = 3  # attempts of a read, at most
 FOLLOWED = 8  # redirections of an attempt, at most
 _PAUSES = (0.0, 0.02, 0.05, 0.1, 0.2)  # seconds before each retry; the last number also before all later ones
+_REFRESH_SECONDS = 0.1  # between the beginnings of two refreshes of the map
 _AGAIN = frozenset({"TRYAGAIN", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "READONLY"})  # the cluster is changing
 
 
@@ -430,6 +432,7 @@ class Router:
     slots: SlotMap = field(default_factory=SlotMap)
     outdated: bool = True  # whether the map is known to be outdated
     _turn: Any = field(default_factory=count)
+    _next_refresh: float = 0.0  # monotonic seconds
 
     def ask(self, commands: Sequence[Command], end: Deadline) -> Plan[list[Answer | Failed]]:
         """Run commands and return their replies, as `answers`. If all commands fail, raises the first error."""
@@ -621,9 +624,13 @@ class Router:
         """Replace the map of slots: ask the nodes in turn until one returns a map with nodes. If none does, keep the
         old map.
 
-        Without an old map, raises the last error reply, for example that of a server without cluster mode, or otherwise
-        the last error.
+        With an old map, do nothing if a refresh has begun a moment ago: while a node fails, all calls for it ask for a
+        new map, and to answer costs the other nodes more than a read. Without an old map, raises the last error reply,
+        for example that of a server without cluster mode, or otherwise the last error.
         """
+        if self.slots.nodes() and time.monotonic() < self._next_refresh:
+            return
+        self._next_refresh = time.monotonic() + _REFRESH_SECONDS
         error: PageClientError = Disconnected("the cluster's URL names no node")
         for node in dict.fromkeys([*self.slots.nodes(), *self.address.seeds]):
             [outcome] = yield Round([NodeRequest(node, ask_slots(node))])

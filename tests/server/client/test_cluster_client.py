@@ -40,13 +40,32 @@ from waiting import until
 from benchmarks import valkey_cluster
 from benchmarks.valkey_cluster import Cluster, Node
 from kvpage_server.cli import main
-from kvpage_server.client import AsyncPageClient, Page, PageClient, Refused, Unsupported
-from kvpage_server.client.cluster.commands import OPENING_SIZE, Scattered, block_key, head_size
+from kvpage_server.client import AsyncPageClient, Disconnected, Page, PageClient, Refused, Unsupported
+from kvpage_server.client.cluster.commands import (
+    OPENING_SIZE,
+    READ_TRIES,
+    Router,
+    Scattered,
+    block_key,
+    head_size,
+    simple,
+)
+from kvpage_server.client.cluster.plan import Failed
 from kvpage_server.client.cluster.store import ClusterCalls
+from kvpage_server.client.cluster.topology import (
+    SLOTS,
+    Address,
+    Shard,
+    SlotMap,
+    has_tag,
+    ranges_of,
+    redirection,
+    slot_of,
+)
 from kvpage_server.client.cluster.topology import Node as NodeAddress
-from kvpage_server.client.cluster.topology import has_tag, ranges_of, redirection, slot_of
 from kvpage_server.client.errors import WrongReply
 from kvpage_server.client.page import pages_of_block
+from kvpage_server.client.wire.connection import Deadline
 from kvpage_server.client.wire.reply import Lines
 from kvpage_server.page import BlockShape, DType, KVType, PageKey, Plane, decode_page
 
@@ -623,3 +642,19 @@ def test_kvpage_top_shows_masters_and_memory_by_agent(cluster: Cluster, pages: P
     assert all(f"redis://127.0.0.1:{node.port}" in output for node in cluster.masters)
     assert "total" in output
     assert NAMES[0][0].decode() in output
+
+
+def test_calls_for_a_node_that_fails_share_a_refresh() -> None:
+    node = NodeAddress("127.0.0.1", 1)
+    router = Router(Address("valkey-cluster://127.0.0.1:1"), False, SlotMap([(0, SLOTS - 1, Shard(node))]), False)
+    rounds = 0
+    for _ in range(3):
+        plan = router.ask([simple(b"GET", b"k")], Deadline(60.0))
+        asked = next(plan)
+        with suppress(Disconnected):
+            while True:
+                rounds += 1
+                asked = plan.send([Failed(Disconnected("it fails")) for _ in asked.requests])
+    assert rounds == 3 * READ_TRIES + 1
+    router.slots.moved(7, NodeAddress("127.0.0.1", 2))
+    assert router.slots.nodes() == [node, NodeAddress("127.0.0.1", 2)]
