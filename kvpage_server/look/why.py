@@ -12,7 +12,7 @@ from rich.text import Text
 
 from kvpage_server.address import shown
 from kvpage_server.look.ls import agent_as_json, ago, protection_text, raise_if_scan_refused
-from kvpage_server.look.multi_store import MultiStore
+from kvpage_server.look.multi_store import MultiStore, Unavailable
 from kvpage_server.look.output import LookError, UsageError, titled
 from kvpage_server.look.pages_on_strings import ABSENT, PagesOnStrings, shell_word, why_hint
 from kvpage_server.observe.asking import Fields, QueriedStore, Reading, ask, named, refused
@@ -187,7 +187,7 @@ def verify(store: QueriedStore, args: argparse.Namespace) -> bool:
     for page in args.pages:
         check_range("page_id", page, 0, MAX_PAGE)
     with out.status("hashing"):
-        ids = sorted(named(block)["page"] for block in store.execute_command("KVPAGEINDEX", name))
+        ids = sorted(named(block)["page"] for block in _index_of(store, name))
         answer = _why_pages(store, name, ())
         absent = len({*args.pages}.difference(ids)) if args.pages else _removed_blocks(answer, ids)
         found = _verify_pages(store, name, args.pages)
@@ -227,9 +227,22 @@ def verify(store: QueriedStore, args: argparse.Namespace) -> bool:
     return False
 
 
+def _index_of(store: QueriedStore, req: bytes) -> Any:
+    """Return the blocks of a request; none if its server does not answer."""
+    try:
+        return store.execute_command("KVPAGEINDEX", req)
+    except Unavailable:
+        return []
+
+
 def _verify_pages(store: QueriedStore, req: bytes, pages: Sequence[int]) -> dict[str, Any]:
-    """Return KVPAGEVERIFY's counts `checked` and `unchecked`, and the keys of `corrupt` pages."""
-    found = named(store.execute_command("KVPAGEVERIFY", req, *pages))
+    """Return KVPAGEVERIFY's counts `checked` and `unchecked`, and the keys of `corrupt` pages. Those of a server that
+    does not answer are missing.
+    """
+    try:
+        found = named(store.execute_command("KVPAGEVERIFY", req, *pages))
+    except Unavailable:
+        found = Fields(checked=0, unchecked=0, corrupt=[])
     return {count: found[count] for count in ("checked", "unchecked", "corrupt")}
 
 

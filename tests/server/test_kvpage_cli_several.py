@@ -21,7 +21,7 @@ from servers import RunningServer, free_port, start_server
 from benchmarks.valkey_cluster import Cluster
 from kvpage_server.cli import main
 from kvpage_server.client import Page, PageClient
-from kvpage_server.client.cluster.side_by_side import Rendezvous, servers_of
+from kvpage_server.client.cluster.side_by_side import Rendezvous, segment_of, servers_of
 from kvpage_server.page import DType, PageKey
 
 PROGRAM = Path(sys.executable).with_name("kvpage")
@@ -243,6 +243,18 @@ def test_a_hanging_server_is_named_and_the_others_answer(
         assert {*ours} <= {request["request"].encode() for request in received["requests"]}
         assert run("why", theirs[0].decode(), "--url", both) == 2
         assert "gone" in capsys.readouterr().out
+        home = Rendezvous(servers_of(both))
+        for url in (server.url, second_server.url):  # the server to which the name would belong as a request
+            names = (f"agent{i}" for i in range(100) if str(home.server(b"agent%d" % i)) == url)
+            manifests = {f"manifest:{name}:00000000000000aa": name for name in names}
+            key = next(key for key in manifests if str(home.server(segment_of(key.encode()))) == server.url)
+            chain = {"count": 4, "chain": [ours[0].decode(), theirs[0].decode()], "tokens": [1] * 8}
+            with server.client() as client:
+                client.set(key, "0" * 16 + json.dumps(chain))
+            capsys.readouterr()
+            assert run("verify", manifests[key], "--json", "--url", both) == 2
+            found = json.loads(capsys.readouterr().out)
+            assert (found["missing_blocks"], found["corrupt"], found["checked"] > 0) == (1, [], True)
         assert run("status", "--url", both) == 2
         captured = capsys.readouterr()
         assert f"cannot reach {second_server.url}" in captured.err
