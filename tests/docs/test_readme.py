@@ -31,7 +31,7 @@ from engine.demo import story
 
 GUIDES = "start", "redis-cli", "pikiwidb", "engine", "configuration", "architecture", "lmcache", "vllm"
 DOCUMENTS = ["README.md", *(f"docs/{name}.md" for name in GUIDES)]
-LONG = ["docs/engine.md"]  # examples that take a minute with the real model
+ANY_MODEL = ["docs/engine.md"]  # examples that run with any model
 INSTALLED = ["docs/start.md"]  # examples that tests/packages/test_wheel.py runs outside of the checkout
 NUMBER = r"\d[\d.,]*"
 README = ROOT / "README.md"
@@ -81,7 +81,7 @@ def examples(document: str, server: RunningServer) -> str:
 @pytest.mark.parametrize(
     "document",
     [
-        pytest.param(name, marks=[pytest.mark.soak] * (name in LONG + INSTALLED))
+        pytest.param(name, marks=[pytest.mark.soak] * (name in INSTALLED))
         for name in DOCUMENTS
         if blocks(name, "python")
     ],
@@ -92,7 +92,7 @@ def test_the_python_examples_have_the_documented_output(
     check_program(examples(document, server))
 
 
-@pytest.mark.parametrize("document", LONG)
+@pytest.mark.parametrize("document", ANY_MODEL)
 def test_they_run_with_any_model(document: str, tmp_path: Path, server: RunningServer, client: redis.Redis) -> None:
     tiny = write_tiny(tmp_path / "tiny", max_position_embeddings=8192)
     run([sys.executable, "-c", examples(document, server).replace("models/smollm2", str(tiny))])
