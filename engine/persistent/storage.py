@@ -109,6 +109,7 @@ class Manifest:
     next_lane: int = 0
     digest: int = 0  # the sum, modulo 2^64, of the digests of all entries
     pair: int = 0  # of the slots that the save has written to
+    birth: str = ""  # random, of an instance: another one that is made under its name has other pages
 
     def successor(self, token: str, steps: int, pair: int) -> Manifest:
         """Return a copy for the next save, with a new `token`. It shares the lanes of this manifest, which therefore
@@ -118,7 +119,8 @@ class Manifest:
             name: StoredTable(list(table.sizes), list(table.counts), dict(table.lanes))
             for name, table in self.tables.items()
         }
-        return Manifest(self.fingerprint, token, steps, dict(self.scalars), tables, self.next_lane, self.digest, pair)
+        scalars, digest = dict(self.scalars), self.digest
+        return Manifest(self.fingerprint, token, steps, scalars, tables, self.next_lane, digest, pair, self.birth)
 
     def dump(self) -> str:
         """Return the text to store: a digest of the JSON, followed by the JSON."""
@@ -131,6 +133,7 @@ class Manifest:
                 "digest": f"{self.digest:016x}",
                 "next_lane": self.next_lane,
                 "pair": self.pair,
+                "birth": self.birth,
                 "scalars": self.scalars,
                 "tables": {name: _dump_table(table) for name, table in self.tables.items()},
             },
@@ -162,6 +165,7 @@ class Manifest:
             _count(stored["next_lane"], LANES),
             int(stored["digest"], 16),
             _count(stored.get("pair", 0), PAIRS - 1),  # earlier versions used only the first
+            _birth(stored.get("birth", "")),  # they had none
         )
 
     def check(self, memory: Memory) -> None:
@@ -196,6 +200,12 @@ def _parse_table(stored: Mapping[str, Any]) -> StoredTable:
         shapes = {_count(index): _counts(shape) for index, shape in lane["shapes"]}
         lanes[_counts(lane["prefix"])] = StoredLane(_count(lane["number"], LANES - 1), {}, {}, shapes, lane["runs"])
     return StoredTable([*_counts(stored["sizes"])], [*_counts(stored["counts"])], lanes)
+
+
+def _birth(value: Any) -> str:
+    if type(value) is not str or not _BIRTH.match(value):
+        raise ValueError(f"{value!r:.40} is no birth")
+    return value
 
 
 def _count(value: Any, most: int = MAX_DIM) -> int:
@@ -240,8 +250,10 @@ def _check_table(stored: StoredTable, layout: Layout) -> None:
 #
 # Keys::
 #
-#     kv:{fingerprint}.{instance}:{layer}:{head}:{index}:{slot}   one entry of a table, or one tensor
-#     persistent:{instance}                                       the manifest, written last
+#     kv:{fingerprint}.{instance}.{birth}:{layer}:{head}:{index}:{slot}   one entry of a table, or one tensor
+#     persistent:{instance}                                               the manifest, written last
+#
+# The birth is random. Thus, a deletion that is executed late spares the pages of a new instance with the same name.
 #
 # A lane is all entries that have all indices but the last in common. Layer and head of its pages are the number of the
 # lane: ``layer * 65536 + head``. A save writes an entry to a slot that the manifest does not name. So the last saved
@@ -260,6 +272,7 @@ CHUNK_BYTES = 8 << 20  # of pages in one command, at most, except for a single l
 KEY_BYTES = 256  # of an entry's key and Python objects, about
 TRIES = 10  # attempts to read an instance that another process saves meanwhile
 _INSTANCE = re.compile(r"[A-Za-z0-9._-]{1,128}\Z")
+_BIRTH = re.compile(r"[0-9a-f]{0,16}\Z")
 
 
 _Received = tuple[str, Entry, mx.array]  # the name of the table, the first entry, and tensors [n, ...]
@@ -312,19 +325,26 @@ class PersistentStore:
 
         Raises redis.RedisError if the server does not answer: then the instance may still be stored.
         """
+        deleted: bytes | None = None
+
+        def remove(raw: bytes | None) -> list[RawCommand]:
+            nonlocal deleted
+            deleted = raw
+            return [] if raw is None else [RawCommand(["DEL", _key(instance)], up_to(1))]
+
+        self.server.transaction([_key(instance)], _read(instance), remove)
         try:
-            manifest = self.manifest(instance)
+            manifest = None if deleted is None else Manifest.parse(deleted, instance)
         except DamagedError:
             manifest = None
-        (there,) = self.server.ask([RawCommand(["DEL", _key(instance)], up_to(1))])
         if manifest is not None:
-            request = _request(instance, manifest.fingerprint)
+            request = _request(instance, manifest)
             try:
                 self.server.delete_request(request)
             except Unsupported:  # a Redis or a cluster, which cannot list the pages of a request
                 for keys in batches(((key, KEY_BYTES) for key in _every_page(request, manifest)), CHUNK_BYTES):
                     self.server.delete(keys)
-        return bool(there)
+        return deleted is not None
 
     def receive(self, keys: Sequence[PageKey], into: Sequence[Any]) -> list[bool]:
         """Receive pages into buffers. Return for each page whether it is stored.
@@ -345,8 +365,9 @@ class StoredInstance:
         self.name = name
         self._store = store
         self._fingerprint = fingerprint
-        self._request = _request(name, fingerprint)
-        self._known = Manifest(fingerprint)  # the last manifest that was read or written; its token is "" for none
+        # The last manifest that was read or written; its token is "" for none.
+        self._known = Manifest(fingerprint, birth=secrets.token_hex(8))
+        self._request = _request(name, self._known)
         # A manifest whose write was not confirmed, so it may be stored, and the pages that no manifest refers to then.
         self._attempt: tuple[Manifest, list[PageKey]] | None = None
         self._stale: list[PageKey] = []  # pages that no manifest refers to, to delete
@@ -367,6 +388,7 @@ class StoredInstance:
                 manifest.check(memory)
             except ValueError as error:
                 raise DamagedError(f"instance {self.name}: its manifest makes no sense: {error}") from error
+            self._request = _request(self.name, manifest)
             try:
                 received = list(self._receive(memory, manifest))
             except DamagedError:
@@ -432,8 +454,7 @@ class StoredInstance:
             self._known, self._stale = self._attempt
         self._attempt = None
         if token != self._known.token:
-            what = "is stored already: resume it" if not self._known.token else "was saved by somebody else"
-            raise ConflictError(f"instance {self.name} {what}")
+            raise self._conflict(token)
 
     def _changed(self, name: str, table: Table, versions: dict[tuple[str, Entry], _Version]) -> Iterator[Page]:
         """Yield the pages of a table that a save has to write. Add their slots to `versions`, by table and lane."""
@@ -494,10 +515,15 @@ class StoredInstance:
         def replace(raw: bytes | None) -> list[RawCommand]:
             token = Manifest.parse(raw, self.name).token if raw is not None else ""
             if token not in (self._known.token, manifest.token):  # the latter if an earlier attempt was successful
-                raise ConflictError(f"instance {self.name} was saved by somebody else")
+                raise self._conflict(token)
             return [RawCommand(["SET", _key(self.name), manifest.dump()], ok)]
 
         self._store.server.transaction([_key(self.name)], _read(self.name), replace)
+
+    def _conflict(self, token: str) -> ConflictError:
+        """Return the error for a stored manifest with another token than the known one; "" if none is stored."""
+        known = "was saved by somebody else" if token else "was deleted"
+        return ConflictError(f"instance {self.name} {known if self._known.token else 'is stored already: resume it'}")
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -559,8 +585,9 @@ def _key(instance: str) -> str:
     return f"persistent:{instance}"
 
 
-def _request(instance: str, fingerprint: int) -> bytes:
-    return f"{fingerprint:016x}.{instance}".encode()
+def _request(instance: str, manifest: Manifest) -> bytes:
+    name = f"{manifest.fingerprint:016x}.{instance}"
+    return (f"{name}.{manifest.birth}" if manifest.birth else name).encode()
 
 
 def _page_key(request: bytes, lane: int, index: int, slot: int) -> PageKey:

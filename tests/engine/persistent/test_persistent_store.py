@@ -366,6 +366,7 @@ def test_an_instance_with_a_damaged_manifest_can_be_deleted(store: PersistentSto
         (("steps",), -1),
         (("next_lane",), 2**63),
         (("pair",), 3),
+        (("birth",), "x"),
         (("scalars",), []),
         (("scalars", "n"), 2**63),
         (("scalars", "n"), True),
@@ -513,6 +514,45 @@ def test_a_process_that_was_stopped_does_not_damage_later_saves(
     with pytest.raises(ConflictError, match="was saved by somebody else"):
         run.save()
     assert state(simulator(store).resume("moved")) == reference(9)
+
+
+def test_a_late_deletion_spares_a_new_instance_of_the_name(
+    store: PersistentStore, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = advance(simulator(store).make_executor("again"), 2)
+    old.save()
+    delayed: list[bytes] = []
+    with monkeypatch.context() as hanging:
+        hanging.setattr(store.server, "delete_request", delayed.append)
+        assert store.delete("again")
+    with pytest.raises(ConflictError, match="instance again was deleted"):
+        advance(old, 1).save()
+    run = advance(simulator(store).make_executor("again"), 3)
+    run.save()
+    advance(run, 1).save()
+    store.server.delete_request(*delayed)
+    assert state(simulator(store).resume("again")) == reference(4)
+    assert store.delete("again")
+    assert not pages(client)
+
+
+def test_an_instance_of_an_earlier_version_goes_on(store: PersistentStore, client: redis.Redis) -> None:
+    """It has no birth in its manifest and in the names of its pages."""
+    run = advance(simulator(store).make_executor("before"), 2)
+    run.save()
+    manifest = json.loads(client.get("persistent:before")[17:])
+    birth = manifest.pop("birth")
+    manifest.pop("pair")
+    client.set("persistent:before", _digested(json.dumps(manifest).encode()))
+    for name in pages(client):
+        client.set(name.replace(f".{birth}:".encode(), b":"), client.get(name))
+        client.delete(name)
+    assert len(pages(client)) > 2
+    again = advance(simulator(store).resume("before"), 1)
+    again.save()
+    assert state(simulator(store).resume("before")) == reference(3)
+    assert store.delete("before")
+    assert not pages(client)
 
 
 def test_pages_of_lost_saves_are_deleted(
