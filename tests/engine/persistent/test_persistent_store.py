@@ -536,7 +536,7 @@ def test_a_late_deletion_spares_a_new_instance_of_the_name(
     assert not pages(client)
 
 
-def test_an_instance_of_an_earlier_version_goes_on(store: PersistentStore, client: redis.Redis) -> None:
+def test_an_instance_of_an_earlier_version_is_resumed(store: PersistentStore, client: redis.Redis) -> None:
     """It has no birth in its manifest and in the names of its pages."""
     run = advance(simulator(store).make_executor("before"), 2)
     run.save()
