@@ -258,13 +258,17 @@ class Service:
 
     def _check_queue(self, tenant: str, prompts: int) -> None:
         """Raise ApiError (429) if the queue has no room for so many prompts of a tenant, and the tenant has its share
-        of it.
+        of it; 400 if it never has.
         """
         queue, more = self.limits.queue, prompts - 1
+        if more >= queue:
+            raise invalid(f"n: a request has at most {queue} answers here, the length of the queue, got {prompts}", "n")
         has = self._waiting[tenant] + sum(worker.pending_of(tenant) for worker in self.models.workers)
         if self._pending + more >= queue and has + more >= self.tokens.share(queue):
             yours = f", {has} of them yours" if tenant else ""
-            raise ApiError(429, f"{queue} prompts wait already{yours}: the queue is full", None, "queue_full", 1)
+            raise ApiError(
+                429, f"{self._pending} answers of {queue} are due{yours}: the queue is full", None, "queue_full", 1
+            )
 
 
 def _store_health(store: AgentCacheStore) -> dict[str, object]:

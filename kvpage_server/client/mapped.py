@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 LEAST_MAPPED = 256 * 1024  # of a batch: a smaller one is not faster, because it takes two round trips
 LEAST_PAGE = 128 * 1024  # bytes of a page, on average: the server answers KVPAGEMGET for smaller ones sooner
-NOT_IN_PLACE = "blocks are read in place only over a unix socket of one server, by a user who may read every key"
+NOT_IN_PLACE = "blocks are read in place only over the unix socket of one kvpage-server, and not with mapped=False"
 _BYTES_AT_ONCE = 64 << 20  # bytes of blocks that the client keeps in the server's memory at the same time
 _PART_BYTES = 8 << 20  # bytes that the client copies while the server looks up the next part
 _HALF = (4 << 20) + 4096  # bytes of one half of an area, or of one block if that is larger: they stay in the cache

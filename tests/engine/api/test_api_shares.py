@@ -54,6 +54,17 @@ async def refused(client: httpx.AsyncClient) -> httpx.Response:
     return await client.post("/v1/completions", json=body(1))
 
 
+def test_a_request_with_more_answers_than_the_queue_is_refused(engine: RunningEngine) -> None:
+    """It never has room, so a client must not try it again."""
+    headers = {"Authorization": f"Bearer {SECRETS['acme']}"}
+    several = body(1, prompt=["a", "b", "c"])
+    with httpx.Client(base_url=engine.url, headers=headers, timeout=120) as client:
+        replies = [client.post("/v1/completions", json=several | {"n": n}) for n in (2, 3)]
+    assert [reply.status_code for reply in replies] == [200, 400]
+    message = "n: a request has at most 8 answers here, the length of the queue, got 9"
+    assert replies[1].json()["error"]["message"] == message
+
+
 def test_full_queue_has_places_for_tenants_below_their_share(engine: RunningEngine) -> None:
     async def ask() -> None:
         async with client_of(engine, "acme") as acme, client_of(engine, "umbrella") as umbrella:
