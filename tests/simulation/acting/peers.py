@@ -40,6 +40,7 @@ class Asked:
     streamed: bool = False  # its reply, and its effect, are made in steps
     audit: Any = None  # receives the reply, instead of the judge
     doubt: Any = None  # its uncertain effects
+    abandoned: Any = None  # these effects, if the client has disconnected
     done: set[bytes] = field(default_factory=set)  # keys that it has deleted or stored so far, in steps
     parts: deque[list[bytes]] = field(default_factory=deque)  # keys that it stores in later steps, each part in one
     also_stored: int = 0  # pages that were stored during its deletions, and that it may have deleted, too

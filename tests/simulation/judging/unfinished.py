@@ -57,8 +57,10 @@ class Unfinished:
     def resolve(self, asked: Asked, reply: Any) -> None:
         """Process the result of a command in steps."""
         store, doubt = self._model.store, asked.doubt
-        if doubt is None:
-            return  # the client has disconnected, or it was fast
+        if doubt is None:  # the client has disconnected, or it was fast
+            if asked.abandoned is not None and not is_error(reply):
+                self._learn_times(asked, asked.abandoned)
+            return
         changed, now = store.log[asked.at : asked.end], self._clock.unix_ms
         self._model.may_have_changed({key for variant in doubt.variants for key in variant} | asked.done)
         if asked.parts and not is_error(reply):
@@ -181,10 +183,10 @@ class Unfinished:
 
     def _learn_times(self, asked: Asked, doubt: Doubt) -> None:
         """Take over when pages expire that a command in steps has stored and nobody has changed since."""
-        keys = self._model.store.keys
-        keys |= self._timed(
-            asked, {key: cell for key, cell in doubt.variants[0].items() if cell and cell is keys.get(key)}
-        )
+        keys, written = self._model.store.keys, doubt.variants[0]
+        timed = self._timed(asked, {key: cell for key, cell in written.items() if cell and cell is keys.get(key)})
+        keys |= timed
+        written |= timed
 
     def _timed(self, asked: Asked, cells: dict[bytes, Value]) -> dict[bytes, Value]:
         """Return cells with the server's expiry: a time to live begins when a command in steps reaches its page."""
@@ -212,7 +214,7 @@ class Unfinished:
         """Its result will never be known: its possible effects stay uncertain."""
         if asked.doubt is not None:
             asked.doubt.pending = False
-            asked.doubt = None
+            asked.abandoned, asked.doubt = asked.doubt, None
             self._model.store.settle(asked.unclear)
             self._model.store.fog |= asked.unclear
             self._may_not_be_told(asked)
