@@ -303,18 +303,21 @@ def test_pages_without_a_code_are_not_encoded_forever(tmp_path: Path, monkeypatc
 def test_a_damaged_code_is_replaced_from_disk(tmp_path: Path) -> None:
     with server(tmp_path, "always", "--scrub-rate", "0") as (turns, client):
         bodies = [set_block(client, page) for page in range(3)]
-        until(lambda: coded(client) == 3, "the code")
+
+        def placeholder_of(page: int) -> object:
+            block = turns.server.keyspace.index.block(b"b", page)
+            assert block is not None
+            assert block.extent is not None
+            return block.extent.slot
 
         def damage() -> None:
             for page, at in ((0, 0), (1, 5000)):
-                block = turns.server.keyspace.index.block(b"b", page)
-                assert block is not None
-                assert block.extent is not None
-                placeholder = block.extent.slot
+                placeholder = placeholder_of(page)
                 assert isinstance(placeholder, OnDisk)
                 assert placeholder.code is not None
                 placeholder.code.slots[0].body[at] ^= 1
 
+        until(lambda: turns.on_loop(lambda: all(isinstance(placeholder_of(page), OnDisk) for page in (0, 1))), "codes")
         turns.on_loop(damage)
         assert [get_block(client, page) for page in range(3)] == bodies
         assert disk_info(client)["disk_corrupt"] == 0
