@@ -462,6 +462,7 @@ def test_after_a_restart_a_quota_evicts_the_oldest_first(tmp_path: Path, policy:
     with start_server(*options, directory=tmp_path) as server, server.client() as client:
         for name in names[:4]:
             set_block(client, name, 0)
+        client.save()  # the time of a first write is that of its commit
         time.sleep(1.1)
         for name in names[4:]:
             set_block(client, name, 0)
