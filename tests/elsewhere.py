@@ -202,6 +202,8 @@ def another_user(run: Run) -> Iterator[None]:
     """A copy of the project in a path with a space, for nobody, who owns no file of it."""
     if os.geteuid():
         raise NotHere("only root can become another user; all other settings run as this one")
+    if (ROOT / ".venv").is_symlink():
+        raise NotHere(".venv is a link, so its copy would be the original")
     with tempfile.TemporaryDirectory(prefix="a path with spaces ") as place:
         os.chmod(place, 0o755)
         run.user, run.directory = "nobody", Path(place, "kvpage")
