@@ -15,29 +15,31 @@ import pytest
 @contextmanager
 def small_disk(place: Path, megabytes: int) -> Iterator[Path]:
     """A file system at that place; skips the test where none can be mounted."""
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(place)]
-    if os.geteuid() != 0 or not shutil.which("mount") or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("no file system can be mounted here")
-    try:
+    with _mounted(place, ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(place)]):
         yield place
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
 
 
 @contextmanager
 def disk_to_freeze(place: Path) -> Iterator[Path]:
     """A file system at that place that `frozen` can freeze; skips the test where none can be mounted."""
-    place.mkdir()
+    if not shutil.which("fsfreeze"):
+        pytest.skip("no file system can be frozen here")
     image = place.with_suffix(".image")
     with image.open("wb") as file:
         file.truncate(64 << 20)
-    tools = all(map(shutil.which, ("mount", "mkfs.ext4", "fsfreeze")))
-    commands = ["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(place)]
+    with _mounted(place, ["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(place)]):
+        yield place
+
+
+@contextmanager
+def _mounted(place: Path, *commands: list[str]) -> Iterator[None]:
+    """A new directory on which the last command mounts a file system; skips the test where one of them fails."""
+    place.mkdir()
+    tools = all(shutil.which(program) for program, *_ in commands)
     if os.geteuid() != 0 or not tools or any(subprocess.run(each, capture_output=True).returncode for each in commands):
         pytest.skip("no file system can be mounted here")
     try:
-        yield place
+        yield
     finally:
         subprocess.run(["umount", str(place)], check=True)
 
