@@ -367,6 +367,11 @@ class ModelCacheSpec:
         """Bytes of one token's rows in all layers, without states."""
         return _nbytes(self.token_shapes(1))
 
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of a full block, with one state."""
+        return self.block_tokens * self.token_nbytes + self.state_nbytes(self.block_tokens)
+
     def state_nbytes(self, end: int) -> int:
         """Return the bytes of all layers' states (windows, recurrences) after `end` tokens of a context."""
         return _nbytes(self.state_shapes(end))

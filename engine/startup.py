@@ -61,6 +61,15 @@ class Options:
     models: int = 1  # in this process, which have equal parts of `memory`
     publish: Callable[[Event], None] | None = None  # gets the KV events of blocks in memory
 
+    def check(self) -> None:
+        """Raise ValueError for an option that has no effect without another one."""
+        if self.kv_quantised_from and not self.kv_bits:
+            raise ValueError("without --kv-bits nothing is quantised, from no token on")
+        if self.cold_code and not self.cold:
+            raise ValueError("--cold-code needs --cold: it is the code of the files in that directory")
+        if self.page_code == "always" and not self.store:
+            raise ValueError("--page-code always needs --store: blocks travel to and from a page server")
+
     def weights_on_disk(self) -> int:
         """Return the bytes of the model's weights. Raises UnknownModelError if there is no such model."""
         return sum(path.stat().st_size for path in _directory(self.model).glob("model*.safetensors"))
@@ -88,8 +97,7 @@ class Engine:
         Raises UnknownModelError, UnsupportedCacheError, ValueError for invalid options, and OSError for an unusable
         directory. A page server that does not answer is no error.
         """
-        if options.kv_quantised_from and not options.kv_bits:
-            raise ValueError("without --kv-bits nothing is quantised, from no token on")
+        options.check()
         directory = _directory(options.model)
         if options.cold:
             _make_cold(options.cold.expanduser())
@@ -109,6 +117,7 @@ class Engine:
         weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
         pool = BlockPool(total_bytes=limits.contexts(weights, options.memory, options.models))
         report(limits.described(weights, pool.total_bytes))
+        _check_space(spec, pool.total_bytes, options.models)
         within = options.restore_within
         pages = None
         if options.store:
@@ -184,6 +193,18 @@ def _probe(
         raise UnsupportedCacheError(
             f"{model_id} cannot do with keys and values of {kv_bits} bits, in groups of {KV_GROUP_SIZE}: {error}"
         ) from error
+
+
+def _check_space(spec: ModelCacheSpec, contexts: int, models: int) -> None:
+    """Raise ValueError if a model's contexts have fewer bytes than a block, with the states of a prompt and an answer.
+    All `models` models have as many.
+    """
+    least = spec.block_nbytes + spec.state_nbytes(spec.block_tokens)
+    if contexts < least:
+        raise ValueError(
+            f"contexts of {spec.model_id} have {contexts:,} bytes of memory, and {spec.block_tokens} tokens take "
+            f"{least:,}: --memory must be at least {-(-least * models >> 10)}kb"
+        )
 
 
 def model_name(model: str, adapter: Path | None = None) -> str:

@@ -416,7 +416,7 @@ def _add_replay(add: Callable[..., argparse.ArgumentParser]) -> None:
     help = "spread the blocks over N nodes, in segments of 1 to 64 blocks; takes one --policy and one --capacity"
     replay_.add_argument("--nodes", type=positive, metavar="N", help=help)
     help = "size of a block, such as 2mb (default: 64mb)"
-    replay_.add_argument("--block-bytes", type=size, metavar="SIZE", default=64 << 20, help=help)
+    replay_.add_argument("--block-bytes", type=size, metavar="SIZE", help=help)
     _add_figures(replay_)
 
 
@@ -433,7 +433,7 @@ def _add_savings(shows: Callable[..., argparse.ArgumentParser]) -> None:
     help = "of a trace: bytes of the KV cache a token"
     savings_.add_argument("--token-bytes", metavar="N", type=positive, help=help)
     help = f"of a trace: tokens of a block (default: {BLOCK_TOKENS})"
-    savings_.add_argument("--block-tokens", metavar="N", type=positive, default=BLOCK_TOKENS, help=help)
+    savings_.add_argument("--block-tokens", metavar="N", type=positive, help=help)
 
 
 def _path(text: str) -> Path:
@@ -526,13 +526,15 @@ def replay(store: redis.Redis, args: argparse.Namespace) -> bool:
             capacity, *others = args.capacity or [10_000]
             if more or others or policy not in ON_NODES:
                 raise UsageError(f"--nodes takes one --policy, of {', '.join(ON_NODES)}, and one --capacity")
+            if args.block_bytes:
+                raise UsageError("--nodes counts blocks, and takes no --block-bytes")
             run_nodes(args.trace, policy=policy, capacity=capacity, nodes=args.nodes, to=to)
         else:
             run(
                 args.trace,
                 policies=args.policy or USUAL,
                 capacities=args.capacity or CAPACITIES,
-                block_bytes=args.block_bytes,
+                block_bytes=args.block_bytes or 64 << 20,
                 to=to,
             )
     except ModuleNotFoundError as missing:
@@ -574,8 +576,13 @@ def connectors(store: redis.Redis, args: argparse.Namespace) -> bool:
     """Let an engine save and restore a context in this environment. Print the comparison, and return whether the
     context was restored unchanged.
 
-    Raises RedisError if the store does not answer, LookError if the engine is not installed.
+    Raises RedisError if the store does not answer, LookError if the engine is not installed, UsageError for an option
+    of another engine.
     """
+    if args.model and args.engine not in ("vllm", "mlx-lm"):
+        raise UsageError(f"verify {args.engine} runs no model: --model is for vllm and mlx-lm")
+    if (args.tier or args.options) and args.engine != "vllm":
+        raise UsageError(f"--tier and --options are for vllm, not for {args.engine}")
     with suppress(redis.exceptions.NoPermissionError):  # it answers: an engine needs no right to PING
         store.ping()
     package = args.engine.replace("-", "_")

@@ -40,6 +40,7 @@ from kvpage_server.commands.access.users import UserFileError, Users
 from kvpage_server.commands.families.server.config import OWN_DESCRIPTORS
 from kvpage_server.configuration import certificates
 from kvpage_server.configuration.config import (
+    SMALL_MEMORY,
     SMALLEST_DISK,
     Config,
     ConfigError,
@@ -374,6 +375,8 @@ def maxmemory(patient: Patient) -> Iterator[Diagnosis]:
     if not limit:
         found = f"no limit: the kernel ends the server when {as_size(usable)} are used"
         yield Diagnosis("maxmemory", "warning", found, f"maxmemory {usable // 2 >> 20}mb")
+    elif limit < SMALL_MEMORY:
+        yield Diagnosis("maxmemory", "warning", f"only {as_size(limit)}", "a unit, such as maxmemory 5gb")
     elif needed > usable:
         found = f"{as_size(limit)} take up to {as_size(needed)}, and there are {as_size(usable)}"
         fits = max((usable - _BESIDE) * 3 // 4, 1 << 20) >> 20

@@ -15,6 +15,7 @@ from kvpage_server import __version__, core
 from kvpage_server.commands.context import Server
 from kvpage_server.commands.families.server.info import human
 from kvpage_server.configuration import certificates, log
+from kvpage_server.configuration.config import SMALL_MEMORY
 from kvpage_server.configuration.kinds import AUTO
 from kvpage_server.net.connection_memory import Watch
 from kvpage_server.page import unix_ms
@@ -56,6 +57,10 @@ def log_start(server: Server, addresses: list[str], http: list[str], token: str)
         logger.info("  store   a cluster; nothing is kept here")
     else:
         logger.info("  store   memory, %s, %s", limit, config.maxmemory_policy)
+        if 0 < config.maxmemory < SMALL_MEMORY:
+            logger.warning(
+                "  store   maxmemory is less than 1mb: %d bytes (is a unit missing, such as gb?)", config.maxmemory
+            )
     if server.tiered is not None:
         path, maxdisk = server.tiered.disk.path.absolute(), server.tiered.stored.maxdisk
         most = f"limit {human(maxdisk)}" if maxdisk else "no limit"

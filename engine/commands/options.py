@@ -165,11 +165,13 @@ def given_path(text: str) -> Path:
     return Path(not_empty(text))
 
 
-def size(text: str) -> int:
+def size(text: str, least: int = 1) -> int:
     found = re.fullmatch(r"([0-9]{1,18})(|kb|mb|gb)", text.lower())
     if not found or not int(found[1]):
         raise argparse.ArgumentTypeError(f"a size is a number of bytes, or one with kb, mb or gb, got {text!r}")
-    return int(found[1]) * UNITS[found[2]]
+    if (nbytes := int(found[1]) * UNITS[found[2]]) < least:
+        raise argparse.ArgumentTypeError(f"expected at least {least} bytes, got {text!r}")
+    return nbytes
 
 
 def count(text: str) -> int:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import quote, urlsplit
@@ -26,6 +27,8 @@ from .options import MODEL, add_tiers, count, given_path, import_engine, options
 
 if TYPE_CHECKING:
     from ..startup import Options
+
+SMALLEST_BODY = 1 << 10  # bytes that --max-body allows at least: a request with a few words
 
 
 def add_to(commands: Any) -> None:
@@ -80,7 +83,13 @@ def add_to(commands: Any) -> None:
         "keep them, move them to the end of the last message, or drop them (default: %(default)s)",
     )
     add("--max-tokens", type=count, default=512, metavar="N", help="default limit of an answer (%(default)s)")
-    add("--max-body", type=size, default=1 << 20, metavar="SIZE", help="largest request (default: 1mb)")
+    add(
+        "--max-body",
+        type=partial(size, least=SMALLEST_BODY),
+        default=1 << 20,
+        metavar="SIZE",
+        help="largest request (default: 1mb)",
+    )
     add("--max-queue", type=count, default=64, metavar="N", help="requests running or waiting (default: %(default)s)")
     add("--max-connections", type=count, default=1024, metavar="N", help="connections in all (default: %(default)s)")
     add("--max-from-address", type=count, default=256, metavar="N", help="connections of one address (%(default)s)")

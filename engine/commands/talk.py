@@ -110,7 +110,7 @@ def add_to(commands: Any) -> None:
     chat_.add_argument(
         "--transcript", type=given_path, metavar="FILE", help="JSON file of the conversation, continued if it exists"
     )
-    chat_.add_argument("--system", type=utf8, metavar="TEXT", help="system prompt")
+    chat_.add_argument("--system", type=utf8, metavar="TEXT", help="system prompt of a new conversation")
     for parser, run in ((generate_, generate), (chat_, chat)):
         add_engine(parser)
         add = parser.add_argument

@@ -78,8 +78,7 @@ class CacheConfig:
 
     def sizes(self, spec: ModelCacheSpec, pool: BlockPool) -> tuple[int, int, int]:
         """Return `hot_bytes`, `queue_bytes` and `prefix_bytes`, with the defaults of this pool."""
-        block_nbytes = spec.block_tokens * spec.token_nbytes + spec.state_nbytes(spec.block_tokens)
-        capacity = min(pool.total_bytes, pool.total_blocks * block_nbytes)
+        capacity = min(pool.total_bytes, pool.total_blocks * spec.block_nbytes)
         return (
             capacity // 2 if self.hot_bytes is None else self.hot_bytes,
             min(capacity // 4, MAX_QUEUE_BYTES) if self.queue_bytes is None else self.queue_bytes,

@@ -261,7 +261,7 @@ class Config:
     maxmemory_clients: int | str = option(
         memory_or_share,
         "25%",
-        "bytes that all connections together may hold, or a share of maxmemory (of 4gb without it); 0 is no limit",
+        "bytes that all connections may hold, at least 64kb, or a share of maxmemory (of 4gb without it); 0 is no limit",
         mutable=True,
     )
     dir: str = option(path, ".", "working directory of the server")
@@ -513,6 +513,7 @@ def from_arguments(arguments: Sequence[str]) -> Config:
 log = logging.getLogger("kvpage")
 
 SHARE = 4  # without a file, maxmemory is 1/4 of the memory
+SMALL_MEMORY = 1 << 20  # bytes: a start warns of a smaller maxmemory, as that of Redis does
 SMALLEST_DISK = 16 << 20  # least bytes of a store with `maxdisk auto`
 _MIB = 1 << 20
 

@@ -172,11 +172,17 @@ def _read_octal(words: list[str]) -> int:
     return int(word, 8)
 
 
+_LEAST_SHARE = 64 << 10  # bytes: a command with a small page is longer
+
+
 def _read_memory_or_share(words: list[str]) -> int | str:
     word = _one(words)
     if re.fullmatch(r"[0-9]{1,2}%|100%", word):
         return word
-    return _bytes(word, instead="a share such as 25%")
+    size = _bytes(word, instead="a share such as 25%")
+    if 0 < size < _LEAST_SHARE:
+        raise ValueError(f"must be 0, a share, or at least {_LEAST_SHARE} bytes, got {size}")
+    return size
 
 
 class OutputLimit(NamedTuple):

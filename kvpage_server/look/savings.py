@@ -20,7 +20,7 @@ from typing import Any
 import redis
 
 from kvpage_server.address import shown
-from kvpage_server.look.output import LookError, titled
+from kvpage_server.look.output import LookError, UsageError, titled
 from kvpage_server.look.top import EngineSubscription
 from kvpage_server.observe.asking import ask
 from kvpage_server.observe.engines import EngineFigures
@@ -49,10 +49,13 @@ def savings(store: redis.Redis, args: argparse.Namespace) -> bool:
     """Print the savings of the engines of a store since their start, or the savings of a store without a limit on
     the trace `args.trace`. Return True.
 
-    Raises RedisError, and LookError if no engine publishes statistics, OSError and ValueError for a trace.
+    Raises RedisError, and LookError if no engine publishes statistics, OSError and ValueError for a trace, UsageError
+    for an option of traces without a trace.
     """
     if args.trace is not None:
         found, source = of_trace(args.trace, args), str(args.trace)
+    elif args.rate or args.token_bytes or args.block_tokens:
+        raise UsageError("--rate, --token-bytes and --block-tokens are for a trace: engines publish theirs")
     else:
         engines = _connected(store, args)
         holdings = ask(store, holdings_of_store())
@@ -94,6 +97,7 @@ def of_trace(trace: Path, args: argparse.Namespace) -> Savings:
     """
     from kvpage_server.replay import read_trace  # imports every eviction policy
 
+    block_tokens = args.block_tokens or BLOCK_TOKENS
     stored: set[bytes] = set()
     requested = reused = 0
     for prompt in read_trace(trace):
@@ -101,10 +105,10 @@ def of_trace(trace: Path, args: argparse.Namespace) -> Savings:
         reused += new
         requested += len(prompt.blocks)
         stored.update(prompt.blocks)
-    tokens = reused * args.block_tokens
+    tokens = reused * block_tokens
     seconds = tokens / args.rate if args.rate else None
-    shared = (requested - len(stored)) * args.block_tokens * args.token_bytes if args.token_bytes else None
-    return Savings(requested * args.block_tokens, tokens, seconds, _kwh(seconds, args.watts), shared)
+    shared = (requested - len(stored)) * block_tokens * args.token_bytes if args.token_bytes else None
+    return Savings(requested * block_tokens, tokens, seconds, _kwh(seconds, args.watts), shared)
 
 
 def _connected(store: redis.Redis, args: argparse.Namespace) -> list[EngineFigures]:

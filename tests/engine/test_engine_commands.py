@@ -260,6 +260,7 @@ def test_bench_shows_the_first_token_computed_and_remembered(
     ("words", "complaint"),
     [
         (["generate", ""], "the prompt is empty"),
+        (["generate", "--memory", "5", "Hello"], "take 262,144: --memory must be at least 256kb"),
         (["generate", "a" * 5000], "leaves no room in a context of 4096"),
         (["chat", "--transcript", "/"], "/ is no transcript"),
         (["doctor", "--tokens", "5000"], "leaves no room in a context of 4096"),
@@ -298,6 +299,9 @@ def test_a_transcript_with_half_a_surrogate_pair_is_refused(
         (["chat", "--memory", "0"], "a size is a number of bytes"),
         (["chat", "--cold", "/dev/null"], "is a directory, which is made if it is missing: /dev/null: File exists"),
         (["chat", "--kv-quantised-from", "64"], "without --kv-bits"),
+        (["chat", "--cold-code"], "--cold-code needs --cold"),
+        (["chat", "--page-code", "always"], "--page-code always needs --store"),
+        (["serve", "--max-body", "1000"], "expected at least 1024 bytes, got '1000'"),
         (["serve", "--port", "65536"], "a port is 0 to 65535"),
         (["serve", "--token-file", ""], "argument --token-file: must not be empty"),
         (["serve", "--model", ""], "argument --model: must not be empty"),

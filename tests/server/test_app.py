@@ -147,6 +147,7 @@ class TestBadConfiguration:
             ("port -1", "port must be a whole number between 0 and 65535, got '-1'"),
             ("port", "port takes one value, got 0"),
             ("port 1 2", "port takes one value, got 2"),
+            ("maxmemory-clients 5", "maxmemory-clients must be 0, a share, or at least 65536 bytes, got 5"),
             ("databases 16", "databases must be a whole number between 1 and 1, got '16'"),
             ("appendonly yes", "appendonly must be one of no, got 'yes'"),
             ("page-checksums maybe", "page-checksums must be yes or no, got 'maybe'"),
@@ -322,6 +323,10 @@ class TestLog:
         assert "store" in log
         assert "memory, limit 64.00M, allkeys-prefix" in log
         assert "bye" in log
+
+    def test_a_maxmemory_without_its_unit_is_a_warning(self) -> None:
+        with start_server("--loglevel", "warning", "--maxmemory", "5") as server:
+            assert "maxmemory is less than 1mb: 5 bytes (is a unit missing, such as gb?)" in server.log
 
     def test_json_lines(self) -> None:
         with start_server("--log-format", "json") as server, server.client() as client:

@@ -516,6 +516,10 @@ def test_wrong_arguments_have_the_exit_status_of_argparse(server: RunningServer,
         (["verify", "a:b"], "req_id must be 1 to 256 bytes without ':', spaces or control characters"),
         (["bench", "--against", "nonsense"], "begins with redis://, rediss:// or unix://"),
         (["replay", str(trace), "--nodes", "2", "--capacity", "1", "2"], "--nodes takes one --policy"),
+        (["replay", str(trace), "--nodes", "2", "--block-bytes", "2mb"], "--nodes counts blocks"),
+        (["savings", "--rate", "5"], "--block-tokens are for a trace"),
+        (["connectors", "verify", "lmcache", "--model", "folder"], "lmcache runs no model"),
+        (["connectors", "verify", "mlx-lm", "--model", "folder", "--tier"], "are for vllm, not for mlx-lm"),
     ):
         code, _, errors = kvpage(*words, url="" if words[0] == "replay" else server.url)
         assert (code, errors.count("\n"), why in errors) == (2, 1, True), (words, errors)

@@ -159,6 +159,7 @@ def test_the_python_core_is_reported(conf: Path) -> None:
 def test_memory_that_the_machine_lacks_is_reported(conf: Path) -> None:
     assert result(doctor.maxmemory, str(conf)).state == "ok"
     assert result(doctor.maxmemory, str(conf), "--maxmemory", "0").state == "warning"
+    assert result(doctor.maxmemory, str(conf), "--maxmemory", "5").state == "warning"
     most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     too_much = result(doctor.maxmemory, str(conf), "--maxmemory", str(most + 1))
     assert too_much.state == "error"
