@@ -116,7 +116,11 @@ def _main(words: list[str]) -> None:
             _check_addresses(config)
         else:
             here = config.dir
-            _run(config)
+            try:
+                _run(config)
+            except ListenError:
+                _check_addresses(config)  # raises a better error if this server itself has the port
+                raise
     except (
         ConfigError,
         UserFileError,

@@ -82,10 +82,8 @@ def check_paths(config: Config) -> None:
             _check_file(name, Path(value).absolute())
     if config.unixsocket:
         _check_socket("unixsocket", Path(config.unixsocket))
-    for name in ("kv-events", "kv-events-replay"):
-        kind, _, path = config.value(name).partition("://")
-        if kind == "ipc" and not path.startswith(("@", "*")):  # which ZMQ makes without a name of a file
-            _check_socket(name, Path(path))
+    for name, socket in _event_sockets(config):
+        _check_socket(name, socket)
     if config.store == "tiered":
         try:
             _check_store(Path(config.dir) if "dir" in config.chosen else Path.cwd())
@@ -100,10 +98,11 @@ def check_separate(config: Config) -> None:
     """
     names = [name for name in config.paths() if name != "dir" and getattr(config, name)]
     places = {name.replace("_", "-"): Path(os.path.realpath(getattr(config, name))) for name in names}
+    places |= {name: Path(os.path.realpath(socket)) for name, socket in _event_sockets(config)}
     if config.file:
         places["the configuration file"] = Path(os.path.realpath(config.file))
     store = Path(os.path.realpath(config.dir))
-    for name in ("pidfile", "logfile", "unixsocket"):
+    for name in ("pidfile", "logfile", "unixsocket", "kv-events", "kv-events-replay"):
         place = places.get(name)
         if place is None or place.is_char_device():
             continue
@@ -114,6 +113,14 @@ def check_separate(config: Config) -> None:
                 raise ConfigError(f"{name}: {place} is also {other}")
     if config.pidfile and places["pidfile"].is_file() and not _is_pidfile(places["pidfile"]):
         raise ConfigError(f"pidfile: {config.pidfile} exists and contains no process id")
+
+
+def _event_sockets(config: Config) -> Iterator[tuple[str, Path]]:
+    """Yield the unix sockets of KV events, by parameter; ZMQ makes others without a file."""
+    for name in ("kv-events", "kv-events-replay"):
+        kind, _, place = config.value(name).partition("://")
+        if kind == "ipc" and not place.startswith(("@", "*")):
+            yield name, Path(place)
 
 
 def _is_pidfile(path: Path) -> bool:
@@ -127,8 +134,9 @@ def _is_pidfile(path: Path) -> bool:
 
 def _check_store(place: Path) -> None:
     """Check that the store in a directory can be opened, or a new one created, together with the directory."""
+    _check_link("dir", place / FILE)
     for name in NECESSARY_FILES:
-        if (place / name).exists():
+        if os.path.lexists(place / name):
             _check_file("dir", place / name, os.O_RDWR)
     is_new = not (place / FILE).exists()
     while not place.exists() and place != place.parent:
@@ -138,7 +146,9 @@ def _check_store(place: Path) -> None:
 
 def _check_file(name: str, path: Path, mode: int = os.O_WRONLY) -> None:
     if not path.exists():
-        _check_directory(name, path.parent, needs=_NEW_FILE)
+        target = Path(os.path.realpath(path)) if path.is_symlink() else path
+        _check_link(name, target)  # a link that leads to itself
+        _check_directory(name, target.parent, needs=_NEW_FILE)
     elif path.is_dir():
         raise ConfigError(f"{name}: {path} is a directory")
     elif not path.is_file() and not path.is_char_device():  # /dev/null is allowed; a pipe would wait for its reader
@@ -153,9 +163,20 @@ def _check_file(name: str, path: Path, mode: int = os.O_WRONLY) -> None:
 def _check_socket(name: str, path: Path) -> None:
     if len(os.fsencode(path)) > _LONGEST_SOCKET:
         raise ConfigError(f"{name}: {path} is longer than {_LONGEST_SOCKET} bytes")
+    _check_link(name, path)
     if path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
         raise ConfigError(f"{name}: {path} exists and is not a socket")
     _check_directory(name, path.absolute().parent)
+
+
+def _check_link(name: str, path: Path) -> None:
+    """Check that a path is no link to a file that does not exist. No socket can replace it, and no store should: the
+    disk with the store may not be mounted.
+    """
+    if path.is_symlink() and not path.exists():
+        raise ConfigError(
+            f"{name}: {path} is a link to {os.readlink(path)}, which does not exist: is its disk mounted?"
+        )
 
 
 def _check_directory(name: str, path: Path, *, needs: int = 0) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import socket
@@ -314,6 +315,9 @@ def open_all(addresses: Sequence[str], port: int, backlog: int) -> list[socket.s
                 continue
             for other in opened:
                 other.close()
+            if opened and error.errno == errno.EADDRINUSE and _is_free(address, port):
+                both = " ".join(addresses)
+                raise ListenError(f"two of the addresses {both} are the same, or one contains the other") from error
             where = f"{address}:{port}" if port else address
             raise ListenError(cannot_listen(where, error)) from error
         port = sock.getsockname()[1]  # port 0 chooses a free one: all addresses get the same
@@ -321,6 +325,14 @@ def open_all(addresses: Sequence[str], port: int, backlog: int) -> list[socket.s
     if not opened:
         raise ListenError(f"none of the addresses {' '.join(addresses)} exists on this machine")
     return opened
+
+
+def _is_free(address: str, port: int) -> bool:
+    """Return whether a port of an address can be opened."""
+    with suppress(OSError):
+        _open(address, port, 1).close()
+        return True
+    return False
 
 
 def _open(address: str, port: int, backlog: int) -> socket.socket:

@@ -410,9 +410,27 @@ class TestLog:
     def test_a_link_to_a_store_that_is_not_there_stays(self, tmp_path: Path) -> None:
         store, elsewhere = tmp_path / "kvpage.lmdb", tmp_path / "disk" / "store.lmdb"
         store.symlink_to(elsewhere)
-        message = f"kvpage.lmdb is a link to {elsewhere}, which does not exist: is its disk mounted?"
-        assert refused("--port", "0", "--store", "tiered", "--dir", str(tmp_path)) == message
+        message = f"dir: {store} is a link to {elsewhere}, which does not exist: is its disk mounted?"
+        for first in (["--check-config"], ["--port", "0"]):
+            assert refused(*first, "--store", "tiered", "--dir", str(tmp_path)) == message
         assert store.is_symlink()
+
+    def test_a_link_that_leads_nowhere_is_refused(self, tmp_path: Path) -> None:
+        nowhere, loop, new = tmp_path / "nowhere", tmp_path / "loop", tmp_path / "new"
+        nowhere.symlink_to(tmp_path / "unmounted" / "file")
+        loop.symlink_to(loop)
+        new.symlink_to(tmp_path / "file")
+        lost = "which does not exist: is its disk mounted?"
+        for first in (["--check-config"], ["--port", str(free_port()), "--store", "memory"]):
+            for name in ("logfile", "pidfile"):
+                assert refused(*first, f"--{name}", str(nowhere)) == f"{name}: {tmp_path}/unmounted does not exist"
+                assert refused(*first, f"--{name}", str(loop)) == f"{name}: {loop} is a link to {loop}, {lost}"
+            assert (
+                refused(*first, "--unixsocket", str(new)) == f"unixsocket: {new} is a link to {tmp_path}/file, {lost}"
+            )
+        with start_server("--logfile", str(new)) as server:
+            assert server.client().ping()
+        assert "ready on" in (tmp_path / "file").read_text(encoding="utf-8")
 
     def test_a_file_that_is_refused_at_the_start_cannot_be_set(self, tmp_path: Path) -> None:
         log, link = tmp_path / "log of its own", tmp_path / "link to itself"
@@ -434,6 +452,15 @@ class TestLog:
         for names in (["--port", "--metrics-port"], ["--metrics-port", "--port"]):
             words = [word for name in names for word in (name, "9399")]
             assert refused("--check-config", *words) == "metrics-port: 9399 is another port of this server, too"
+        port = str(free_port())
+        start = ["--store", "memory", "--port", port]
+        for words in (["--metrics-port", port], ["--kv-events", f"tcp://127.0.0.1:{port}"]):
+            expected = f"{words[0][2:]}: {port} is another port of this server, too"
+            assert refused(*start, *words).endswith(expected)
+        for checked in ([], ["--check-config"]):
+            for bind in ("127.0.0.1 localhost", "0.0.0.0 127.0.0.1"):
+                expected = f"bind: two of the addresses {bind} are the same, or one contains the other"
+                assert refused(*checked, *start, "--bind", bind).endswith(expected)
         elsewhere = ["--bind", "127.0.0.1", "--metrics-bind", "127.0.0.2"]
         assert run("--check-config", "--port", "9399", "--metrics-port", "9399", *elsewhere).returncode == 0
 
@@ -463,11 +490,13 @@ class TestLog:
             ([listening, listening], f"kv-events-replay: {listening} is also kv-events"),
             ([f"ipc://{absent}"], f"kv-events: {absent.parent} does not exist"),
             ([f"ipc://{tmp_path}/file"], f"kv-events: {tmp_path}/file exists and is not a socket"),
+            ([f"ipc://{tmp_path}/unix"], f"unixsocket: {tmp_path}/unix is also kv-events"),
         ):
             options = [
                 word for pair in zip(("--kv-events", "--kv-events-replay"), words, strict=False) for word in pair
             ]
-            assert refused("--check-config", "--port", "9399", *options) == why
+            unix = ["--unixsocket", str(tmp_path / "unix")]
+            assert refused("--check-config", "--port", "9399", *unix, *options) == why
         free = ["--kv-events", "tcp://127.0.0.1:*", "--kv-events-replay", "tcp://127.0.0.1:*"]
         assert run("--check-config", *free).returncode == 0
         with socket.create_server(("127.0.0.1", 0)) as running:
