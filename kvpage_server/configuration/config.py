@@ -282,7 +282,7 @@ class Config:
     maxmemory_clients: int | str = option(
         memory_or_share,
         "25%",
-        "bytes that all connections may hold, at least 64kb, or a share of maxmemory (of 4gb without it); 0 is no limit",
+        "bytes that all connections may hold, at least 64kb, or a share of maxmemory (4gb without it); 0 is no limit",
         mutable=True,
     )
     dir: str = option(path, ".", "working directory of the server")
