@@ -24,6 +24,7 @@ import uvicorn
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -187,6 +188,14 @@ async def discard_body(request: Request) -> None:
         async with asyncio.timeout(LINGER):
             while (await request.receive()).get("more_body"):
                 pass
+
+
+def allowed_methods(request: Request) -> str:
+    """Return the methods that the application takes for the URL of a request, as in the header Allow."""
+    scope = {**request.scope, "root_path": ""}  # a mount has set it to its own path
+    routes = [route for route in request.app.routes if route.matches(scope)[0] is not Match.NONE]
+    methods = {method for route in routes for method in getattr(route, "methods", ("GET", "HEAD"))}  # a mount has files
+    return ", ".join(sorted(methods))
 
 
 class ConnectionTable:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from starlette.exceptions import HTTPException
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -111,19 +111,20 @@ async def delete(request: Request) -> Response:
     return JSONResponse({"id": given, "object": "agent.deleted", "deleted": True})
 
 
-async def refuse(request: Request) -> Response:
-    """Refuse a GET or DELETE of a URL for POST, which would otherwise name an agent that ends with /save or /fork."""
-    raise HTTPException(405, headers={"Allow": "POST"})
+class AgentConvertor(PathConvertor):
+    """Convertor of the agent's name in a URL, which does not end with /save or /fork."""
 
+    regex = ".*(?<!/save)(?<!/fork)"
+
+
+register_url_convertor("agent", AgentConvertor())
 
 AGENT_ROUTES = [
     Route("/v1/agents", index),
     Route("/v1/agents/{agent:path}/save", save, methods=["POST"]),
     Route("/v1/agents/{agent:path}/fork", fork, methods=["POST"]),
-    Route("/v1/agents/{agent:path}/save", refuse, methods=["GET", "DELETE"], include_in_schema=False),
-    Route("/v1/agents/{agent:path}/fork", refuse, methods=["GET", "DELETE"], include_in_schema=False),
-    Route("/v1/agents/{agent:path}", show),
-    Route("/v1/agents/{agent:path}", delete, methods=["DELETE"]),
+    Route("/v1/agents/{agent:agent}", show),
+    Route("/v1/agents/{agent:agent}", delete, methods=["DELETE"]),
 ]
 
 

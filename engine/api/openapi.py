@@ -39,7 +39,7 @@ _STREAMED = (
     "create_response",
     "create_message",
 )  # endpoints that also answer with server-sent events
-_PARAMETER = re.compile(r"\{(\w+)(?::path)?\}")
+_PARAMETER = re.compile(r"\{(\w+)(?::(?:path|agent))?\}")
 _SCHEMAS = "#/components/schemas/"
 _ERROR = {
     "description": "An error of OpenAI's API, or of Anthropic's, which has fewer fields.",

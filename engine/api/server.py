@@ -28,7 +28,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvpage_server.http import ConnectionLimiter, Guards, HttpServer, RefusalReplies, Unanswered, own_names
+from kvpage_server.http import (
+    ConnectionLimiter,
+    Guards,
+    HttpServer,
+    RefusalReplies,
+    Unanswered,
+    allowed_methods,
+    own_names,
+)
 from kvpage_server.system.process import handle_signals, ignore_signals
 from kvpage_server.tracing import continued
 
@@ -166,8 +174,11 @@ def _is_anthropic(scope: Scope) -> bool:
 async def _no_such_page(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"there is no {request.method} {request.url.path} here"
-    response = _reply(request, ApiError(error.status_code, message, code="unknown_url"))
-    response.headers.update(error.headers or {})  # such as Allow
+    if error.status_code != 405:
+        return _reply(request, ApiError(error.status_code, message, code="unknown_url"))
+    methods = allowed_methods(request)
+    response = _reply(request, ApiError(405, f"{message}, only {methods}", code="unknown_url"))
+    response.headers["Allow"] = methods
     return response
 
 

@@ -25,7 +25,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from kvpage_server.http import Guards, RefusalReplies, Unanswered, discard_body, own_names
+from kvpage_server.http import Guards, RefusalReplies, Unanswered, allowed_methods, discard_body, own_names
 from kvpage_server.monitor.logins import (
     DEFAULT,
     IDLE_SECONDS,
@@ -288,6 +288,7 @@ def make_app(
             redis.ResponseError: _refused,
             redis.RedisError: _no_answer,
             ClientDisconnect: _disconnected,
+            405: _other_method,
         },
     )
     app.state.logins, app.state.closed = logins, closed
@@ -426,6 +427,12 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _no_answer(request: Request, error: Exception) -> Response:
     return PlainTextResponse(NO_ANSWER, 503, {"Retry-After": "1"})
+
+
+async def _other_method(request: Request, error: Exception) -> Response:
+    methods = allowed_methods(request)
+    text = f"there is no {request.method} {request.url.path} here, only {methods}\n"
+    return PlainTextResponse(text, 405, {"Allow": methods})
 
 
 async def _disconnected(request: Request, error: Exception) -> Response:

@@ -233,6 +233,12 @@ def test_an_agent_that_is_none_is_named(
     assert (reply.status_code, reply.json()["error"]["param"]) == (status, param), reply.text
 
 
+def test_an_agent_takes_all_methods_that_are_named(engines: list[RunningEngine]) -> None:
+    reply = agents(engines[0], "PUT", "/nobody")
+    assert (reply.status_code, reply.headers["allow"]) == (405, "DELETE, GET, HEAD")
+    assert reply.json()["error"]["message"] == "there is no PUT /v1/agents/nobody here, only DELETE, GET, HEAD"
+
+
 @pytest.mark.parametrize("method", ["GET", "HEAD", "DELETE", "PUT"])
 @pytest.mark.parametrize("path", ["/nobody/save", "/nobody/fork"])
 def test_save_and_fork_need_post(engines: list[RunningEngine], method: str, path: str) -> None:
