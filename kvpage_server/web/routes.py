@@ -428,6 +428,7 @@ async def block(request: Request) -> Response:
     Return null if the block is incomplete or too large.
     """
     login = await login_of(request)
+    await login.observer.overview()  # raises in time if the store hangs
     try:
         name = bytes.fromhex(request.query_params.get("name", ""))
     except ValueError:

@@ -273,6 +273,16 @@ def test_an_invalid_authorization_is_refused_and_not_logged(seen: SeenServer, re
     assert seen.server.log[before:] == ""
 
 
+@pytest.mark.parametrize(
+    ("path", "methods"), [("/metrics", "GET, HEAD"), ("/login", "GET, HEAD, POST"), ("/page/store.js", "GET, HEAD")]
+)
+def test_a_refused_method_is_reported_with_those_allowed(seen: SeenServer, path: str, methods: str) -> None:
+    with seen.browser() as browser:
+        answer = browser.delete(path)
+    assert (answer.status_code, answer.headers["allow"]) == (405, methods)
+    assert answer.text == f"there is no DELETE {path} here, only {methods}\n"
+
+
 def test_a_login_with_too_many_fields_is_refused(seen: SeenServer) -> None:
     with seen.browser() as browser:
         assert browser.post("/login", content="a&" * 20).status_code == 400
@@ -410,18 +420,22 @@ def test_all_requests_end_in_time_while_the_store_hangs(seen: SeenServer) -> Non
 
     def ask(path: str) -> tuple[int, float]:
         auth = ("admin", "open") if path == "/metrics?" else None
-        with seen.stranger() if path == "/health" or auth else seen.browser() as client:
+        with seen.browser() if path == "/metrics" else seen.stranger(cookies=cookies) as client:
             began = time.monotonic()
             return client.get(path, auth=auth).status_code, time.monotonic() - began
 
-    paths = ["/health", "/metrics", "/metrics", "/metrics?", "/metrics", "/page/events", "/health"]
+    pages = ["/page/events", "/page/agent?id=a", "/page/block?name=61"]
+    paths = ["/health", "/metrics", "/metrics", "/metrics?", "/metrics", *pages, "/health"]
     seen.metrics()
-    with ThreadPoolExecutor(len(paths)) as pool, stopped(seen):
-        time.sleep(1.1)  # figures of the last second are used again
-        for _ in range(2):
-            replies = dict(zip(paths, pool.map(ask, paths), strict=True))
-            assert {status for status, _ in replies.values()} == {503}, replies
-            assert max(seconds for _, seconds in replies.values()) < 6, replies
+    with ThreadPoolExecutor(len(paths)) as pool, seen.stranger() as stranger:
+        stranger.post("/login", data={"user": "admin", "password": "open"})
+        cookies = stranger.cookies
+        with stopped(seen):
+            time.sleep(1.1)  # figures of the last second are used again
+            for _ in range(2):
+                replies = dict(zip(paths, pool.map(ask, paths), strict=True))
+                assert {status for status, _ in replies.values()} == {503}, replies
+                assert max(seconds for _, seconds in replies.values()) < 6, replies
 
 
 def test_a_long_hang_leaves_health_answering(seen: SeenServer) -> None:
