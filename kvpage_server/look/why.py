@@ -136,8 +136,8 @@ def _show_context(agent: Agent, places: list[BlockPlace]) -> None:
     columns = "block", "tokens", "size", "tier", "shared by", *protected
     table = table_of(*columns, numbers_from=0, drop=("shared by", "tokens"))
     for i, place in enumerate(places):
-        # the context was stored whole: without a record of its removal, a block is said to be never stored
-        why = "removed" if place.why == "never stored" else place.why or "incomplete"
+        # without a record, a block may have been removed, or never stored on this server
+        why = "missing" if place.why == "never stored" else place.why or "incomplete"
         tier = Text(place.tier) if place.block.complete else Text(why, "red")
         how = protection_text(place.block.protection) or Text("leased" if place.lease else "")
         size, tokens = as_size(place.block.bytes), f"{place.block.tokens:,}"
@@ -478,8 +478,8 @@ def _dates(agent: Agent) -> Iterator[str]:
 
 
 def _missing_reason(place: BlockPlace) -> str:
-    """Return why a block is missing that was stored, because a manifest names it."""
+    """Return why a block is missing that a manifest names. Engines store it first, but maybe on another server."""
     if place.why == "never stored":
-        return "removed before the records of removals began"
+        return _reason_text("never stored here", {"since": place.since})
     by = f" by {place.by}" if place.by else ""
     return f"{place.why or 'incomplete'}{by}" + (f", {when(place.why_at)}" if place.why_at else "")

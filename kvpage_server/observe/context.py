@@ -33,6 +33,7 @@ class BlockPlace:
     lease: int | None  # milliseconds until its lease ends
     why: str  # the reason why it is missing; empty if it is stored
     why_at: int  # time of its removal, in unix milliseconds; 0 if unknown
+    since: int  # start of the records of removals, in unix milliseconds, if they have none of it; 0 if unknown
     by: str  # the policy or quota that removed it, and the exceeded limit
 
 
@@ -86,6 +87,7 @@ def _state_of(block: ContextBlock, agents: tuple[str, ...], reason: Any, stat: A
         received.get("lease_left_ms", 0),
         "" if there else text(why.get("cause") or why.get("reason", b"")),
         int(why.get("at", 0)),
+        int(why.get("since", 0)),
         " at ".join(text(why[what]) for what in ("policy", "quota", "limit") if what in why),
     )
 
