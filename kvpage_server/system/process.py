@@ -10,6 +10,7 @@ import resource
 import select
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ log = logging.getLogger("kvpage")
 # default action.
 
 _CHECK_SECONDS = 1.0  # seconds between two checks of the terminal
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 def _numbers_of(*names: str) -> list[int]:
@@ -117,6 +119,12 @@ def _check_terminal(
         return
     in_front = os.tcgetpgrp(terminal) == os.getpgrp()
     loop.call_later(_CHECK_SECONDS, _check_terminal, loop, terminal, watch, hang_up, in_front)
+
+
+def end_with_parent() -> None:
+    """Let Linux kill this process, even a stopped one, when its parent has ended. Has no effect on other systems."""
+    if sys.platform == "linux":
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 # -- File descriptors: their limit, and passing them to another process ------------------------------------------------

@@ -16,6 +16,7 @@ from kvpage_server.http import ConnectionLimiter, HttpServer
 from kvpage_server.monitor.app import HEALTH, make_app
 from kvpage_server.monitor.logins import CONFIGURED, MONITOR, Logins, StoreConnector
 from kvpage_server.observe.engines import ALL_CHANNELS, Engines
+from kvpage_server.system.process import end_with_parent
 from kvpage_server.system.text import log_to_standard_error
 from kvpage_server.web.routes import ROUTES
 
@@ -55,6 +56,7 @@ def main() -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    end_with_parent()  # if it hangs, it keeps no port from the next server
     log_to_standard_error("%(message)s")
     channel, *listening = (socket.socket(fileno=int(word)) for word in sys.argv[1:])
     # Not uvloop: with io_uring, libuv 1.52 aborts if a socket pair is closed in the turn in which it was opened.

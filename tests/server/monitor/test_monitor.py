@@ -368,6 +368,19 @@ def test_it_is_begun_anew_when_it_dies_and_ends_with_the_server() -> None:
         assert eventually(lambda: not _lives(second))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not kill a process with its parent")
+def test_one_that_hangs_ends_with_the_server() -> None:
+    with start_seen_server(killed=True) as seen:
+        pid = seen.companion()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            seen.server.stop(signal.SIGKILL)
+            assert eventually(lambda: not _lives(pid))
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
 def _lives(pid: int) -> bool:
     try:
         os.kill(pid, 0)
