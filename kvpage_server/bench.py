@@ -191,15 +191,15 @@ class Figures:
     calls: int
 
 
-def measure_writes(store: Store, work: Work, seconds: float, cpu: Callable[[], float] | None = None) -> Figures:
+def measure_writes(store: Store, work: Work, seconds: float, cpu: Callable[[], float | None] | None = None) -> Figures:
     """Write the batches in turn for `seconds`, after one unmeasured round, and return the measurements.
 
-    `cpu` returns the CPU seconds that the server has used.
+    `cpu` returns the CPU seconds that the server has used, or None.
     """
     return _measure(store.write, work, seconds, cpu)
 
 
-def measure_reads(store: Store, work: Work, seconds: float, cpu: Callable[[], float] | None = None) -> Figures:
+def measure_reads(store: Store, work: Work, seconds: float, cpu: Callable[[], float | None] | None = None) -> Figures:
     """Read the batches in turn for `seconds`, after one unmeasured round, and return the measurements.
 
     Raises AssertionError for wrong bytes.
@@ -211,15 +211,15 @@ def _measure(
     move: Callable[[Work, int], None],
     work: Work,
     seconds: float,
-    cpu: Callable[[], float] | None,
+    cpu: Callable[[], float | None] | None,
     *,
     check: bool = False,
 ) -> Figures:
     times: list[float] = []
-    before = 0.0
+    before: float | None = None
     for call in range(-len(work.batches), 1_000_000):  # calls below 0, the first round, are a warm-up
         if call == 0:
-            before, times = cpu() if cpu else 0.0, []
+            before, times = cpu() if cpu else None, []
         generation = call % len(work.batches)
         if check:
             work.batches[generation].spoil()
@@ -231,9 +231,10 @@ def _measure(
         if call >= 2 and sum(times) >= seconds:
             break
     gigabytes = len(times) * work.total / GB
-    used = cpu() - before if cpu else None
+    after = cpu() if cpu else None
+    used = None if before is None or after is None else (after - before) / gigabytes
     p50, p99 = np.percentile(times, [50, 99]) * 1000
-    return Figures(gigabytes / sum(times), None if used is None else used / gigabytes, p50, p99, len(times))
+    return Figures(gigabytes / sum(times), used, p50, p99, len(times))
 
 
 # -- Raw sockets, the upper bound: a process that has batches in memory and transfers them with a short header ---------
@@ -427,7 +428,7 @@ def table(rows: list[Row]) -> Table:
         cells = ["" if row.work == before else row.work, row.op]
         before = row.work
         for figures in row.figures.values():
-            cpu = "" if figures.cpu_s_per_gb is None else f"{figures.cpu_s_per_gb:.2f}"
+            cpu = "unknown" if figures.cpu_s_per_gb is None else f"{figures.cpu_s_per_gb:.2f}"
             of_raw = f"{figures.gb_per_s / row.raw_gb_per_s:.0%}"
             cells += [f"{figures.gb_per_s:.2f}", of_raw, cpu, f"{figures.p50_ms:.2f}", f"{figures.p99_ms:.2f}"]
         found.add_row(*cells, f"{row.raw_gb_per_s:.2f}")
@@ -528,10 +529,11 @@ class Target:
             raise WrongReply("INFO has no version of a server")
         self.name = names[0]
 
-    def cpu_seconds(self) -> float:
-        """Return the CPU seconds that the server has used, from INFO."""
+    def cpu_seconds(self) -> float | None:
+        """Return the CPU seconds that the server has used, from INFO; None if it has no such fields."""
         info = self._admin.info("cpu")
-        return sum(float(info.get(name, 0)) for name in ("used_cpu_user", "used_cpu_sys"))
+        used = [float(info[name]) for name in ("used_cpu_user", "used_cpu_sys") if name in info]
+        return sum(used) if used else None
 
     def room(self) -> int:
         """Return the bytes of pages that a benchmark may store at a time: _HELD, or half of `maxmemory` if that is

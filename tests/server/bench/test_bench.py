@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import redis
 from servers import RunningServer, start_redis, start_server
 
 from kvpage_server.bench import (
@@ -20,11 +21,14 @@ from kvpage_server.bench import (
     Blocks,
     ClientStore,
     PageWork,
+    Row,
     Store,
+    Target,
     Work,
     measure_reads,
     measure_writes,
     start_raw,
+    table,
 )
 from kvpage_server.client import PageClient
 
@@ -84,6 +88,17 @@ def test_work_that_does_not_fit_is_left_out() -> None:
         done = bench("--url", tiny.url, "--quick", "--seconds", str(SECONDS))
     assert done.returncode == 0, done.stderr
     assert "left out, as they need a larger maxmemory: 3 of 4 cases" in done.stdout
+
+
+def test_a_server_without_cpu_seconds_shows_them_as_unknown(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis.Redis, "info", lambda self, section: {"redis_version": "1"})
+    work = PageWork(2, 4096, 1)
+    with PageClient(server.url) as client, closing(Target(server.url)) as target:
+        figures = measure_writes(ClientStore(client), work, SECONDS, target.cpu_seconds)
+    assert figures.cpu_s_per_gb is None
+    assert "unknown" in [*table([Row(work.name, "write", {"other": figures}, 1.0)]).columns[4].cells]
 
 
 def test_a_missing_server_is_reported_in_one_line() -> None:
