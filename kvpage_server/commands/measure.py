@@ -57,7 +57,7 @@ class Stats:
     """Counters since the start, or since CONFIG RESETSTAT."""
 
     connections = 0
-    rejected = 0  # connections above maxclients
+    rejected = 0  # connections above maxclients, or from other machines in protected mode
     errors = 0
     bytes_in = 0
     bytes_out = 0

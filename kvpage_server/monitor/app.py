@@ -142,7 +142,9 @@ def _traffic(overview: Overview) -> Iterator[Metric]:
     yield _gauge("max_clients", "maxclients: limit of connected clients", connections.limit)
     yield _gauge("blocked_clients", "Clients that wait for the end of CLIENT PAUSE", connections.blocked)
     yield _counter("connections", "Accepted connections", "", {"": connections.so_far})
-    yield _counter("rejected_connections", "Connections rejected because of maxclients", "", {"": connections.rejected})
+    yield _counter(
+        "rejected_connections", "Connections refused by maxclients or protected mode", "", {"": connections.rejected}
+    )
     yield _counter("closed_connections", "Connections closed by the server, by reason", "reason", connections.closed)
     yield _counter("denied", "Logins and commands denied by the ACL, by kind", "kind", connections.denied)
     yield _counter("errors", "Error replies, by code", "code", _few(overview.errors))
