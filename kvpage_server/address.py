@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 DEFAULT_URL = "redis://127.0.0.1:9221"
 URL = "KVPAGE_URL"
@@ -61,3 +61,19 @@ def user_of(urls: str) -> str:
 def shown(url: str) -> str:
     """Return a URL without its password."""
     return re.sub(r"//[^/]*@", "//", url)
+
+
+_NO_TLS = "WRONG_VERSION_NUMBER", "record layer failure"  # errors of OpenSSL before 3.2, and since
+
+
+def tls_hint(url: str, why: str) -> str:
+    """Return the change of the URL if a connection has failed because of TLS; empty if it has another reason."""
+    parts = urlsplit(url)
+    if any(text in why for text in _NO_TLS):
+        return "this port has no TLS: its URL begins with redis://"
+    if "CERTIFICATE_VERIFY_FAILED" in why:
+        return "?ssl_ca_certs=FILE at the end of the URL names the CA of the server's certificate"
+    if parts.scheme == "redis" and "Connection closed by server" in why:
+        return "if this port has TLS, its URL begins with rediss://"
+    files = [value for name, value in parse_qsl(parts.query) if name.startswith("ssl_") and "/" in value]
+    return "; ".join(f"there is no file {file}" for file in files if not os.path.exists(file))

@@ -16,13 +16,13 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 import redis
 from rich.markup import escape
 
 from kvpage_server import __version__
-from kvpage_server.address import DEFAULT_URL, URL, shown, urls_of, with_credentials
+from kvpage_server.address import DEFAULT_URL, URL, shown, tls_hint, urls_of, with_credentials
 from kvpage_server.client.cluster.side_by_side import servers_of
 from kvpage_server.client.cluster.topology import Address
 from kvpage_server.client.raw_commands import plain_client
@@ -202,8 +202,8 @@ def _report_failure(args: argparse.Namespace, url: str, failure: Exception) -> i
     if isinstance(failure, redis.AuthenticationError):
         why = _access_error(url)
     elif isinstance(failure, NO_ANSWER):
-        hint = _tls_hint(url, why)
-        silent, why = True, f"cannot reach {shown(url)}: {why.rstrip('.') if hint else why}{hint}"
+        hint = tls_hint(url, why)
+        silent, why = True, f"cannot reach {shown(url)}: " + (f"{why.rstrip('.')}; {hint}" if hint else why)
     elif isinstance(failure, OSError):
         why = reason_of(failure)
     elif isinstance(failure, redis.InvalidResponse):
@@ -216,19 +216,6 @@ def _report_failure(args: argparse.Namespace, url: str, failure: Exception) -> i
     if getattr(args, "json", False) is True and silent:  # for `bench` and `replay`, `json` is a file
         print_json({"url": shown(url), "error": why})
     return say("kvpage", why, 2 if silent else 1)
-
-
-def _tls_hint(url: str, why: str) -> str:
-    """Return what to change in the URL if a connection has failed because of TLS; empty if it has another reason."""
-    parts = urlsplit(url)
-    if "WRONG_VERSION_NUMBER" in why:
-        return "; this port has no TLS: its URL begins with redis://"
-    if "CERTIFICATE_VERIFY_FAILED" in why:
-        return "; ?ssl_ca_certs=FILE at the end of the URL names the CA of the server's certificate"
-    if parts.scheme == "redis" and "Connection closed by server" in why:
-        return "; if this port has TLS, its URL begins with rediss://"
-    files = [value for name, value in parse_qsl(parts.query) if name.startswith("ssl_") and "/" in value]
-    return "".join(f"; there is no file {file}" for file in files if not Path(file).exists())
 
 
 def _url(args: argparse.Namespace) -> str:

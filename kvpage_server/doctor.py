@@ -34,7 +34,7 @@ import redis
 from rich.text import Text
 
 from kvpage_server import __version__, core
-from kvpage_server.address import shown, urls_of, with_credentials
+from kvpage_server.address import shown, tls_hint, urls_of, with_credentials
 from kvpage_server.client.raw_commands import integer, plain_client
 from kvpage_server.commands.access.users import UserFileError, Users
 from kvpage_server.commands.families.server.config import OWN_DESCRIPTORS
@@ -569,7 +569,9 @@ def unix_socket(patient: Patient) -> Iterator[Diagnosis]:
 def tls(patient: Patient) -> Iterator[Diagnosis]:
     """Yield whether the certificate can be used, and until when."""
     if not patient.config.tls_port:
-        yield Diagnosis("tls", "skipped", "no tls-port is configured")
+        found = f"{patient.config.file or 'a start without a configuration file'} has no tls-port"
+        advice = "name the configuration of the server, to check its certificate" if "rediss://" in patient.urls else ""
+        yield Diagnosis("tls", "skipped", found, advice)
         return
     config = copy(patient.config)
     for name in ("tls_cert_file", "tls_key_file", "tls_ca_cert_file"):
@@ -678,6 +680,9 @@ def _ports_of(client: redis.Redis) -> dict[str, int]:
     return {name: int(port) for name, port in found.items() if port.isdecimal()}
 
 
+_START = "start it, or open its port: systemctl status kvpage-server, its log, the firewall"
+
+
 def reached(patient: Patient) -> Iterator[Diagnosis]:
     """Yield whether each server answers, and takes the password."""
     if not patient.servers:
@@ -705,7 +710,7 @@ def reached(patient: Patient) -> Iterator[Diagnosis]:
             )
             yield Diagnosis("server", "error", f"the certificate of {where} is refused: {why}", advice)
         else:
-            advice = "start it, or open its port: systemctl status kvpage-server, its log, the firewall"
+            advice = tls_hint(url, str(info)) or _START
             yield Diagnosis("server", "error", f"{where} does not answer: {info}", advice)
 
 

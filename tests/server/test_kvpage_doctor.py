@@ -220,6 +220,15 @@ def test_a_unix_socket_is_tried(conf: Path) -> None:
     assert found.found == f"{path} accepts connections (every user of the machine may connect)"
 
 
+def test_a_url_for_tls_gets_advice_on_tls(conf: Path) -> None:
+    found = result(doctor.tls, str(conf), url="rediss://127.0.0.1:1")
+    assert (found.state, found.found) == ("skipped", f"{conf} has no tls-port")
+    assert found.advice.startswith("name the configuration of the server")
+    with start_server(file=conf) as server:
+        plain = result(doctor.reached, str(conf), url=server.url.replace("redis", "rediss"))
+    assert (plain.state, plain.advice) == ("error", "this port has no TLS: its URL begins with redis://")
+
+
 @needs_openssl
 def test_a_certificate_is_reported_before_it_ends(conf: Path, certificates: Path) -> None:
     secure = "--tls-port", str(free_port()), *files(certificates)
