@@ -35,6 +35,7 @@ from kvpage_server.client import BlockName, Page, PageClient
 from kvpage_server.client.errors import WrongReply
 from kvpage_server.client.page import pages_of_block
 from kvpage_server.client.raw_commands import plain_client
+from kvpage_server.look.output import LookError
 from kvpage_server.page import BlockShape, DType, KVType, PageKey, Plane
 from kvpage_server.system.text import plural
 
@@ -63,9 +64,9 @@ class BatchMemory:
         self.read[:, -1] = ~self.written[:, -1]
 
     def check(self) -> None:
-        """Raise AssertionError if `read` differs from `written`."""
+        """Raise LookError if `read` differs from `written`."""
         if not np.array_equal(self.written, self.read):
-            raise AssertionError("the bytes that were read are not those that were written")
+            raise LookError("the bytes that were read are not those that were written")
 
 
 class Work:
@@ -170,14 +171,15 @@ class ClientStore:
             self._client.mset_blocks(work.names[generation], work.shape, bodies, deadline=_DEADLINE)
 
     def read(self, work: Work, generation: int) -> None:
-        """Read a batch into its memory. Raises AssertionError if an item is missing."""
+        """Read a batch into its memory. Raises LookError if an item is missing."""
         into = list(work.batches[generation].read)
         if isinstance(work, PageWork):
             found = self._client.mget_into(work.keys[generation], into, deadline=_DEADLINE)
         elif isinstance(work, Blocks):
             found = self._client.mget_blocks_into(work.names[generation], work.shape, into, deadline=_DEADLINE)
         if not all(found):
-            raise AssertionError(f"{found.count(False)} of {len(found)} are not there: the store has no room for them")
+            missing = f"{found.count(False)} of {plural(len(found), 'value')} that were just written are missing"
+            raise LookError(f"{missing}: evicted, at a quota or by other writers, or replaced by another kvpage bench")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,7 @@ def measure_writes(store: Store, work: Work, seconds: float, cpu: Callable[[], f
 def measure_reads(store: Store, work: Work, seconds: float, cpu: Callable[[], float | None] | None = None) -> Figures:
     """Read the batches in turn for `seconds`, after one unmeasured round, and return the measurements.
 
-    Raises AssertionError for wrong bytes.
+    Raises LookError for missing values and wrong bytes.
     """
     return _measure(store.read, work, seconds, cpu, check=True)
 
@@ -536,11 +538,11 @@ class Target:
         return sum(used) if used else None
 
     def room(self) -> int:
-        """Return the bytes of pages that a benchmark may store at a time: _HELD, or half of `maxmemory` if that is
-        less.
+        """Return the bytes of pages that a benchmark may store at a time: _HELD, or half of `maxmemory` or of the space
+        for values on disk if one of them is less.
         """
-        limit = int(self._admin.info("memory").get("maxmemory", 0))
-        return min(_HELD, limit // 2) if limit else _HELD
+        limits = self._admin.info("memory").get("maxmemory", 0), self._admin.info("kvpage").get("maxdisk_for_values", 0)
+        return min([_HELD, *(int(limit) // 2 for limit in limits if limit)])
 
     def unix_socket(self) -> str | None:
         """Return the path of the server's unix socket; None if it has none, or the path does not exist on this
@@ -576,7 +578,7 @@ def run(urls: list[str], *, seconds: float, quick: bool, json: Path | None, plot
     """Measure the servers of `urls` in turns. Print a table, and write JSON and a chart if files are given.
 
     Each kind of call is measured for `seconds`. Raises PageClientError or RedisError when a server cannot be reached or
-    refuses a command, ModuleNotFoundError when matplotlib is needed and missing.
+    refuses a command, LookError when it loses values, ModuleNotFoundError when matplotlib is needed and missing.
     """
     if plot:
         importlib.import_module("matplotlib")
@@ -588,9 +590,11 @@ def run(urls: list[str], *, seconds: float, quick: bool, json: Path | None, plot
             cases = [*cases, replace(_USUAL, unix=True)]
         room = min(target.room() for target in targets)
         fitting = [case for case in cases if 2 * case.total <= room]
+        if not fitting:
+            raise LookError(f"all cases need a larger maxmemory or maxdisk: half of the smaller one is {spell(room)}")
         if len(fitting) < len(cases):
             left_out = f"{len(cases) - len(fitting)} of {plural(len(cases), 'case')}"
-            out.print(f"left out, as they need a larger maxmemory: {left_out}")
+            out.print(f"left out, as they need a larger maxmemory or maxdisk: {left_out}")
         rows = [
             row for case in track(fitting, console=out, transient=True) for row in _rows(targets, case, room, seconds)
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from kvpage_server.bench import (
     table,
 )
 from kvpage_server.client import PageClient
+from kvpage_server.look.output import LookError
 
 SECONDS = 0.02
 
@@ -87,7 +89,25 @@ def test_work_that_does_not_fit_is_left_out() -> None:
     with start_redis("--maxmemory", "30mb") as tiny:
         done = bench("--url", tiny.url, "--quick", "--seconds", str(SECONDS))
     assert done.returncode == 0, done.stderr
-    assert "left out, as they need a larger maxmemory: 3 of 4 cases" in done.stdout
+    assert "left out, as they need a larger maxmemory or maxdisk: 3 of 4 cases" in done.stdout
+    with start_redis("--maxmemory", "10mb") as tiny:
+        done = bench("--url", tiny.url, "--quick", "--seconds", str(SECONDS))
+    expected = "kvpage: all cases need a larger maxmemory or maxdisk: half of the smaller one is 5 MiB\n"
+    assert (done.returncode, done.stderr) == (1, expected)
+
+
+def test_work_that_does_not_fit_on_disk_is_left_out(tmp_path: Path) -> None:
+    with start_server("--store", "tiered", "--maxmemory", "1gb", "--maxdisk", "40mb", directory=tmp_path) as small:
+        done = bench("--url", small.url, "--quick", "--seconds", str(SECONDS))
+    assert done.returncode == 0, done.stderr
+    assert re.search("left out, as they need a larger maxmemory or maxdisk: [34] of [45] cases", done.stdout)
+
+
+def test_values_evicted_at_a_quota_are_an_error_in_one_line() -> None:
+    with start_server("--store", "memory", "--quota", "kv:* 1mb") as server:
+        done = bench("--url", server.url, "--quick", "--seconds", str(SECONDS))
+    missing = "256 of 256 values that were just written are missing: evicted, at a quota or by other writers"
+    assert (done.returncode, done.stderr.count("\n"), missing in done.stderr) == (1, 1, True)
 
 
 def test_a_server_without_cpu_seconds_shows_them_as_unknown(
@@ -128,10 +148,10 @@ def test_wrong_bytes_are_found(server: RunningServer) -> None:
         body = bytearray(memoryview(page.body))
         body[2000] ^= 1
         client.set_page(page._replace(body=body))
-        with pytest.raises(AssertionError, match="not those that were written"):
+        with pytest.raises(LookError, match="not those that were written"):
             measure_reads(store, work, SECONDS)
         other.delete(bytes(page.key))
-        with pytest.raises(AssertionError, match="1 of 20 are not there"):
+        with pytest.raises(LookError, match="1 of 20 values that were just written are missing"):
             measure_reads(store, work, SECONDS)
 
 
