@@ -54,12 +54,12 @@ class CleanMarker:
     While the database is open, the marker has the machine's boot id, too. A crash of the machine may lose writes. The
     boot id differs afterwards, so the marker is invalid.
 
-    `database` is the open file. A record of another file that has its name meanwhile raises OSError: the next start
-    would use that one, without the commits since then.
+    `database` is the open file. A record of another file that has its absolute name meanwhile raises OSError: the next
+    start would use that one, without the commits since then. A relative name would follow a directory that is moved.
     """
 
     def __init__(self, path: Path, database: IO[bytes]) -> None:
-        self._path = path
+        self._path = path.absolute()
         self._opened = os.fstat(database.fileno())
         self._file = open_private(_with_suffix(path, ".clean"), os.O_RDWR | os.O_CREAT)
         self._boot = _BOOT_ID.read_text(encoding="utf-8").strip() if _BOOT_ID.exists() else ""

@@ -182,6 +182,21 @@ def test_no_save_succeeds_while_another_file_has_the_name(tmp_path: Path, mode: 
         assert client.save()
 
 
+def test_no_save_succeeds_while_another_directory_has_the_name(tmp_path: Path) -> None:
+    place, aside = tmp_path / "store", tmp_path / "aside"
+    place.mkdir()
+    with start_server(*TIERED, directory=place) as server, server.client() as client:
+        assert client.save()
+        place.rename(aside)
+        place.mkdir()
+        client.set("key", "value")
+        with pytest.raises(redis.ResponseError, match=re.escape(f"{place}/{FILE}: No such file or directory")):
+            client.save()
+        place.rmdir()
+        aside.rename(place)
+        assert client.save()
+
+
 def test_an_earlier_successful_save_does_not_hide_a_full_disk(disk: Path) -> None:
     options = (*TIERED, "--appendfsync", "always")
     with start_server(*options, directory=disk, killed=True) as server, server.client() as client:
