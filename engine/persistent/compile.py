@@ -692,7 +692,9 @@ class _Compiler:
     def _increment(self, statement: nodes.Increment) -> Action:
         layout = self._persistent(nodes.Access(statement.name, at=statement.at), bare=True)
         if not layout.is_scalar or layout.dtype.name == "bool":
-            raise DTypeError(f"increment and decrement need a numeric scalar, {statement.name} is none", statement.at)
+            shown = f"{layout.dtype.name}{list(layout.shape) or ''}"
+            message = f"increment and decrement need a numeric scalar, {statement.name} is {shown}"
+            raise DTypeError(message, statement.at)
         name, amount = statement.name, statement.amount
         return Action(
             lambda frame: frame.memory.scalars[name].increment(amount), f"cache.increment {name}", at=statement.at

@@ -61,13 +61,14 @@ class Model:
 
         Metadata of the file whose value is 1 to 18 digits are sizes of dimensions, by name, such as `layers`. An entry
         of `sizes` replaces a size of the same name. Raises ModelError for a file that is not safetensors, a size above
-        MAX_SIZE, and a tensor of a dtype that MLX cannot load, such as f64.
+        MAX_SIZE, a tensor of a dtype that MLX cannot load, such as f64, and dimensions that MLX would read wrongly.
         """
         try:
             loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
         except (RuntimeError, ValueError) as error:
             raise ModelError(f"{path}: {error}") from None
         tensors, metadata = loaded
+        _check_shapes(path, tensors)
         named = {name: int(value) for name, value in metadata.items() if _SIZE.fullmatch(value)}
         return cls(named | dict(sizes or {}), tensors)
 
@@ -78,6 +79,18 @@ class Model:
             digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
             digest.update(body(array).data)
         return digest.hexdigest()
+
+
+def _check_shapes(path: Path, tensors: Mapping[str, mx.array]) -> None:
+    """Raise ModelError if a tensor in a safetensors file has another shape than MLX has read, which takes 32 bits of
+    each dimension, or a negative dimension, which it accepts.
+    """
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    for name, array in tensors.items():
+        shape = header[name]["shape"]
+        if shape != list(array.shape) or min(shape, default=0) < 0:
+            raise ModelError(f"{path}: the tensor {name} has the dimensions {shape}, from 0 to {MAX_SIZE} are allowed")
 
 
 log = logging.getLogger(__name__)

@@ -25,6 +25,7 @@ volatile { nohead: f32[0, H]; nodim: f32[D, 0]; }
 persistent {
     n: i32 @init(1);
     f: f32;
+    B: bool;
     W: f32[D];
     A(i): f32[D] @table @init(2.0);
     K(l, t): f32[D] @table @fixed(l=2);
@@ -181,7 +182,8 @@ STATEMENTS = [
     ("cache.write half >> A[0];", e.DTypeError, 17, "A holds f32, half is f16"),
     ("cache.reset A[0..1];", e.SliceResetError, 17, "a reset takes A, an entry or its first indices, no slice"),
     ("cache.reset M[1];", e.RankError, 17, "the dimensions of M can't be reset alone"),
-    ("cache.increment A;", e.DTypeError, 5, "increment and decrement need a numeric scalar, A is none"),
+    ("cache.increment A;", e.DTypeError, 5, "increment and decrement need a numeric scalar, A is f32[4]"),
+    ("cache.increment B;", e.DTypeError, 5, "increment and decrement need a numeric scalar, B is bool"),
     ("cache.increment y;", e.AccessError, 5, "y is volatile"),
     ("op sine(x) >> y;", e.UnknownNameError, 5, "there is no operation sine, only add, sub"),
     ("op add(x) >> y;", e.RankError, 5, "add takes 2 arguments, got 1"),

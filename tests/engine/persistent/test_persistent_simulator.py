@@ -4,6 +4,7 @@ results of MLX.
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -367,6 +368,16 @@ def test_a_model_file_has_tensors_and_sizes(tmp_path: Path) -> None:
     path.write_bytes(b"no model")
     with pytest.raises(ModelError, match=r"m\.safetensors"):
         Model.load(path)
+
+
+@pytest.mark.parametrize(("shape", "nbytes"), [([-2, -2], 16), ([(1 << 32) + 4], 16), ([0, 1 << 40], 0)])
+def test_dimensions_that_mlx_reads_wrongly_are_named(tmp_path: Path, shape: list[int], nbytes: int) -> None:
+    header = json.dumps({"x": {"dtype": "F32", "shape": shape, "data_offsets": [0, nbytes]}}).encode()
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(nbytes))
+    with pytest.raises(ModelError) as caught:
+        Model.load(path)
+    assert str(caught.value).startswith(f"{path}: the tensor x has the dimensions {shape}, from 0 to 2147483647")
 
 
 def of_another_thread() -> mx.array:
