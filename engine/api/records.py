@@ -61,6 +61,11 @@ class Records:
         self._writing_back: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()  # of a batch that is sent, or a deletion
 
+    @property
+    def waiting(self) -> int:
+        """Number of values in memory that the page server has not stored; 0 without one."""
+        return len(self._kept) if self._server else 0
+
     async def put(self, values: Mapping[str, bytes]) -> bool:
         """Store values, the last one last. If the page server does not answer, they are kept in memory. Return whether
         it answers, or there is none.

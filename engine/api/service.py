@@ -98,6 +98,7 @@ class Service:
         self.metrics = Metrics(models, lambda: self._pending)
         self.watching = Watching(models)
         self.prompt_log = PromptLog()
+        self._records = records
         self.responses = ResponseRecords(records)
         self.conversations = ConversationRecords(records)
         self.closing = False
@@ -127,12 +128,14 @@ class Service:
     @property
     def store_health(self) -> dict[str, object]:
         """State of the page server for a health check; empty if there is none, or no model is loaded. It is that of the
-        first loaded model that has a failure.
+        first loaded model that has a failure, and the number of records that wait in memory for it.
 
         The engine accepts prompts without its page server, so an outage does not make it unready.
         """
         found = [_store_health(model.engine.store) for model in self.models.loaded if model.engine.pages]
-        return next((one for one in found if one["store"] != "ok"), found[0] if found else {})
+        state = next((one for one in found if one["store"] != "ok"), found[0] if found else {})
+        waiting = self._records.waiting
+        return {**state, "waiting": waiting} if waiting else state
 
     def check_ready(self) -> None:
         """Raise ApiError (503) unless prompts are accepted."""

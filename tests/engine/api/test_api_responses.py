@@ -511,6 +511,7 @@ def test_lost_responses_are_logged_and_fail_the_exit(tmp_path: Path) -> None:
         first = create(client)
         create(client, previous_response_id=first.id)
         client.conversations.create(items=[{"type": "message", "role": "user", "content": "Hello"}])
+        assert httpx.get(f"{engine.url}/health").json()["waiting"] == 2 + 2 + 1 + 1
     lost = "2 responses, 1 conversation, 1 item could not be written to the page server (down)"
     assert lost in engine.final_log
     assert engine.final_log.count("responses and conversations wait in memory for the page server (down)") == 1
