@@ -149,7 +149,7 @@ def refuses(error: BaseException) -> bool:
 class Outage:
     """Period in which the page server does not answer."""
 
-    reason: str  # of the failure that began it
+    reason: str  # of the last failure
     begun: float  # time.monotonic()
 
     @property
@@ -158,7 +158,8 @@ class Outage:
 
 
 class Reachability:
-    """Log of outages of the page server, with one line for the begin and one for the end of each.
+    """Log of outages of the page server, with one line for the begin, one for each other reason that it has later, and
+    one for the end of each.
 
     An outage begins with the last of FAILURES failures in a row, and ends with the next answer. This is counted apart
     from the breaker, which stays closed for login errors and with several servers. A process has a connection for each
@@ -171,7 +172,8 @@ class Reachability:
     """
 
     _lock = threading.Lock()
-    _noticed: ClassVar[dict[str, set[Reachability]]] = {}  # by address: the connections that notice the logged outage
+    # By address: the connections that notice the logged outage, with the reasons that each has noticed.
+    _noticed: ClassVar[dict[str, dict[Reachability, set[str]]]] = {}
 
     def __init__(self, address: str) -> None:
         self.outage: Outage | None = None
@@ -182,16 +184,20 @@ class Reachability:
     def failed(self, reason: str, error: BaseException) -> None:
         """Count a failure of the server."""
         self._failures += 1
-        if self._failures == FAILURES:
-            self.outage = Outage(reason, time.monotonic())
-            with self._lock:
-                others = self._noticed.setdefault(self._address, set())
-                is_logged = bool(others)
-                others.add(self)
-            if not is_logged:
-                event = "lost connection" if self.connected else "cannot connect"
-                text = str(error) or "no answer in time"
-                log.warning("%s to the page server at %s (%s): %s", event, self._address, reason, text)
+        before = self.outage
+        if self._failures < FAILURES or (before and before.reason == reason):
+            return
+        self.outage = Outage(reason, before.begun if before else time.monotonic())
+        with self._lock:
+            noticed = self._noticed.setdefault(self._address, {})
+            goes_on = bool(before or noticed)
+            is_logged = any(reason in reasons for reasons in noticed.values())
+            noticed.setdefault(self, set()).add(reason)
+        if not is_logged:
+            begins = "lost connection" if self.connected else "cannot connect"
+            event = "still no connection" if goes_on else begins
+            text = str(error) or "no answer in time"
+            log.warning("%s to the page server at %s (%s): %s", event, self._address, reason, text)
 
     def answered(self) -> None:
         """Note that the server has answered, even with an error."""
@@ -211,7 +217,7 @@ class Reachability:
     def close(self) -> None:
         """Stop noticing: another connection may log the next outage."""
         with self._lock:
-            self._noticed.get(self._address, set()).discard(self)
+            self._noticed.get(self._address, {}).pop(self, None)
 
 
 class ServerConnection:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -115,6 +116,18 @@ def test_lost_connection_is_logged_once_and_its_end_once(model: Path) -> None:
     assert engine.final_log.count("lost connection to the page server") == 1
     assert engine.final_log.count("connected again to the page server") == 1
     assert "could not be saved" not in engine.final_log
+
+
+def test_an_outage_has_the_reason_of_the_last_failure(model: Path) -> None:
+    port = free_port()
+    with start_engine(model, "--name", "model0", "--store", f"redis://127.0.0.1:{port}") as engine:
+        until(lambda: ready(engine).get("reason") == "down", "the outage")
+        with start_server("--requirepass", "sesame", port=port):
+            until(lambda: ready(engine).get("reason") == "refused", "the server's own reason")
+        until(lambda: ready(engine).get("reason") == "down", "the first reason again")
+    assert engine.final_log.count("cannot connect to the page server") == 1
+    (line,) = re.findall("still no connection to the page server.*", engine.final_log)
+    assert "(refused): NOAUTH" in line
 
 
 def test_an_outage_is_logged_once_for_all_models(model: Path) -> None:
