@@ -278,7 +278,9 @@ class Session:
 
     def resume(self) -> None:
         self._cancel_pause_end()
-        if self._move(SessionEvent.PAUSE_OVER):
+        if self.paused and self._transport.peer_has_left():
+            self.abort()  # as in Valkey, whose clients lose a waiting command when they disconnect
+        elif self._move(SessionEvent.PAUSE_OVER):
             self._run_queue.join(self)
 
     def renew(self) -> None:

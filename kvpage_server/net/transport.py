@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import select
 import socket
 import sys
 import termios
@@ -73,6 +74,9 @@ class Transport(Protocol):
 
     def attend(self) -> None:
         """Continue receiving."""
+
+    def peer_has_left(self) -> bool:
+        """Return whether the peer has closed its side. Outside of Linux, only if all that it sent was received."""
 
     def close(self) -> None:
         """Stop receiving, and close the connection when all output is sent."""
@@ -178,6 +182,18 @@ class SocketTransport:
         if not self.ignored:
             self.ignored = True
             self._loop.remove_reader(self._sock)
+
+    def peer_has_left(self) -> bool:
+        if sys.platform == "linux":
+            poll = select.poll()
+            poll.register(self._descriptor, select.POLLRDHUP)
+            return bool(poll.poll(0))
+        try:
+            return not self._sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     # -- writing ---------------------------------------------------------------------------------------------------
 

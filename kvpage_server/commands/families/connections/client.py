@@ -259,7 +259,7 @@ def client_pause(client: Client, args: list[Argument]) -> Reply:
     if milliseconds < 0:
         raise ReplyError("ERR timeout is negative")
     new = Pause(time.monotonic() + milliseconds / 1000, bool(mode) and mode[0].upper() == b"WRITE")
-    old = client.server.pause
+    old = client.server.pause if client.server.is_paused else None
     if old is not None:
         new = Pause(max(old.ends, new.ends), old.only_writes and new.only_writes)
     client.server.begin_pause(new)
