@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 ADAPTER_WEIGHTS = "adapters.safetensors"
 NO_CODE = {"trust_remote_code": False}  # without this, transformers asks on the terminal whether to run a model's code
-LAYERS = re.compile(r"(num|n)_(\w+_)?(layers?|loops)")  # fields of config.json
+COUNTS = re.compile(r"(\w+_)?((num|n)_(\w+_)?(layers?|loops|experts|inputs)|mult|iters|idx)")  # fields of config.json
 OBJECTS = ("config.json", "hf_quant_config.json", "special_tokens_map.json", "tokenizer_config.json")
 TEXTS = (".jinja", ".json", ".model", ".tiktoken", ".txt")  # files of a model that are read whole
 MAX_TEXT_BYTES = 128 << 20  # the largest known, a tokenizer with 262,144 tokens, has a quarter of this
@@ -64,7 +64,7 @@ def load(path: str | Path) -> tuple[Module, TokenizerWrapper]:
     _check(directory)
     what = f"the model in {directory} cannot be loaded"
     with unusable(what):
-        _check_layers(directory)
+        _check_counts(directory)
         try:
             model, tokenizer, *_ = mlx_lm.load(str(directory), NO_CODE)
         except KeyError as error:
@@ -140,19 +140,28 @@ def _object(file: Path) -> dict[str, Any]:
     return found
 
 
-def _check_layers(directory: Path) -> None:
-    """Raise UnknownModelError if config.json has more layers than the weights have tensors, or another configuration is
-    no JSON object. mlx-lm creates the objects of all layers before it reads the weights.
+def _check_counts(directory: Path) -> None:
+    """Raise UnknownModelError if config.json counts more layers, experts or iterations than the weights have tensors,
+    and no tensor has such a dimension, or if another configuration is no JSON object. mlx-lm creates the objects of all
+    layers before it reads the weights, and MLX reads beyond an array at an index that is too large.
     """
     config, *_ = [_object(directory / name) for name in OBJECTS if (directory / name).exists()]
-    of_text = config.get("text_config")
-    given = [*config.items(), *(of_text.items() if isinstance(of_text, dict) else ())]
-    tensors = sum(len(mx.load(str(file))) for file in directory.glob("model*.safetensors"))
-    for name, value in given:
-        if LAYERS.fullmatch(name) and isinstance(value, int) and value > tensors:
+    files: list[Any] = [mx.load(str(file)) for file in directory.glob("model*.safetensors")]
+    tensors = [array for tensors_of_file in files for array in tensors_of_file.values()]
+    sizes = {size for array in tensors for size in array.shape}
+    for name, value in _fields(config):
+        if COUNTS.fullmatch(name) and isinstance(value, int) and abs(value) > len(tensors) and value not in sizes:
             raise UnknownModelError(
-                f"{directory / 'config.json'} has {name} {value}, and the weights have {tensors} tensors in all"
+                f"{directory / 'config.json'} has {name} {value}, and the weights have {len(tensors)} tensors in all"
             )
+
+
+def _fields(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of all fields of a configuration, and of the objects within it."""
+    for name, value in config.items():
+        yield name, value
+        if isinstance(value, dict):
+            yield from _fields(value)
 
 
 # -- The source of the modules that a model's code comes from ----------------------------------------------------------

@@ -210,11 +210,26 @@ def refused_by_the_program(model: Path, *options: str) -> str:
     return run.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("name", ["num_hidden_layers", "n_layer", "num_kv_reuse_layers", "num_loops"])
-@pytest.mark.parametrize("within", [None, "text_config"])
-def test_more_layers_than_tensors_are_refused_at_once(tiny_model: Path, name: str, within: str | None) -> None:
+LAYERS = ["num_hidden_layers", "n_layer", "num_kv_reuse_layers", "num_loops"]
+OTHERS = ["moe_num_experts", "n_routed_experts", "hc_mult", "hc_sinkhorn_iters", "altup_num_inputs", "altup_active_idx"]
+
+
+@pytest.mark.parametrize("name", LAYERS + OTHERS)
+@pytest.mark.parametrize("within", [None, "text_config", "ffn_config"])
+def test_counts_beyond_all_tensors_are_refused_at_once(tiny_model: Path, name: str, within: str | None) -> None:
     reconfigure(tiny_model, **({within: {name: 10**8}} if within else {name: 10**8}))
     with pytest.raises(UnknownModelError, match=rf"config\.json has {name} 100000000, and the weights have 1 tensors"):
+        load(tiny_model)
+
+
+def test_a_router_of_many_experts_explains_their_number(tiny_model: Path) -> None:
+    router = {"model.layers.0.mlp.gate.weight": mx.zeros((384, 8))}
+    mx.save_safetensors(str(tiny_model / "model-2.safetensors"), router)
+    reconfigure(tiny_model, n_routed_experts=384)
+    with pytest.raises(UnknownModelError, match="parameters not in model"):
+        load(tiny_model)
+    reconfigure(tiny_model, n_routed_experts=385)
+    with pytest.raises(UnknownModelError, match=r"has n_routed_experts 385, and the weights have 2 tensors"):
         load(tiny_model)
 
 
