@@ -43,7 +43,7 @@ MAY_KNOW = {
     "client": "address core lossless page tracing",
     "snapshot": "address bounded client lossless page system",
     "replay": "bounded page store system",
-    "bench": "client page system",
+    "bench": "client look page system",
     "look": "replay address client observe page system",
     "observe": "bounded page system",
     "http": "",
