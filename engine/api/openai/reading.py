@@ -194,6 +194,7 @@ class Reader:
             self._state = self._normal
         self._marked = 0  # tokens that begin calls by a grammar, whose text has not been read
         self._calls_begun = 0
+        self._ids: set[str] = set()  # of the calls: a model may write one twice
         self._calls_by_grammar = CallReader(written.calls) if written else None
         self._incomplete: list[Event] = []  # of the current call by a grammar, without `streams`
         self._incomplete_text = ""
@@ -317,7 +318,9 @@ class Reader:
             part.text += space if self._calls_begun else space.removesuffix(self._separator)
         self._space, self._spoke = [], False
         self._calls_begun += 1
-        return {"index": self._calls_begun - 1, **_opened(event.name, event.id)}
+        opened = _opened(event.name, None if event.id in self._ids else event.id)
+        self._ids.add(opened["id"])
+        return {"index": self._calls_begun - 1, **opened}
 
     def _change_state(self, mark: str, next_state: str, part: AnswerPart) -> None:
         """Change to the state after a mark. If the mark ends a call, add the call to `part`."""

@@ -101,6 +101,16 @@ def test_a_call_is_read(kind: str) -> None:
     assert read(markup(kind), BEFORE + start + CALLS[kind] + end + after) == (BEFORE + after, "", [EXPECTED])
 
 
+def test_each_call_of_an_answer_has_an_id_of_its_own() -> None:
+    """The model's own, unless an earlier call has it: clients assign results by ids."""
+    start, end = marks("kimi_k2")
+    text = start + 2 * CALLS["kimi_k2"] + CALLS["kimi_k2"].replace(":0", ":1") + end
+    for pieces in ([text], list(text)):
+        ids = [call["id"] for call in read_pieces(markup("kimi_k2"), pieces)[0].calls]
+        assert ids[::2] == ["functions.weather:0", "functions.weather:1"]
+        assert ids[1].startswith("call_")
+
+
 @kinds
 def test_an_answer_cut_anywhere_loses_no_text(kind: str) -> None:
     """A call that max_tokens cut is text, with its marks."""
