@@ -31,6 +31,9 @@ from typing import Any, NamedTuple, cast
 # as the control token, so a user could end the turn and begin a turn of the system. To prevent that, a mark is inserted
 # after the first character of such a text before the conversation is rendered. The rendered conversation is split at
 # the marks, and each piece is encoded separately, so that no piece has a complete control token of a user.
+#
+# Some tokenizers search for control tokens in normalized text, such as lower case or NFKC. Then other texts become
+# control tokens, too. Only the tokenizer knows these texts, so it encodes each piece, until it finds no such token.
 
 MARK = "\ufdd1"  # a noncharacter, which Unicode reserves for use within a program
 ROLES = ("user", "tool")
@@ -48,6 +51,13 @@ class ControlTokens:
         added: Iterable[Any] = tokenizer.added_tokens_decoder.values()
         texts = {token.content for token in added if token.special or not template or token.content in written}
         longest_first = sorted((text for text in texts if len(text) > 1 and text.strip()), key=len, reverse=True)
+        self._fast: Any = getattr(
+            tokenizer, "backend_tokenizer", None
+        )  # None in a tokenizer that is not of `tokenizers`
+        searched = set(longest_first)
+        controls = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.content in searched}
+        self._ids = controls.keys()
+        self._normalizes = bool(self._fast and self._fast.normalizer and any(it.normalized for it in controls.values()))
         # A lookahead also finds a token that begins within another one.
         self._found = re.compile(f"(?=({'|'.join(map(re.escape, longest_first)) or '(?!)'}))")
         self._tokenizer = tokenizer
@@ -63,7 +73,33 @@ class ControlTokens:
     def _marked(self, text: str) -> str:
         text = text.replace(MARK, "\ufffd")
         cuts = [0, *(found.start() + 1 for found in self._found.finditer(text)), len(text)]
-        return MARK.join(text[a:b] for a, b in pairwise(cuts))
+        pieces = [text[a:b] for a, b in pairwise(cuts)]
+        return MARK.join([part for piece in pieces for part in self._split(piece)] if self._normalizes else pieces)
+
+    def _split(self, piece: str) -> list[str]:
+        """Return the parts of a piece, in each of which the tokenizer finds no control token. A character that is a
+        control token by itself, once normalized, is replaced.
+        """
+        parts: list[str] = []
+        left = [piece]
+        while left:
+            letters = list(left.pop())
+            encoded = self._fast.encode("".join(letters), add_special_tokens=False)
+            cuts, replaced = [0], False
+            for token, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
+                while start < end and letters[start].isspace():  # which a token with `lstrip` contains
+                    start += 1
+                if token in self._ids and start < end:
+                    if end - start > 1:
+                        cuts.append(start + 1)
+                    else:
+                        letters[start], replaced = "\ufffd", True
+            text = "".join(letters)
+            if len(cuts) > 1 or replaced:
+                left += reversed([text[a:b] for a, b in pairwise([*cuts, len(text)])])
+            else:
+                parts.append(text)
+        return parts
 
     def marked_value(self, value: Any) -> Any:
         """Return a variable of a template, with MARK in its text. Lists and objects are returned as marked JSON."""
