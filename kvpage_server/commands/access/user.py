@@ -15,7 +15,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from kvpage_server.commands.arguments import escaped
-from kvpage_server.commands.specs import CATEGORIES, READ, TABLE, WRITE, KeyPrefix, Spec
+from kvpage_server.commands.specs import CATEGORIES, READ, TABLE, WRITE, KeyPrefix, Spec, request_of
 from kvpage_server.core import Argument
 from kvpage_server.glob import Matches, Patterns, PatternTooLong, glob, is_open_ended
 
@@ -301,6 +301,15 @@ class User:
         allowed.
         """
         return next(filter(None, self.checks(spec, args)), None)
+
+    def denial_of_index(self, name: str, key: bytes) -> Denial | None:
+        """Return the denial of the command `name` on an index key, if the user may not read all keys of the request.
+        The commands on sets, which show these keys, also need it.
+        """
+        req_id = request_of(key)
+        if req_id is None or self.keys.cover(KeyPrefix(b"kv:%b:" % req_id), READ):
+            return None
+        return Denial("key", key, name, self.name)
 
     def checks(self, spec: Spec, args: Sequence[Argument]) -> Iterator[Denial | None]:
         """Check a command with these arguments: yield a Denial for each missing right, and None for each key or channel

@@ -322,6 +322,16 @@ class TestTheCommands:
         assert "secret" not in str(admin.acl_list()) + str(received)
         assert admin.acl_getuser("nobody") is None
 
+    def test_dry_runs_of_sets_need_every_key_of_the_request(self, locked: RunningServer, admin: redis.Redis) -> None:
+        admin.execute_command("KVPAGESET", "r", 0, 0, 0, 0, 3, 1, 4, 0, "abcd")
+        for key, allowed in (("%R~kv:r:index", False), ("%R~kv:r:*", True)):
+            admin.acl_setuser("u", enabled=True, nopass=True, reset_keys=True, keys=[key], commands=["+@all"])
+            with locked.client(username="u", password="any") as user:
+                for call in ("SMEMBERS", "SCARD", "SISMEMBER kv:r:index", "SSCAN 0", "SSCAN 0 COUNT 10"):
+                    words = [call.split()[0], "kv:r:index", *call.split()[1:]]
+                    assert (_try(admin, "ACL", "DRYRUN", "u", *words) == "OK") == allowed, words
+                    assert ("No permissions" not in _try(user, *words)) == allowed, words
+
     def test_dry_runs_say_why_not(self, admin: redis.Redis) -> None:
         admin.acl_setuser("u", enabled=True, keys=["kv:r:*"], commands=["+kvpageget", "+publish"])
         page = ("0", "0", "0", "0")

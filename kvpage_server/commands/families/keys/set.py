@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from kvpage_server.commands.access.user import Denial
 from kvpage_server.commands.arguments import SYNTAX_ERROR, WRONG_TYPE, plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.checks import refused
 from kvpage_server.commands.families.keys.keyspace import MOST_SCANNED, scan_cursor, scan_options
 from kvpage_server.commands.families.pages.request import blocks_of, fit_one_step, keys_in
 from kvpage_server.commands.registry import command
-from kvpage_server.commands.specs import KeyPrefix, nothing, request_of
+from kvpage_server.commands.specs import nothing, request_of
 from kvpage_server.commands.steps import Steps, stepwise
 from kvpage_server.core import Argument
 from kvpage_server.resp import Raw, Reply, ReplyError, Stream
@@ -28,8 +27,8 @@ def _request(client: Client, raw: Argument) -> bytes:
     """
     key = plain(raw)
     req_id = request_of(key)
-    if req_id is not None and client.user is not None and not client.sees(KeyPrefix(b"kv:%b:" % req_id)):
-        raise refused(client, Denial("key", key, client.last_command, client.user.name))
+    if client.user is not None and (denial := client.user.denial_of_index(client.last_command, key)):
+        raise refused(client, denial)
     if req_id is None and client.keyspace.contents.find(key) is not None:
         raise ReplyError(WRONG_TYPE)
     return req_id or b""

@@ -209,6 +209,8 @@ def acl_dryrun(client: Client, args: list[Argument]) -> Reply:
             raise ReplyError(f"ERR Command '{shorten(plain(words[0]), 1024)}' not found") from None
         raise
     denial = None if "no_auth" in spec.flags else user.denial(spec, words[spec.words :])
+    if denial is None and spec.group == "set":
+        denial = user.denial_of_index(spec.name, plain(words[spec.words]))
     return OK if denial is None else denial.verbose
 
 
