@@ -57,10 +57,14 @@ class BadFile(DumpError):
 class OtherVersion(BadFile):
     """Error: a file is of another version of the format."""
 
-    def __init__(self, version: object) -> None:
-        super().__init__(
-            f"it is of version {version!r:.20} of the format, and this kvpage reads version {CODED_VERSION} and older"
-        )
+
+def _check_version(version: object, known: tuple[str, ...]) -> None:
+    """Raise OtherVersion for a version that is not in `known`, BadFile for a value that is no version."""
+    if version in known:
+        return
+    if isinstance(version, str) and version.isascii() and version.isdigit():
+        raise OtherVersion(f"it is of version {version:.20} of the format; this kvpage reads {' and '.join(known)}")
+    raise BadFile(f"it is corrupt: version must be digits, got {json.dumps(version)[:40]}")
 
 
 @dataclass(slots=True)
@@ -658,8 +662,7 @@ def _header(text: bytes) -> tuple[dict[str, Any], dict[str, str]]:
     metadata = header.pop("__metadata__", None) if isinstance(header, dict) else None
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
         raise BadFile("it is not of kvpage dump")
-    if metadata.get("version") not in (VERSION, CODED_VERSION):
-        raise OtherVersion(metadata.get("version"))
+    _check_version(metadata.get("version"), (VERSION, CODED_VERSION))
     if not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("its metadata is not text")
     return header, metadata
@@ -797,8 +800,12 @@ def read_summary(path: Path) -> Summary | None:
         raise BadFile(f"{SUMMARY} is corrupt: {error}") from None
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise BadFile(f"{SUMMARY} is not of kvpage dump")
-    if fields.get("version") != VERSION:
-        raise DumpError(f"{path / SUMMARY}: {OtherVersion(fields.get('version'))}")
+    try:
+        _check_version(fields.get("version"), (VERSION,))
+    except OtherVersion as error:
+        raise DumpError(f"{path / SUMMARY}: {error}") from None
+    except BadFile as error:
+        raise BadFile(f"{SUMMARY}: {error}") from None
     dumped_ms, selection, files = (fields.get(name) for name in ("dumped_ms", "selection", "files"))
     if type(dumped_ms) is not int or not 0 <= dumped_ms <= LAST_MOMENT:
         raise BadFile(f"{SUMMARY} is corrupt: dumped_ms must be between 0 and {LAST_MOMENT}, got {dumped_ms!r:.40}")

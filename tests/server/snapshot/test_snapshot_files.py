@@ -243,7 +243,7 @@ def test_other_files_are_recognised(tmp_path: Path) -> None:
     safetensors.numpy.save_file({"a": np.zeros(3)}, file)
     assert error_of(file) == "it is not of kvpage dump"
     safetensors.numpy.save_file({"a": np.zeros(3)}, file, {"format": "kvpage-dump", "version": "3"})
-    assert error_of(file) == "it is of version '3' of the format, and this kvpage reads version 2 and older"
+    assert error_of(file) == "it is of version 3 of the format; this kvpage reads 1 and 2"
 
 
 def forged(file: Path, **changes: object) -> FileContents:
@@ -378,7 +378,7 @@ def test_a_dump_of_another_version_is_refused_unchanged(
     if not finished:
         (tmp_path / "dump.json").unlink()
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    reason = f"{file}: it is of version '3' of the format, and this kvpage reads version 2 and older"
+    reason = f"{file}: it is of version 3 of the format; this kvpage reads {'1' if finished else '1 and 2'}"
     for words in (["dump"], ["dump", "--update"], *([["restore"], ["restore", "--json"]] if finished else [])):
         assert kvpage(*words, str(tmp_path), "--url", server.url) == (1, "", f"kvpage: {reason}\n")
     code, shown, errors = kvpage("inspect", str(tmp_path))
@@ -402,8 +402,24 @@ def test_one_file_of_another_version_is_reported(
     client.flushall()
     code, shown, errors = kvpage("restore", str(tmp_path), "--url", server.url)
     assert (code, errors) == (1, "")
-    assert f"  {file.name}: it is of version '3' of the format, and this kvpage reads version 2 and older\n" in shown
+    assert f"  {file.name}: it is of version 3 of the format; this kvpage reads 1 and 2\n" in shown
     assert client.dbsize() > 0
+
+
+@pytest.mark.parametrize("version", ["null", "true", "-1", "1.5", "[1]", "{}", '"x"', '"-1"', '"\u0663"'])
+def test_a_damaged_version_of_dump_json_loses_no_file(
+    server: RunningServer, client: redis.Redis, tmp_path: Path, version: str
+) -> None:
+    client.set("string", "value")
+    kvpage("dump", str(tmp_path), "--url", server.url)
+    client.flushall()
+    file = tmp_path / "dump.json"
+    file.write_text(file.read_text(encoding="utf-8").replace('"version": "1"', f'"version": {version}'), "utf-8")
+    code, shown, errors = kvpage("restore", str(tmp_path), "--url", server.url)
+    assert (code, errors) == (1, "")
+    got = json.dumps(json.loads(version))
+    assert f"  dump.json: it is corrupt: version must be digits, got {got}\n" in shown
+    assert client.get("string") == b"value"
 
 
 def test_files_of_others_in_the_directory_are_left_alone(
