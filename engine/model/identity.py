@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 ADAPTER_WEIGHTS = "adapters.safetensors"
 NO_CODE = {"trust_remote_code": False}  # without this, transformers asks on the terminal whether to run a model's code
-COUNTS = re.compile(r"(\w+_)?((num|n)_(\w+_)?(layers?|loops|experts|inputs)|mult|iters|idx)")  # fields of config.json
+# Fields of config.json. The id of a token, which some configurations call an index, is no count.
+COUNTS = re.compile(r"(?!\w*(token|pad))(\w+_)?((num|n)_(\w+_)?(layers?|loops|experts|inputs)|mult|iters|idx)")
 OBJECTS = ("config.json", "hf_quant_config.json", "special_tokens_map.json", "tokenizer_config.json")
 TEXTS = (".jinja", ".json", ".model", ".tiktoken", ".txt")  # files of a model that are read whole
 MAX_TEXT_BYTES = 128 << 20  # the largest known, a tokenizer with 262,144 tokens, has a quarter of this

@@ -222,6 +222,13 @@ def test_counts_beyond_all_tensors_are_refused_at_once(tiny_model: Path, name: s
         load(tiny_model)
 
 
+@pytest.mark.parametrize("name", ["image_token_idx", "pad_idx", "image_token_index"])
+def test_the_id_of_a_token_is_no_count(tiny_model: Path, name: str) -> None:
+    reconfigure(tiny_model, **{name: 128_004})
+    with pytest.raises(UnknownModelError, match="parameters not in model|Missing"):
+        load(tiny_model)
+
+
 def test_a_router_of_many_experts_explains_their_number(tiny_model: Path) -> None:
     router = {"model.layers.0.mlp.gate.weight": mx.zeros((384, 8))}
     mx.save_safetensors(str(tiny_model / "model-2.safetensors"), router)
