@@ -45,6 +45,7 @@ class Boundary(NamedTuple):
 
     tokens: int  # of the prompt, before it
     ttl: str  # its lifetime, as the client named it
+    steady: int  # of these tokens, the first ones that no other text after the breakpoint changes
 
 
 @dataclass(frozen=True, slots=True)

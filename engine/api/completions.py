@@ -277,9 +277,7 @@ async def conversation(
     marks = body.breakpoints
     if breakpoints is not None:
         marks = [mark._replace(altered=mark.altered and volatile(mark.altered)) for mark in breakpoints]
-    boundaries = sorted(
-        [Boundary(await _boundary(prompts, request, mark, tokens, tenant.name), mark.ttl) for mark in marks]
-    )
+    boundaries = sorted([await _boundary(prompts, request, mark, tokens, tenant.name) for mark in marks])
     requested = [(boundary.tokens, LIFETIMES[boundary.ttl]) for boundary in boundaries if boundary.ttl]
     kept = (boundaries[-1].tokens if boundaries else 0) if body.prompt_cache_options.mode == "explicit" else None
     asked = [replace(prompt, boundaries=boundaries, kept_tokens=kept) for prompt in asked]
@@ -315,16 +313,19 @@ def _explanation(
     return found
 
 
-async def _boundary(prompts: Prompts, request: Request, mark: Breakpoint, tokens: Sequence[int], tenant: str) -> int:
-    """Return the number of tokens before a breakpoint in the prompt `tokens`; 0 if the model's template refuses a
-    conversation that ends there.
+async def _boundary(
+    prompts: Prompts, request: Request, mark: Breakpoint, tokens: Sequence[int], tenant: str
+) -> Boundary:
+    """Return a breakpoint in the prompt `tokens`, after 0 tokens if the model's template refuses a conversation that
+    ends there.
     """
     if not mark.altered:
-        return len(tokens)
+        return Boundary(len(tokens), mark.ttl, len(tokens))
     try:
-        return common_prefix(tokens, await unless_disconnected(request, prompts.of_chat(mark.altered, tenant)))
+        end = common_prefix(tokens, await unless_disconnected(request, prompts.of_chat(mark.altered, tenant)))
+        return Boundary(end, mark.ttl, await unless_disconnected(request, prompts.steady(tokens, end, tenant)))
     except ApiError:
-        return 0
+        return Boundary(0, mark.ttl, 0)
 
 
 async def complete(request: Request) -> Response:

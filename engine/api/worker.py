@@ -330,7 +330,7 @@ def _submit_to(engine: AgentEngine, generation: Generation) -> None:
             label=prompt.label,
             leader=generation.leader.uid if generation.leader else None,
             lifetimes=prompt.lifetimes,
-            boundaries=[boundary.tokens for boundary in prompt.boundaries],
+            boundaries=[boundary.steady for boundary in prompt.boundaries],
             kept_tokens=prompt.kept_tokens,
             written=prompt.written,
             on_token=generation.receive,

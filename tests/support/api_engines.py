@@ -56,11 +56,15 @@ def write_tiny(directory: Path, **changes: object) -> Path:
     return _write(directory, model, letter_tokenizer(), TEMPLATE)
 
 
-def write_family(directory: Path, kind: str, dtype: mx.Dtype = mx.float32) -> Path:
-    """A random model of another family, with the tokenizer and the template of `write_tiny`."""
-    model = tiny(kind)
+def write_family(directory: Path, kind: str, dtype: mx.Dtype = mx.float32, joined: Sequence[str] = ()) -> Path:
+    """A random model of another family, with the tokenizer and the template of `write_tiny`. Texts of several letters
+    in `joined` are tokens, too.
+    """
+    tokenizer = letter_tokenizer()
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in joined])
+    model = tiny(kind, vocab_size=len(tokenizer))
     model.set_dtype(dtype)
-    return _write(directory, model, letter_tokenizer(), TEMPLATE)
+    return _write(directory, model, tokenizer, TEMPLATE)
 
 
 def write_offered(directory: Path, marks: Sequence[str] = ("<tool_call>", "</tool_call>")) -> Path:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ...chains import common_prefix
 from ...generation.structure import Constraint, ConstraintError, Constraints, compiling_thread
 from ...generation.templates import (
     OF_THOUGHTS,
@@ -39,6 +40,21 @@ from .schema import ChatBody, CompletionFields, Message, ResponseFormat, Tool
 
 SHORT = 1000  # characters of a text that is encoded on the event loop, in half a millisecond
 LETTERS_A_TOKEN = 16  # nearly every token has fewer characters
+NEAR = 16  # tokens before a position which other text after it may change
+# Texts that a tokenizer may join with the end of the text before: of each kind of characters, some.
+JOINED = (
+    "a",
+    "A",
+    "1",
+    " ",
+    "  x",
+    "\n",
+    "\n\n",
+    "\t",
+    *"!\"'(),-./:;=?_",
+    "\N{COMBINING ACUTE ACCENT}",
+    "\N{ZERO WIDTH JOINER}",
+)
 
 # Arguments of transformers' `render_jinja_template`, and of `apply_chat_template`.
 _RESERVED = frozenset(
@@ -197,6 +213,22 @@ class Prompts:
             raise invalid("suffix: this model has no fill-in-the-middle tokens", "suffix", "unsupported_value")
         short = len(prompt) + len(suffix) <= SHORT
         return await self._made("prompt", tenant, short, lambda: self._of_text(prompt, suffix))
+
+    async def steady(self, tokens: Sequence[int], end: int, tenant: str = "") -> int:
+        """Return how many of the first `end` tokens of a prompt stay the same with any text after them, if a context
+        can be continued only at a state; otherwise `end`. A line end, for example, may be one token with a dot.
+        """
+        if not self._spec.has_state:
+            return end
+        last = tokens[max(0, end - NEAR) : end]
+        return await self._made("messages", tenant, True, lambda: end - self._changing(last))
+
+    def _changing(self, tokens: Sequence[int]) -> int:
+        """Return how many of the last tokens of a text change if more text follows."""
+        text = self.token_text.of(tokens)
+        alone = encode_part(self._tokenizer, text)
+        same = min(common_prefix(alone, encode_part(self._tokenizer, text + more)) for more in JOINED)
+        return min(len(alone) - same, len(tokens))
 
     async def _made(self, param: str, tenant: str, short: bool, make: Callable[[], _Made]) -> _Made:
         """Return the result of `make`, called on the event loop if it is `short` and the thread has no work,

@@ -336,8 +336,8 @@ def written(answer: Answer, boundaries: Sequence[Boundary], first: int | None = 
     `boundaries` are in ascending order. With `first`, only so many first tokens of the prompt count.
     """
     at, found = answer.reuse.tokens, Counter[str]()
-    for i, (tokens, _) in enumerate(boundaries if answer.not_kept is None else ()):
-        tokens = tokens if first is None else min(tokens, first)
+    for i, boundary in enumerate(boundaries if answer.not_kept is None else ()):
+        tokens = boundary.tokens if first is None else min(boundary.tokens, first)
         longest = max((boundary.ttl for boundary in boundaries[i:]), key=LIFETIMES.__getitem__)
         found[longest] += max(0, tokens - at)
         at = max(at, tokens)
@@ -353,7 +353,9 @@ def usage_of(
     prompted = sum(answer.prompt_tokens for answer in prompts)
     generated = sum(len(answer.tokens) for answer in answers)
     kept = [
-        written(answer, [Boundary(answer.prompt_tokens, "")] if boundaries is None else boundaries).total()
+        written(
+            answer, [Boundary(answer.prompt_tokens, "", answer.prompt_tokens)] if boundaries is None else boundaries
+        ).total()
         for answer in prompts
     ]
     return {

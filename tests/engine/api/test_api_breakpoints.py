@@ -6,6 +6,7 @@ A token of the tiny models is a letter, and the template writes `role:content` o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from random import Random
 from string import ascii_lowercase
 from typing import Any
@@ -106,6 +107,19 @@ def test_a_prompt_is_read_up_to_a_breakpoint_of_a_message(family_engine: Running
     assert second.cache_read_input_tokens == len(HEAD + stable + "\nuser:")
     assert second.cache_creation_input_tokens == 0
     assert second.input_tokens == 70 + len("\nassistant:")
+
+
+@pytest.mark.parametrize("options", [{}, {"prompt_cache_options": EXPLICIT}])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_that_joins_with_the_one_before_reuses_all_else(
+    tmp_path: Path, kind: str, options: dict[str, Any]
+) -> None:
+    """A dot and a line end are one token, as of many models: so the last token before a breakpoint may be another."""
+    stable = letters(231, 12) + "."
+    with start_engine(write_family(tmp_path / "tiny", kind, joined=[".\n"])) as engine:
+        for text in ("first", "\nsecond", "third", "\n"):
+            _, read, _ = chat(engine, part(stable, marked=True), part(text), **options)
+            assert read >= len(HEAD + stable) - 1 or text == "first"
 
 
 def test_explicit_breakpoints_alone_are_kept(family_engine: RunningEngine) -> None:
