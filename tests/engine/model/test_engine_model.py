@@ -225,7 +225,7 @@ def test_counts_beyond_all_tensors_are_refused_at_once(tiny_model: Path, name: s
 @pytest.mark.parametrize("name", ["image_token_idx", "pad_idx", "image_token_index"])
 def test_the_id_of_a_token_is_no_count(tiny_model: Path, name: str) -> None:
     reconfigure(tiny_model, **{name: 128_004})
-    with pytest.raises(UnknownModelError, match="parameters not in model|Missing"):
+    with pytest.raises(UnknownModelError, match=r"parameters not in model|Missing"):
         load(tiny_model)
 
 
