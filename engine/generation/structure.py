@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -397,13 +398,19 @@ def _without_spelling(definition: dict[str, Any]) -> dict[str, Any]:
 
     llguidance encodes text that a grammar requires with the tokenizer. With their own names, the text of an added
     token, such as ``<|im_end|>`` in a schema's enum, would become the token, which may end the answer. Tokens of one
-    byte are text, also if the tokenizer lists them as special.
+    byte or character are text, also if the tokenizer lists them as special, and so are tokens that merges make, unless
+    it does.
+
+    A text that a grammar requires gets no first space: it is not the beginning of a text.
     """
     model = {**definition["model"]}
     vocabulary = model["vocab"]
     pieces = vocabulary if isinstance(vocabulary, dict) else {piece for piece, _ in vocabulary}
-    bytes_ = {piece for piece in pieces if BYTE.fullmatch(piece)}
-    listed = [token for token in definition["added_tokens"] if token["content"] not in bytes_]
+    merges: list[list[str]] = model.get("merges") or []
+    made = set(map("".join, merges))
+    text = {piece for piece in pieces if len(piece) == 1 or BYTE.fullmatch(piece)}
+    text |= {it["content"] for it in definition["added_tokens"] if not it["special"] and it["content"] in made}
+    listed = [token for token in definition["added_tokens"] if token["content"] not in text]
     unique = secrets.token_hex(8)
     names = {token["content"]: f"<{unique}-{token['id']}>" for token in listed}
     added = [{**token, "content": names[token["content"]]} for token in listed]
@@ -413,7 +420,20 @@ def _without_spelling(definition: dict[str, Any]) -> dict[str, Any]:
         model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocabulary]
     if unknown := model.get("unk_token"):
         model["unk_token"] = names.get(unknown, unknown)
-    return {**definition, "added_tokens": added, "model": model, "truncation": None, "padding": None}
+    if not (names.keys().isdisjoint(made) and names.keys().isdisjoint(chain.from_iterable(merges))):
+        model["merges"] = [pair for pair in merges if names.keys().isdisjoint((*pair, "".join(pair)))]
+    split = _without_first_space(definition.get("pre_tokenizer"))
+    changes = {"added_tokens": added, "model": model, "pre_tokenizer": split, "truncation": None, "padding": None}
+    return {**definition, **changes}
+
+
+def _without_first_space(split: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the definition of a pre-tokenizer that puts no space before a text. llguidance does so for Metaspace."""
+    if split is None:
+        return None
+    if split["type"] == "Sequence":
+        return {**split, "pretokenizers": [_without_first_space(one) for one in split["pretokenizers"]]}
+    return {**split, "add_prefix_space": False} if split["type"] == "ByteLevel" else split
 
 
 class Constraint:

@@ -22,9 +22,10 @@ import mlx.core as mx
 from llguidance import LLMatcher, LLTokenizer
 from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer, TokenizerWrapper
 from pydantic import create_model
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.decoders import BPEDecoder, ByteFallback, Fuse, Metaspace, Replace, Sequence, WordPiece
 from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from engine.generation.structure import (
@@ -274,6 +275,43 @@ def test_byte_tokens_listed_as_special_spell_text(text: str) -> None:
     while tokens[-1] != 1:
         tokens.append(int(process(mx.array(tokens[1:], mx.int32), mx.zeros((1, len(pieces)))).argmax()))
     assert TokenText(wrapped).of(tokens[1:-1]) == text
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("added", ["page", "a", "<mark>"])
+def test_an_added_token_may_be_in_merges(added: str, special: bool) -> None:
+    """Gemma's vocabulary lists tokens as added that merges make, too."""
+    tokenizer = Tokenizer.from_str(byte_level([("p", "a"), ("g", "e"), ("pa", "ge"), ("page", "s")]))
+    (tokenizer.add_special_tokens if special else tokenizer.add_tokens)([added])
+    assert text_of(tokenizer, "a page, pages <mark>") == "a page, pages <mark>"
+
+
+def test_a_constrained_answer_gets_no_first_space() -> None:
+    """RoBERTa's and older GPT-2's tokenizers put a space before each text."""
+    for split in (ByteLevel(add_prefix_space=True), pre_tokenizers.Sequence([ByteLevel(add_prefix_space=True)])):
+        tokenizer = Tokenizer.from_str(byte_level([]))
+        tokenizer.pre_tokenizer = split
+        assert text_of(tokenizer, '{"a": "b"}') == '{"a": "b"}'
+
+
+def byte_level(merges: list[tuple[str, str]]) -> str:
+    """Return the definition of a byte-level tokenizer with these merges, and the end of an answer as token 256."""
+    pieces = [*sorted(ByteLevel.alphabet()), "<end>", *("".join(pair) for pair in merges)]
+    tokenizer = Tokenizer(BPE({piece: i for i, piece in enumerate(pieces)}, merges))
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    return tokenizer.to_str()
+
+
+def text_of(tokenizer: Tokenizer, text: str) -> str:
+    """Return the only answer that a constraint to `text` allows."""
+    wrapped = TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>"))
+    vocabulary = tokenizer.get_vocab_size()
+    process = Constraints(wrapped, vocabulary, [256]).compile(of_choice([text])).processor(0)
+    tokens = [0]
+    while tokens[-1] != 256:
+        tokens.append(int(process(mx.array(tokens[1:], mx.int32), mx.zeros((1, vocabulary))).argmax()))
+    return TokenText(wrapped).of(tokens[1:-1])
 
 
 def test_the_time_of_an_answers_masks_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
