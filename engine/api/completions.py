@@ -292,7 +292,8 @@ async def conversation(
     asked[0] = replace(asked[0], explain=explain, lifetimes=Lifetimes(requested, tenant.name, service.tokens.count))
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered]
     streams = not (body.stop or body.stop_token_ids)
-    options = CallOptions(body.parallel_tool_calls, streams, prompts.separator, body.continued)
+    ids = [call.id for message in body.messages for call in message.tool_calls or ()]
+    options = CallOptions(body.parallel_tool_calls, streams, prompts.separator, body.continued, ids)
     readers = [Reader(prompts.markup, tokens, tools, written=written, options=options) for _ in asked]
     return asked, given, readers, comparable
 

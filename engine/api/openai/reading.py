@@ -6,7 +6,7 @@ import ast
 import json
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,6 +150,7 @@ class CallOptions:
     streams: bool = True  # False: calls by a grammar are returned when complete, because a stop string may cut them
     separator: str = ""  # white space that the chat template writes between a text and a call after it
     continued: str | None = None  # the beginning of the answer in the prompt; None if that is a text
+    ids: Collection[str] = ()  # of earlier calls in the conversation
 
 
 class Reader:
@@ -194,7 +195,7 @@ class Reader:
             self._state = self._normal
         self._marked = 0  # tokens that begin calls by a grammar, whose text has not been read
         self._calls_begun = 0
-        self._ids: set[str] = set()  # of the calls: a model may write one twice
+        self._ids = {*options.ids}  # of calls: a model may write one again
         self._calls_by_grammar = CallReader(written.calls) if written else None
         self._incomplete: list[Event] = []  # of the current call by a grammar, without `streams`
         self._incomplete_text = ""

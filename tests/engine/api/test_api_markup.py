@@ -101,7 +101,7 @@ def test_a_call_is_read(kind: str) -> None:
     assert read(markup(kind), BEFORE + start + CALLS[kind] + end + after) == (BEFORE + after, "", [EXPECTED])
 
 
-def test_each_call_of_an_answer_has_an_id_of_its_own() -> None:
+def test_each_call_of_a_conversation_has_an_id_of_its_own() -> None:
     """The model's own, unless an earlier call has it: clients assign results by ids."""
     start, end = marks("kimi_k2")
     text = start + 2 * CALLS["kimi_k2"] + CALLS["kimi_k2"].replace(":0", ":1") + end
@@ -109,6 +109,9 @@ def test_each_call_of_an_answer_has_an_id_of_its_own() -> None:
         ids = [call["id"] for call in read_pieces(markup("kimi_k2"), pieces)[0].calls]
         assert ids[::2] == ["functions.weather:0", "functions.weather:1"]
         assert ids[1].startswith("call_")
+        later = [call["id"] for call in read_pieces(markup("kimi_k2"), pieces, ids=ids)[0].calls]
+        assert all(one.startswith("call_") for one in later)
+        assert len({*ids, *later}) == 6
 
 
 @kinds
