@@ -69,14 +69,18 @@ class TextLikelihoods:
         return _shown(self._token_text.bytes_of(token))
 
     def _top(self, token: Token) -> dict[str, float]:
-        """Return the log-probabilities of the likeliest tokens by text.
+        """Return the log-probabilities of the likeliest tokens, and of the answer's token, by text.
 
-        If two tokens have the same text, the key of the less likely one is its id.
+        If two tokens have the same text, the key of the less likely one is its id, unless it is the answer's token.
         """
+        likeliest, own = token.top[: self._count], self._text(token.token)
+        if token.logprob is not None and all(likely != token.token for likely, _ in likeliest):
+            likeliest = (*likeliest, (token.token, token.logprob))
         top: dict[str, float] = {}
-        for likely, logprob in token.top[: self._count]:
+        for likely, logprob in likeliest:
             text = self._text(likely)
-            top[f"token_id:{likely}" if text in top else text] = logprob
+            named = likely != token.token and (text == own or text in top)
+            top[f"token_id:{likely}" if named else text] = logprob
         return top
 
     def _offset(self, token: int) -> int:

@@ -152,8 +152,25 @@ def test_equal_texts_are_not_merged(kind: Any) -> None:
     padding = [len(tokenizer) + i for i in range(3)]
     likeliest = [(padding[0], -0.5), (colon, -1.0), (padding[1], -2.0), (padding[2], -3.0)]
     token = Token(0, padding[1], "", False, -2.0, tuple(likeliest))
-    shown = TextLikelihoods(TokenText(tokenizer), [colon], 4).of([token])
-    assert shown["tokens"] == [""]
+    other = Token(0, colon, ":", False, -1.0, tuple(likeliest))
+    shown = TextLikelihoods(TokenText(tokenizer), [colon], 4).of([token, other])
+    assert shown["tokens"] == ["", ":"]
+    names = [f"token_id:{i}" for i in padding]
     assert shown["top_logprobs"] == [
-        {"": -0.5, ":": -1.0, f"token_id:{padding[1]}": -2.0, f"token_id:{padding[2]}": -3.0}
+        {names[0]: -0.5, ":": -1.0, "": -2.0, names[2]: -3.0},
+        {"": -0.5, ":": -1.0, names[1]: -2.0, names[2]: -3.0},
     ]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_the_token_of_an_answer_has_its_logprob_under_its_text(count: int) -> None:
+    """OpenAI's API returns up to one more than `logprobs`."""
+    tokenizer, (colon, *_) = byte_level()
+    padding = [len(tokenizer), len(tokenizer) + 1]
+    likeliest = ((padding[0], -0.5), (colon, -1.0), (padding[1], -2.0))
+    for token, logprob in likeliest:
+        answer = TextLikelihoods(TokenText(tokenizer), [colon], count)
+        shown = answer.of([Token(0, token, "", False, logprob, likeliest[:count])])
+        (text,), (top,) = shown["tokens"], shown["top_logprobs"]
+        assert top[text] == logprob
+        assert sorted(top.values(), reverse=True) == sorted({*dict(likeliest[:count]).values(), logprob}, reverse=True)
