@@ -401,7 +401,8 @@ def _without_spelling(definition: dict[str, Any]) -> dict[str, Any]:
     byte or character are text, also if the tokenizer lists them as special, and so are tokens that merges make, unless
     it does.
 
-    A text that a grammar requires gets no first space: it is not the beginning of a text.
+    A text that a grammar requires is not normalized, for example to NFC, and gets no first space: an answer has to
+    have its bytes.
     """
     model = {**definition["model"]}
     vocabulary = model["vocab"]
@@ -422,9 +423,19 @@ def _without_spelling(definition: dict[str, Any]) -> dict[str, Any]:
         model["unk_token"] = names.get(unknown, unknown)
     if not (names.keys().isdisjoint(made) and names.keys().isdisjoint(chain.from_iterable(merges))):
         model["merges"] = [pair for pair in merges if names.keys().isdisjoint((*pair, "".join(pair)))]
-    split = _without_first_space(definition.get("pre_tokenizer"))
-    changes = {"added_tokens": added, "model": model, "pre_tokenizer": split, "truncation": None, "padding": None}
-    return {**definition, **changes}
+    split, normal = _without_first_space(definition.get("pre_tokenizer")), _of_spaces(definition.get("normalizer"))
+    changes = {"added_tokens": added, "model": model, "normalizer": normal, "pre_tokenizer": split}
+    return {**definition, **changes, "truncation": None, "padding": None}
+
+
+def _of_spaces(normalizer: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the part of a normalizer's definition that replaces spaces, as SentencePiece's do."""
+    if normalizer is None:
+        return None
+    if normalizer["type"] == "Sequence":
+        return {**normalizer, "normalizers": [part for part in map(_of_spaces, normalizer["normalizers"]) if part]}
+    of_spaces = normalizer["type"] == "Prepend" or normalizer.get("pattern") == {"String": " "}
+    return normalizer if of_spaces else None
 
 
 def _without_first_space(split: dict[str, Any] | None) -> dict[str, Any] | None:

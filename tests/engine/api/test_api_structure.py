@@ -22,9 +22,11 @@ import mlx.core as mx
 from llguidance import LLMatcher, LLTokenizer
 from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer, TokenizerWrapper
 from pydantic import create_model
-from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.decoders import BPEDecoder, ByteFallback, Fuse, Metaspace, Replace, Sequence, WordPiece
 from tokenizers.models import BPE
+from tokenizers.normalizers import NFC, NFD, NFKC, Lowercase, Strip, StripAccents
+from tokenizers.normalizers import Replace as Replaced
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
@@ -292,6 +294,18 @@ def test_a_constrained_answer_gets_no_first_space() -> None:
         tokenizer = Tokenizer.from_str(byte_level([]))
         tokenizer.pre_tokenizer = split
         assert text_of(tokenizer, '{"a": "b"}') == '{"a": "b"}'
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [NFC(), NFKC(), Lowercase(), Replaced("\u200b", ""), normalizers.Sequence([NFD(), StripAccents(), Strip()])],
+)
+def test_a_constrained_answer_is_not_normalized(normalizer: normalizers.Normalizer) -> None:
+    """Qwen's tokenizers normalize to NFC. Names of files on macOS, for example, are NFD."""
+    text = "10 \u2126, cafe\u0301 \u00e9, \ufb2a \u0958, a\u200bb, YES "
+    tokenizer = Tokenizer.from_str(byte_level([]))
+    tokenizer.normalizer = normalizer
+    assert text_of(tokenizer, text) == text
 
 
 def byte_level(merges: list[tuple[str, str]]) -> str:
