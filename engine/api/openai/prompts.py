@@ -228,7 +228,8 @@ class Prompts:
         text = self.token_text.of(tokens)
         alone = encode_part(self._tokenizer, text)
         same = min(common_prefix(alone, encode_part(self._tokenizer, text + more)) for more in JOINED)
-        return min(len(alone) - same, len(tokens))
+        least = 0 if text[-1:].isascii() else 1  # of another script than those letters
+        return min(max(least, len(alone) - same), len(tokens))
 
     async def _made(self, param: str, tenant: str, short: bool, make: Callable[[], _Made]) -> _Made:
         """Return the result of `make`, called on the event loop if it is `short` and the thread has no work,

@@ -114,12 +114,16 @@ def test_a_prompt_is_read_up_to_a_breakpoint_of_a_message(family_engine: Running
 def test_a_text_that_joins_with_the_one_before_reuses_all_else(
     tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:
-    """A dot and a line end are one token, as of many models: so the last token before a breakpoint may be another."""
-    stable = letters(231, 12) + "."
-    with start_engine(write_family(tmp_path / "tiny", kind, joined=[".\n"])) as engine:
-        for text in ("first", "\nsecond", "third", "\n"):
-            _, read, _ = chat(engine, part(stable, marked=True), part(text), **options)
-            assert read >= len(HEAD + stable) - 1 or text == "first"
+    """A dot and a line end are one token, as of many models: so the last token before a breakpoint may be another. So
+    may that of a word in another script.
+    """
+    joined = [".\n", "日本", "日本語"]
+    with start_engine(write_family(tmp_path / "tiny", kind, joined=joined)) as engine:
+        for seed, end, follows in ((12, ".", "\nsecond"), (13, "日本", "語")):
+            stable = letters(231, seed)
+            for text in ("first", follows, "third", follows):
+                _, read, _ = chat(engine, part(stable + end, marked=True), part(text), **options)
+                assert read >= len(HEAD + stable) or text == "first"
 
 
 def test_explicit_breakpoints_alone_are_kept(family_engine: RunningEngine) -> None:
