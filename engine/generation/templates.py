@@ -15,12 +15,13 @@ import signal
 import subprocess
 import sys
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -34,9 +35,14 @@ from typing import Any, NamedTuple, cast
 #
 # Some tokenizers search for control tokens in normalized text, such as lower case or NFKC. Then other texts become
 # control tokens, too. Only the tokenizer knows these texts, so it encodes each piece, until it finds no such token.
+#
+# A template may change a text, or write two next to each other, so that a control token appears only then. So the
+# conversation is rendered a second time, with a mark after each character with which a control token can begin. If
+# fewer control tokens have no mark then, the second rendering is used, without the marks outside of control tokens.
 
 MARK = "\ufdd1"  # a noncharacter, which Unicode reserves for use within a program
 ROLES = ("user", "tool")
+_Object = dict[str, Any]  # a message, or the variables of a template
 
 
 class ControlTokens:
@@ -60,15 +66,66 @@ class ControlTokens:
         self._normalizes = bool(self._fast and self._fast.normalizer and any(it.normalized for it in controls.values()))
         # A lookahead also finds a token that begins within another one.
         self._found = re.compile(f"(?=({'|'.join(map(re.escape, longest_first)) or '(?!)'}))")
+        first = {form for text in longest_first for form in (text[0], *text[0].lower(), *text[0].upper())}
+        self._begun = re.compile(f"({'|'.join(map(re.escape, sorted(first))) or '(?!)'})(?!{MARK})")
         self._tokenizer = tokenizer
 
-    def marked(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message with MARK after the first character of each control token in its content. A message whose
-        role is not in ROLES is returned unchanged.
+    def rendered(
+        self, render: Callable[[list[_Object], _Object], str], messages: list[_Object], variables: _Object
+    ) -> str:
+        """Return a conversation with MARK after the first character of each control token in the content of messages
+        with a role in ROLES, and in variables of the template.
+
+        `render` renders messages and variables.
         """
-        if message["role"] not in ROLES:
-            return message
-        return {**message, "content": self._marked(message["content"])}
+        marked = self._each(self._marked, messages, variables)
+        text = render(*marked)
+        begun = self._each(lambda text: self._begun.sub(rf"\1{MARK}", text), *marked)
+        if begun == marked:
+            return text
+        other = render(*begun)
+        if self._without_mark(text) == self._without_mark(other):
+            return text
+        if self._normalizes:  # other marks are within forms of control tokens that only the tokenizer knows
+            return other
+        whole, marks = _joined(other)
+        within = {
+            at
+            for start, end in self._spans(whole)
+            for at in marks[bisect_right(marks, start) : bisect_left(marks, end)]
+        }
+        return MARK.join(whole[a:b] for a, b in pairwise([0, *sorted(within), len(whole)]))
+
+    def _each(
+        self, mark: Callable[[str], str], messages: list[_Object], variables: _Object
+    ) -> tuple[list[_Object], _Object]:
+        """Return messages and variables with the texts of users and tools as `mark` returns them. Lists and objects in
+        variables are returned as marked JSON.
+        """
+
+        def marked_value(value: Any) -> Any:
+            if isinstance(value, list | dict):
+                value = json.dumps(value)
+            return mark(value) if isinstance(value, str) else value
+
+        contents = [
+            {**message, "content": mark(message["content"])} if message["role"] in ROLES else message
+            for message in messages
+        ]
+        return contents, {name: marked_value(value) for name, value in variables.items()}
+
+    def _spans(self, text: str) -> list[tuple[int, int]]:
+        """Return the positions of all control tokens in a text without marks."""
+        return [found.span(1) for found in self._found.finditer(text)]
+
+    def _without_mark(self, text: str) -> list[str]:
+        """Return the control tokens in a rendered conversation that have no MARK within."""
+        whole, marks = _joined(text)
+        return [
+            whole[start:end]
+            for start, end in self._spans(whole)
+            if bisect_right(marks, start) == bisect_left(marks, end)
+        ]
 
     def _marked(self, text: str) -> str:
         text = text.replace(MARK, "\ufffd")
@@ -101,12 +158,6 @@ class ControlTokens:
                 parts.append(text)
         return parts
 
-    def marked_value(self, value: Any) -> Any:
-        """Return a variable of a template, with MARK in its text. Lists and objects are returned as marked JSON."""
-        if isinstance(value, list | dict):
-            value = json.dumps(value)
-        return self._marked(value) if isinstance(value, str) else value
-
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a rendered conversation: split it at the marks, remove them, and encode each
         piece.
@@ -118,6 +169,12 @@ class ControlTokens:
         for piece in rest:
             tokens += encode_after(self._tokenizer, piece)
         return tokens
+
+
+def _joined(text: str) -> tuple[str, list[int]]:
+    """Return a text without its marks, and their positions in it."""
+    pieces = text.split(MARK)
+    return "".join(pieces), [*accumulate(map(len, pieces[:-1]))]
 
 
 # -- tool calls --------------------------------------------------------------------------------------------------------

@@ -260,14 +260,15 @@ class Prompts:
         variables = _variables(body, template)
         plain = [self._plain(message, i, template) for i, message in enumerate(messages)]
         _name_results(plain)
-        controls = self._control_tokens(template) if self._sanitize else None
-        if controls:
-            plain = [controls.marked(message) for message in plain]
-            variables = {name: controls.marked_value(value) for name, value in variables.items()}
         asks = body.add_generation_prompt and not body.continue_final_message
         if body.continue_final_message:
             variables["continue_final_message"] = True
-        text = self._chat.text(plain, template, offered, asks=asks, variables=variables)
+
+        def render(messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+            return self._chat.text(messages, template, offered, asks=asks, variables=variables)
+
+        controls = self._control_tokens(template) if self._sanitize else None
+        text = controls.rendered(render, plain, variables) if controls else render(plain, variables)
         if answered:
             self._check_length([text], "messages")
             self._check_fits(len(text), "messages")
