@@ -42,19 +42,8 @@ SHORT = 1000  # characters of a text that is encoded on the event loop, in half 
 LETTERS_A_TOKEN = 16  # nearly every token has fewer characters
 NEAR = 16  # tokens before a position which other text after it may change
 # Texts that a tokenizer may join with the end of the text before: of each kind of characters, some.
-JOINED = (
-    "a",
-    "A",
-    "1",
-    " ",
-    "  x",
-    "\n",
-    "\n\n",
-    "\t",
-    *"!\"'(),-./:;=?_",
-    "\N{COMBINING ACUTE ACCENT}",
-    "\N{ZERO WIDTH JOINER}",
-)
+_ACCENT, _JOINER = "\N{COMBINING ACUTE ACCENT}", "\N{ZERO WIDTH JOINER}"
+JOINED = (*"aA1!\"'(),-./:;=?_ \n\t", "er", "ing", "s", "  x", "\n\n", _ACCENT, _JOINER)
 
 # Arguments of transformers' `render_jinja_template`, and of `apply_chat_template`.
 _RESERVED = frozenset(
