@@ -842,4 +842,6 @@ def test_ctrl_c_during_imports_of_mlx_is_not_lost(words: tuple[str, ...]) -> Non
 
 def test_ctrl_c_during_imports_of_a_connector_is_not_lost(server: RunningServer) -> None:
     words = ("connectors", "verify", "mlx-lm", "--model", "nosuch", "--url", server.url)
-    assert interrupted_at("kvpage_connectors.verify", "kvpage", *words) == (130, [b"kvpage: interrupted"])
+    code, lines = interrupted_at("kvpage_connectors.verify", "kvpage", *words)
+    assert (code, lines[-1:]) == (130, [b"kvpage: interrupted"])
+    assert all(line.startswith(b"process 1 of 2") for line in lines[:-1]), "it may have begun on a busy machine"
