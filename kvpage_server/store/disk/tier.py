@@ -383,7 +383,8 @@ class DiskTier(Tier):
 
     def load_lifetimes(self, restore: Callable[[Unit, int, bytes, int], int]) -> None:
         """Call `restore` with each unit that has a lifetime, its seconds, its tenant, and its end in unix milliseconds.
-        Write the end that it returns. Delete the lifetimes of units that do not exist.
+        Write the end that it returns. Delete the lifetimes of units that do not exist. If the disk refuses this, the
+        next start repeats it.
         """
         changes: list[Change] = []
         for lifetime in self.disk.lifetimes():
@@ -394,7 +395,10 @@ class DiskTier(Tier):
             elif (end := restore(unit, seconds, tenant, ends)) != ends:
                 changes.append(Write(LIFETIME + unit_name, b"", lifetime._replace(ends=end).pack()))
         if changes:
-            self.disk.write(changes)
+            try:
+                self.disk.write(changes)
+            except (DiskError, DiskFull) as error:
+                log.warning("the ends of lifetimes cannot be written: %s", error)
 
     def ensure_space_for_all(self) -> None:
         """Raise `maxdisk` if the loaded values exceed it. Called before other code uses the store."""

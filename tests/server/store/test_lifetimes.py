@@ -12,8 +12,12 @@ import redis
 from servers import start_server
 from stored_pages import ask, fill, held, set_block, small_store
 
+from kvpage_server.app import _open_store
 from kvpage_server.client import PageClient
+from kvpage_server.configuration.config import from_arguments
 from kvpage_server.page import unix_ms
+from kvpage_server.store.disk.database import Disk
+from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull
 
 TIERED = ("--store", "tiered", "--appendfsync", "always")
 SMALL_DISK = (*TIERED, "--maxdisk", "16mb", "--maxmemory", "8mb")
@@ -245,6 +249,29 @@ def test_lifetimes_go_on_after_a_restart_with_lower_limits(tmp_path: Path) -> No
         fill_disk(client, "x", 1)
     with start_server(*large, directory=tmp_path) as server, server.client() as client:
         assert client.info("kvpage")["kept"] == client.exists(*map(key, reqs)) == 100
+
+
+@pytest.mark.parametrize("refusal", [DiskError("Input/output error"), DiskFull("No space left on device")])
+def test_a_start_does_not_need_to_write_lifetimes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refusal: Exception
+) -> None:
+    """It writes earlier ends if the wall clock was set back."""
+    with start_server(*SMALL_DISK, directory=tmp_path) as server, server.client() as client:
+        set_large(client, "a")
+        assert keep(client, key("a")) == [1, ""]
+
+    def refuse(disk: Disk, changes: object) -> None:
+        raise refusal
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("kvpage_server.store.keyspace.unix_ms", lambda: unix_ms() - 60_000)
+    with monkeypatch.context() as refusing:
+        refusing.setattr(Disk, "write", refuse)
+        keyspace = _open_store(from_arguments(list(SMALL_DISK)))
+    assert len(keyspace.contents.leases) == 1
+    assert f"the ends of lifetimes cannot be written: {refusal}" in caplog.text
+    assert keyspace.tier is not None
+    keyspace.tier.disk.close()
 
 
 def test_a_flush_ends_all_lifetimes(tmp_path: Path) -> None:
