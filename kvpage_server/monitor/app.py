@@ -253,7 +253,10 @@ NO_CREDENTIALS = (
     "Basic and a user of the store\n"
 )
 SILENT = "the store does not answer\n"
-NO_ANSWER = "the store does not answer; without a password it accepts connections from its own machine only\n"
+NO_ANSWER = (
+    "the store does not answer, or refuses the connection: maxclients is reached, or it has no password and accepts "
+    "connections from its own machine only\n"
+)
 ASK = {"WWW-Authenticate": 'Basic realm="kvpage", charset="UTF-8"'}
 
 

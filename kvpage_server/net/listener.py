@@ -27,6 +27,7 @@ _HANDSHAKES_SHARE = 4  # TLS handshakes may hold 1/4 of maxmemory-clients
 _HANDSHAKE_LEAST = 0.5  # seconds that a TLS handshake gets, even if other connections wait for its place
 _HANDSHAKE_PAUSE = 0.05  # seconds without accepting while no place for a TLS handshake is free
 _COMPLETED_WITHIN = 10.0  # seconds that all-or-none writes get when the server stops
+_VIEWERS = 16  # connections from the HTTP process above maxclients, so that a full server can be monitored
 _DESCRIPTORS_PAUSE = 0.1  # seconds without accepting while no file descriptor is free
 
 _FULL = b"-ERR max number of clients reached\r\n"
@@ -180,17 +181,18 @@ class Listener:
     def take(self, sock: socket.socket, address: str, user: User | None, *, needs_password: bool) -> None:
         """Begin a session on a socket from the HTTP process: as `user`, or, if that is None, for a viewer at `address`.
 
-        With `needs_password`, the viewer has to log in as a user with a password.
+        With `needs_password`, the viewer has to log in as a user with a password. There may be _VIEWERS connections
+        more than maxclients.
         """
         with _closed_on_disconnect(sock):
-            if not self._refuse_if_necessary(sock, user is not None or _is_loopback(address)):
+            if not self._refuse_if_necessary(sock, user is not None or _is_loopback(address), _VIEWERS):
                 session = self._begin_session(sock, address, lambda session: SocketTransport(self._loop, sock, session))
                 session.client.touches = False  # reads of a viewer are no uses of a key
                 session.client.needs_password, session.client.over_http = needs_password, True
                 session.client.become(user or (None if needs_password else session.client.user))
 
-    def _refuse_if_necessary(self, sock: socket.socket, local: bool) -> bool:
-        """Refuse a connection if maxclients is reached, or in protected mode unless it is `local`.
+    def _refuse_if_necessary(self, sock: socket.socket, local: bool, above: int = 0) -> bool:
+        """Refuse a connection `above` maxclients, or in protected mode unless it is `local`.
 
         The client gets an error, and its socket is closed. Return whether the connection was refused.
         """
@@ -198,7 +200,7 @@ class Listener:
         if server.config.protected_mode and server.users.default.no_password and not local:
             self._refuse(sock, _PROTECTED)
             return True
-        while len(server.clients) + len(server.handshakes) >= server.config.maxclients:
+        while len(server.clients) + len(server.handshakes) >= server.config.maxclients + above:
             if not server.handshakes:
                 self._refuse(sock, _FULL)
                 return True

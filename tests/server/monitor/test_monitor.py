@@ -135,6 +135,18 @@ def test_info_suffices_for_metrics_and_no_right_is_an_error(seen: SeenServer) ->
     assert (page.status_code, page.text) == (403, refused.text)
 
 
+def test_metrics_are_readable_when_maxclients_is_reached(seen: SeenServer) -> None:
+    with seen.server.client(password="secret") as client, seen.stranger() as browser:
+        client.execute_command("ACL", "SETUSER", "scraper", "on", ">first", "-@all", "+info")
+        most = client.config_get("maxclients")["maxclients"]
+        client.config_set("maxclients", len(client.client_list()))
+        with seen.server.connect() as refused:
+            assert refused.recv(100) == b"-ERR max number of clients reached\r\n"
+        scraped = browser.get("/metrics", auth=("scraper", "first"))
+        client.config_set("maxclients", most)
+    assert (scraped.status_code, "kvpage_rejected_connections_total 0.0" in scraped.text) == (200, False)
+
+
 def test_a_password_that_was_changed_opens_no_more(seen: SeenServer) -> None:
     with seen.server.client(password="secret") as client, seen.browser() as browser:
         client.execute_command("ACL", "SETUSER", "brief", "on", ">first", "~*", "+@all")

@@ -24,7 +24,8 @@ from kvpage_server.system.durable import remove_unfinished, replacing
 from kvpage_server.system.process import raise_descriptor_limit
 
 # File descriptors of the process, in addition to those of clients: some 35 for files, listeners and event loop, and
-# others for the start of the process that answers HTTP, KV events, and files that are written.
+# others for the process that answers HTTP (its start, and connections above maxclients), KV events, and files that are
+# written.
 OWN_DESCRIPTORS = 64
 _FLAGS = "admin noscript loading stale"
 _LONGEST = 1 << 19  # bytes of all values of CONFIG SET together
