@@ -121,6 +121,7 @@ class MessageShape:
         self._content: list[Event] = []  # the blocks so far; the last one may be open
         self._arguments = ""  # JSON of the open block's tool call, as far as it was read
         self._open = False
+        self._unreadable = False  # whether the arguments of a call cannot be parsed
 
     @property
     def may_take_long(self) -> bool:
@@ -157,7 +158,7 @@ class MessageShape:
         return 0 if self._silent else len(answer.tokens)
 
     def _ending(self, answer: Answer) -> Event:
-        if self._silent or answer.finish_reason == "length":
+        if self._silent or self._unreadable or answer.finish_reason == "length":
             return _ending("max_tokens", None)
         if self._reader.parsed.calls:
             return _ending("tool_use", None)
@@ -198,8 +199,11 @@ class MessageShape:
         if not self._open:
             return
         if self._content[-1]["type"] == "tool_use":
-            # a call that `max_tokens` has cut has the arguments that are whole
-            self._content[-1]["input"] = from_json(self._arguments or "{}", allow_partial=True)
+            try:
+                # a call that `max_tokens` has cut has the arguments that are whole
+                self._content[-1]["input"] = from_json(self._arguments or "{}", allow_partial=True)
+            except ValueError:  # a grammar allows any nesting, and numbers of any length
+                self._unreadable = True
             self._arguments = ""
         self._open = False
         yield {"type": "content_block_stop", "index": len(self._content) - 1}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from pydantic_core import from_json
 
 from ...scheduling.request import Token
 from .calls import FORCED, INSTEAD, MARKED, CallReader, Closed, Event, Opened, Written
@@ -507,14 +508,18 @@ def _arguments(given: Any) -> str:
     """Return the arguments of a call as JSON. `given` is an object, a string with JSON, or None, as the model wrote
     them.
 
-    Raises ValueError for anything else.
+    Raises ValueError for anything else, and for more than _LEVELS nested lists and objects.
     """
     arguments = json.loads(given) if isinstance(given, str) and given.strip() else given or {}
     if not isinstance(arguments, dict):
         raise ValueError("arguments are an object")
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     text.encode()  # raises ValueError for half of a surrogate pair, which UTF-8 cannot represent
+    from_json("[" * (200 - _LEVELS) + text + "]" * (200 - _LEVELS))  # raises ValueError for more than 200 levels
     return text
+
+
+_LEVELS = 100  # of arguments: a client sends them back within a body, which may have 200 levels
 
 
 def _with_parameters(tool: dict[str, Any]) -> dict[str, Any]:

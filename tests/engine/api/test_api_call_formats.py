@@ -18,6 +18,8 @@ from engine_models import letter_tokenizer
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 from tokenizers import AddedToken
 
+from engine.agent_engine import Answer, Reuse
+from engine.api.anthropic.shapes import MessageEnvelope, MessageShape
 from engine.api.openai.calls import FORCED, INSTEAD, MARKED, CallError, Calls, OfferedTool, Written, compile_calls
 from engine.api.openai.reading import AnswerPart, Markup, Reader
 from engine.generation.structure import Constraints
@@ -191,6 +193,25 @@ def test_a_marked_call_is_one_call(kind: str) -> None:
         text, _ = written(tokenizer, made[0]._matcher, seed)
         assert text.startswith(start)
         assert len(read(tokenizer, replace(made[1], when=FORCED), text)) == 1
+
+
+@pytest.mark.parametrize("value", ["[" * 300, "[" * 300 + "]" * 300, "1" * 5000])
+def test_a_call_that_cannot_be_parsed_has_empty_input(value: str) -> None:
+    """In a message, whose input is an object: its grammar allows the text, and the message says that it was cut."""
+    tokenizer = tokenizer_of("json_tools")
+    constraints = Constraints(tokenizer, len(tokenizer), [END])
+    tools = [OfferedTool("ping", {"properties": {"a": {}}}, 0)]
+    made = compile_calls(tokenizer, constraints, tools, FORCED, several=False)
+    assert made
+    text = f'<tool_call>\n{{"name": "ping", "arguments": {{"a": {value}'
+    matcher = made[0]._matcher.deep_copy()
+    assert all(map(matcher.consume_token, tokenizer.encode(text, add_special_tokens=False)))
+    envelope = MessageEnvelope("msg_1", "tiny", None, 1, (), lambda answer: None)
+    shape = MessageShape(envelope, Reader(Markup(tokenizer), [1, 2], [], written=made[1]), silent=False)
+    shape.add(Token(0, 5, text, False))
+    message = shape.choice(Answer(0, "a", text, (5,), "stop", None, 1, Reuse()))
+    assert (message["content"][-1]["input"], message["stop_reason"]) == ({}, "max_tokens")
+    assert envelope.encoded([message])
 
 
 def test_calls_or_json() -> None:

@@ -101,6 +101,15 @@ def test_a_call_is_read(kind: str) -> None:
     assert read(markup(kind), BEFORE + start + CALLS[kind] + end + after) == (BEFORE + after, "", [EXPECTED])
 
 
+def test_a_call_of_more_than_100_levels_is_text() -> None:
+    """A client could not send it back: a body has 200 levels."""
+    for levels, is_call in ((99, True), (150, False), (2000, False)):
+        value = "[" * levels + "]" * levels
+        text = f'<tool_call>{{"name": "weather", "arguments": {{"city": {value}}}}}</tool_call>'
+        expected = ("", "", [("weather", {"city": json.loads(value)})]) if is_call else (text, "", [])
+        assert read(markup("json_tools"), text) == expected
+
+
 def test_each_call_of_a_conversation_has_an_id_of_its_own() -> None:
     """The model's own, unless an earlier call has it: clients assign results by ids."""
     start, end = marks("kimi_k2")
