@@ -112,6 +112,8 @@ class Engine:
         name = model_name(options.model, options.adapter)
         spec = _probe(model, tokenizer, name, options.kv_bits, options.kv_quantised_from)
         spec = replace(spec, sharing=sharing(options.share, tokenizer))
+        # Only tokens that have logits can end an answer: MLX does not check indices.
+        tokenizer.eos_token_ids = {id_ for id_ in tokenizer.eos_token_ids if id_ < spec.vocab_size}
         if options.in_turns:
             spec = replace(spec, batches=False, resumes=False)
         weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import httpx
 import openai
 import pytest
-from api_engines import RunningEngine, start_engine, write_caller
+from api_engines import RunningEngine, start_engine, write_caller, write_tiny
 from engine_models import letter_tokenizer
 
 # isort: split
@@ -61,6 +61,18 @@ def chat(api: openai.OpenAI, seed: int = 1, **more: Any) -> Any:
 
 def schema(of: dict[str, Any]) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": of, "strict": True}}}
+
+
+def test_end_tokens_without_logits_are_ignored(tmp_path: Path) -> None:
+    """As of a config.json that was copied from a larger model."""
+    model = write_tiny(tmp_path / "tiny")
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    ends = [config["eos_token_id"], 999_999]
+    (model / "config.json").write_text(json.dumps({**config, "eos_token_id": ends}), encoding="utf-8")
+    with start_engine(model) as engine, engine.client() as api:
+        assert is_person(chat(api, **schema(of=PERSON)).choices[0].message.content)
+        for more in ({"ignore_eos": True}, {"xtc_probability": 1.0, "xtc_threshold": 0.1}):
+            assert chat(api, max_tokens=8, extra_body=more).usage.completion_tokens == 8
 
 
 def nested(levels: int) -> dict[str, Any]:
