@@ -191,6 +191,8 @@ class TextConfig(RequestBody):
 class Reasoning(RequestBody):
     """The effort of the reasoning. The whole reasoning is in the answer, so it needs no summary."""
 
+    unsupported: ClassVar = {"context": ("auto",), "mode": ("standard",)}
+
     effort: str | None = None
 
 

@@ -31,6 +31,7 @@ from openai.types.responses import (
 )
 from openai.types.responses.response_create_params import PromptCacheOptions, ResponseCreateParamsBase
 from openai.types.responses.response_input_param import FunctionCallOutput, ItemReference
+from openai.types.shared_params import Reasoning
 from servers import RunningServer, free_port, start_server
 from waiting import until
 
@@ -404,6 +405,7 @@ def test_a_diagnosis_names_the_difference(responses: openai.OpenAI) -> None:
         ({"conversation": {"id": "a"}, "previous_response_id": "b"}, "conversation", "takes no previous_response_id"),
         ({"background": True}, "background", "this engine supports only false"),
         ({"truncation": "auto"}, "truncation", 'this engine supports only "disabled"'),
+        ({"reasoning": {"context": "all_turns"}}, "reasoning.context", 'this engine supports only "auto"'),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "this engine does not support it"),
         ({"prompt_cache_options": {"mode": "other"}}, "prompt_cache_options.mode", "Input should be 'implicit'"),
         ({"include": ["message.output_text.logprobs"]}, "include", "this engine supports only"),
@@ -452,6 +454,7 @@ def test_a_call_that_was_cut_is_continued(responses: openai.OpenAI) -> None:
         (FunctionToolParam, schema.ResponseTool),
         (ResponseTextConfigParam, schema.TextConfig),
         (PromptCacheOptions, schema.PromptCacheOptions),
+        (Reasoning, schema.Reasoning),
     ],
     ids=lambda kind: kind.__name__,
 )
