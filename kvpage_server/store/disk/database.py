@@ -10,11 +10,12 @@ import logging
 import os
 import shutil
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NamedTuple, TypeAlias
+from typing import IO, NamedTuple, TypeAlias, TypeVar
 
 import lmdb
 import numpy as np
@@ -344,6 +345,9 @@ def _bodies_of(key: bytes, data: bytes) -> Iterator[Body]:
 # A crash of the machine loses only changes that were not committed. With `appendfsync no`, a commit is not flushed, and
 # a crash of the machine may damage the file. The next start checks the structure, and each value has a checksum.
 #
+# If the write of that page fails, LMDB refuses everything from then on, also reads. Then the thread that writes opens
+# the file again, after all reads have ended. It has the last commit that succeeded.
+#
 # Any thread may read, and one thread at a time may write. Every call may wait for the disk.
 
 FILE = "kvpage.lmdb"
@@ -356,10 +360,19 @@ _MANY = 8  # values of one read, from which on a lookup decodes all pages of a s
 _MOST_FREE = 16 << 20  # bytes by which a file that is larger than `maxdisk` may grow
 _MOST_KNOWN = 1 << 14  # pages whose `Body` is cached
 _DECODED = 4  # entries of the database whose bodies are decoded in one commit; a sheet has up to 6,144 pages
+_READS_END_WITHIN = 5.0  # seconds; borrowed reads end after `borrowed_reads.LONGEST`
+_NEXT_WRITE_WITHIN = 3.0  # seconds after a failed write; the next one opens the file again
+_RETRY = 0.01  # seconds
 
 log = logging.getLogger("kvpage")
 
+_T = TypeVar("_T")
 _Place = tuple[bytes, Spot] | None  # database key of a sheet, and the row in it; None for other values
+
+
+def _has_reads(env: lmdb.Environment) -> bool:
+    """Return whether a transaction reads. LMDB's table of readers has its number, or - for a transaction that ended."""
+    return any(line.split()[-1].isdigit() for line in env.readers().splitlines())
 
 
 class Disk:
@@ -379,6 +392,9 @@ class Disk:
         self._reserve = directory / f"{FILE}.reserve"
         # Id of the last committed transaction, and a cache for it: the `Body` of pages by name.
         self._page_cache: tuple[int, dict[bytes, Body]] = 0, {}
+        self._recovering = False  # whether the file is being opened again
+        self._is_open = True  # False if that has failed
+        self._map_size = 0  # of the closed map
         self._locks = ExitStack()
         with lmdb_errors(directory / _LOCK, writing=True):
             self._locks.enter_context(lock(directory / _LOCK))
@@ -402,7 +418,7 @@ class Disk:
             raise
         try:
             self._marker.opened()
-            self._attach()
+            self._attach(self._env)
             self._ensure_free_pages(maxdisk)
             self._lifetimes = self._env.open_db(b"kept")
             self._keep_reserve()
@@ -411,8 +427,7 @@ class Disk:
             self._marker.close()
             raise
 
-    def _attach(self) -> None:
-        env = self._env
+    def _attach(self, env: lmdb.Environment) -> None:
         try:
             about = env.open_db(b"about", create=False)
         except lmdb.NotFoundError:
@@ -440,6 +455,53 @@ class Disk:
             self.quarantined = txn.stat(self._quarantine)["entries"]
             last = txn.cursor(self._pieces)
             self._next = NUMBER.unpack(last.key())[0] + 1 if last.last() else 1
+
+    def _begin_to_write(self) -> _Txn:
+        """Begin to write. Open the file again if LMDB refuses everything since a failed write."""
+        if self._is_open:
+            with suppress(lmdb.PanicError):
+                return self._env.begin(write=True)
+        self._open_again()
+        return self._env.begin(write=True)
+
+    def _open_again(self) -> None:
+        """Open the file again as soon as all reads have ended. Raises lmdb.Error, OSError, DiskError."""
+        self._recovering = True
+        try:
+            if self._is_open:
+                until = time.monotonic() + _READS_END_WITHIN
+                while _has_reads(self._env) and time.monotonic() < until:
+                    time.sleep(_RETRY)
+                if _has_reads(self._env):
+                    return  # the next write repeats it
+                self._map_size = self._env.info()["map_size"]
+                self._is_open = False
+                self._env.close()
+            env = open_map(self.path, self._map_size, flushes=self._flushes)
+            try:
+                self._attach(env)
+                self._lifetimes = env.open_db(b"kept")
+            except BaseException:
+                env.close()
+                raise
+            self._env, self._is_open = env, True
+            log.warning("%s was opened again after a failed write", self.path)
+        finally:
+            self._recovering = False
+
+    def _begin(self, begin: Callable[[lmdb.Environment], _T]) -> _T:
+        """Return the transaction that `begin` begins. Wait until the file is open again after a failed write."""
+        begun = time.monotonic()
+        while True:
+            env = self._env
+            try:
+                return begin(env)
+            except lmdb.Error as error:
+                waited = time.monotonic() - begun
+                refused = isinstance(error, lmdb.PanicError) and waited < _NEXT_WRITE_WITHIN
+                if not (refused or env is not self._env or (self._recovering and waited < _READS_END_WITHIN)):
+                    raise
+            time.sleep(_RETRY)
 
     def resize(self, maxdisk: int) -> None:
         """Let the file grow to `maxdisk` bytes; it never shrinks. No thread may read or write during the call."""
@@ -497,11 +559,15 @@ class Disk:
         """Bytes for new pages: of the file system, and of the file behind the last used page. A failed write leaves
         such pages.
         """
-        used = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
-        return shutil.disk_usage(self.path.parent).free + max(self.size - used, 0)
+        free = shutil.disk_usage(self.path.parent).free
+        try:
+            used = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+        except lmdb.Error:  # it is being opened again
+            return free
+        return free + max(self.size - used, 0)
 
     def __len__(self) -> int:
-        with self._env.begin() as txn:
+        with self._begin(lambda env: env.begin()) as txn:
             return txn.stat(self._records)["entries"]
 
     # -- writing ---------------------------------------------------------------------------------------------------
@@ -522,7 +588,7 @@ class Disk:
             self._keep_reserve(least=0)
 
     def _remove_lost(self) -> None:
-        with self._env.begin(write=True) as txn:
+        with self._begin_to_write() as txn:
             removed, coded = self._lost.remove(txn), self.coded
             if removed:
                 coded = self._lost.coded(txn)
@@ -534,8 +600,8 @@ class Disk:
 
     def _commit_small_change(self) -> None:
         """Commit a small change, after which LMDB can reuse the pages that the last commit freed."""
-        with self._env.begin(write=True, db=self._about) as txn:
-            txn.put(b"turn", NUMBER.pack(txn.id()))
+        with self._begin_to_write() as txn:
+            txn.put(b"turn", NUMBER.pack(txn.id()), db=self._about)
         self._marker.committed()
 
     def _commit_in_parts(self, changes: list[Change]) -> None:
@@ -593,7 +659,7 @@ class Disk:
         before = self._next, self.format, self.coded
         coded: dict[bytes, int] = {}
         try:
-            with self._env.begin(write=True) as txn:
+            with self._begin_to_write() as txn:
                 sheets = Sheets(txn, self._records)
                 for change in changes:
                     self._change(txn, sheets, change, piece, coded)
@@ -760,7 +826,7 @@ class Disk:
         """
         before = self.format
         try:
-            with lmdb_errors(self.path, writing=True), self._env.begin(write=True) as txn:
+            with lmdb_errors(self.path, writing=True), self._begin_to_write() as txn:
                 for key, data in [*txn.cursor(self._quarantine)]:
                     if any(body.coded for body in _bodies_of(key[NUMBER.size :], data)):
                         self._delete_pieces_of(txn, key[NUMBER.size :], data)
@@ -783,7 +849,7 @@ class Disk:
 
         The sheets are in the order of their database keys.
         """
-        with lmdb_errors(self.path), self._env.begin() as txn:
+        with lmdb_errors(self.path), self._begin(lambda env: env.begin()) as txn:
             cursor = txn.cursor(self._records)
             if not cursor.set_range(records.PREFIX):
                 return
@@ -797,7 +863,7 @@ class Disk:
 
     def lifetimes(self) -> list[Lifetime]:
         """Return all lifetimes."""
-        with lmdb_errors(self.path), self._env.begin(db=self._lifetimes) as txn:
+        with lmdb_errors(self.path), self._begin(lambda env: env.begin(db=self._lifetimes)) as txn:
             return [Lifetime.unpack(data) for _, data in txn.cursor()]
 
     def records(self, after: bytes = b"", most: int = 1 << 62) -> Iterator[tuple[bytes, Record | Damaged]]:
@@ -816,7 +882,7 @@ class Disk:
                 yield key, damage
 
     def _all(self, start: bytes, most: int) -> Iterator[tuple[bytes, bytes]]:
-        with lmdb_errors(self.path), self._env.begin() as txn:
+        with lmdb_errors(self.path), self._begin(lambda env: env.begin()) as txn:
             cursor = txn.cursor(self._records)
             if cursor.set_range(start) if start else cursor.first():
                 yield from (found for _, found in zip(range(most), cursor, strict=False))
@@ -827,7 +893,7 @@ class Disk:
         `values` has names and memory. A value of another size than its memory counts as absent. The GIL is released
         while bodies are copied or read from disk.
         """
-        with lmdb_errors(self.path), self._env.begin(buffers=True) as txn:
+        with lmdb_errors(self.path), self._begin(lambda env: env.begin(buffers=True)) as txn:
             bodies = self._bodies(txn, len(values))
             return [bodies.read(name, into) for name, into in values]
 
@@ -838,7 +904,7 @@ class Disk:
         system's page cache. Raises DiskError.
         """
         with lmdb_errors(self.path):
-            txn = self._env.begin(buffers=True)
+            txn = self._begin(lambda env: env.begin(buffers=True))
             bodies = self._bodies(txn, len(values))
             return txn, [bodies.find(name, size) for name, size in values]
 
@@ -852,5 +918,5 @@ class Disk:
 
     def check(self, name: bytes) -> int:
         """Read a value's body and check it. Return its size in bytes; 0 if there is none. Raises Damaged, DiskError."""
-        with lmdb_errors(self.path), self._env.begin(buffers=True) as txn:
+        with lmdb_errors(self.path), self._begin(lambda env: env.begin(buffers=True)) as txn:
             return self._bodies(txn, _MANY).check(name)

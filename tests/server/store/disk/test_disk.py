@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import os
 import random
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -292,6 +294,47 @@ def test_writes_fail_while_the_file_has_lost_its_name(disk: Disk, replaced: bool
     aside.replace(disk.path)
     disk.write([])
     disk.flush()
+
+
+@contextmanager
+def failing_meta_page(path: Path) -> Iterator[None]:
+    """LMDB writes the page that refers to a commit with a descriptor of its own, which is replaced by one to read."""
+    links = [*Path("/proc/self/fd").iterdir()]
+    open_ones = [int(link.name) for link in links if link.exists() and link.samefile(path)]
+    (own,) = (fd for fd in open_ones if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY)
+    kept, only_to_read = os.dup(own), os.open(path, os.O_RDONLY)
+    os.dup2(only_to_read, own)
+    try:
+        yield
+    finally:
+        os.dup2(kept, own)
+        os.close(kept)
+        os.close(only_to_read)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds LMDB's descriptor in /proc")
+def test_one_failed_write_of_the_meta_page_ends_nothing(tmp_path: Path) -> None:
+    """LMDB refuses everything after such a failure, also reads."""
+    disk = Disk(tmp_path)
+    disk.write([Write(b"ka", b"", body(50_000, 1))])
+    held, found = disk.find([(b"ka", 50_000)])
+    with failing_meta_page(disk.path), pytest.raises(DiskError):
+        disk.write([Write(b"kb", b"", b"lost")])
+    with ThreadPoolExecutor(2) as pool:
+        reading = pool.submit(read, disk, b"ka", 50_000)
+        writing = pool.submit(disk.write, [Write(b"kc", b"", b"next")])
+        assert not wait([writing], 0.3).done, "a read is not over"
+        assert b"".join(map(bytes, cast(Any, found[0]))) == body(50_000, 1)
+        del found, held
+        writing.result(20)
+        assert reading.result(20) == body(50_000, 1)
+    assert [read(disk, name, 4) for name in (b"kb", b"kc")] == [None, b"next"]
+    disk.write([Write(b"kd", b"", b"last")])
+    disk.close()
+    disk = Disk(tmp_path)
+    assert [read(disk, name, 4) for name in (b"kb", b"kc", b"kd")] == [None, b"next", b"last"]
+    assert read(disk, b"ka", 50_000) == body(50_000, 1)
+    disk.close()
 
 
 def test_a_missing_or_read_only_directory_is_refused(tmp_path: Path) -> None:
