@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import logging
 import os
@@ -141,6 +142,7 @@ def _main(words: list[str]) -> None:
 def _run(config: Config) -> None:
     """Run a server with a checked configuration until it is stopped. Raises the errors of a start."""
     log.start(config)
+    faulthandler.enable()  # prints a crash, such as SIGBUS where the disk cannot read a page of the map
     exit_on_signals()
     _ensure_descriptors(config)
     enter_data_directory(config)

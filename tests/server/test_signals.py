@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from waiting import until
 
 from kvpage_server.system.process import IGNORED, STOP
 
+MB = 1024**2
 BODY = b"acknowledged" * 1000
 FATE = re.compile(r"^\| (`SIG.*?) \| (.*?) \|", re.MULTILINE)
 
@@ -300,6 +301,20 @@ def fates() -> dict[str, str]:
     """Return the documented effect of each signal in docs/operations.md."""
     table = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     return {name: fate for names, fate in FATE.findall(table) for name in re.findall(r"`(SIG\w+)`", names)}
+
+
+def test_an_unreadable_file_ends_it_with_a_reason(tmp_path: Path) -> None:
+    with start_server("--store", "tiered", directory=tmp_path) as server, server.client() as client:
+        client.mset({f"key {number}": os.urandom(MB) for number in range(8)})
+    port = free_port()
+    command = [sys.executable, "-m", "kvpage_server", "--port", str(port), "--dir", str(tmp_path), "--scrub-rate", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8") as process:
+        until(lambda: answers(port), "the start", within=START_WITHIN)
+        os.truncate(tmp_path / "kvpage.lmdb", MB)  # an access above raises SIGBUS, as with an unreadable sector
+        with redis.Redis(port=port) as client, suppress(redis.ConnectionError):
+            client.mget([f"key {number}" for number in range(8)])
+        printed = process.communicate(timeout=STOP_WITHIN)[1]
+    assert (process.returncode, "Fatal Python error: Bus error" in printed) == (-signal.SIGBUS, True)
 
 
 def test_the_table_of_signals_is_true_and_whole() -> None:
