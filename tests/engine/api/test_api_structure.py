@@ -64,7 +64,7 @@ def schema(of: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_end_tokens_without_logits_are_ignored(tmp_path: Path) -> None:
-    """As of a config.json that was copied from a larger model."""
+    """A config.json that was copied from a larger model has such tokens."""
     model = write_tiny(tmp_path / "tiny")
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     ends = [config["eos_token_id"], 999_999]
