@@ -7,6 +7,7 @@ This module needs uvicorn and starlette, and imports no other module of this pro
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import logging
 import math
@@ -447,11 +448,13 @@ class HttpConnection(H11Protocol):
 
 EVERY_SECONDS = 60.0
 MOST_KINDS = 256  # further kinds count as one
+# Errors of a system without descriptors or memory, and of accept(2) for a connection that has failed.
+_SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EPROTO, errno.ENETDOWN, errno.EPERM}
 
 
 class RateLimitedLog(logging.Filter):
     """Log filter that passes records without an exception, and one record a minute for each line of code that
-    raises.
+    raises. The record of a system without descriptors or memory is one line, without a traceback.
     """
 
     def __init__(self) -> None:
@@ -469,6 +472,9 @@ class RateLimitedLog(logging.Filter):
         if now < self._again.get(kind, now):
             return False
         self._again[kind] = now + EVERY_SECONDS
+        if isinstance(error, OSError) and error.errno in _SHORTAGES:
+            message = record.getMessage().partition("\n")[0]
+            record.msg, record.args, record.exc_info = f"{message}: {error.strerror}", (), None
         return True
 
 

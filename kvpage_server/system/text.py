@@ -6,6 +6,7 @@ timestamps and everything on disk use the wall clock, `page.unix_ms`.
 
 from __future__ import annotations
 
+import codecs
 import logging
 import os
 import re
@@ -97,6 +98,9 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(map(_shown, text))
 
 
+_escape = codecs.getencoder("unicode_escape")  # loaded now: later, the process may have no file descriptor
+
+
 def _shown(letter: str) -> str:
     if letter.isprintable():
         return letter
@@ -104,7 +108,7 @@ def _shown(letter: str) -> str:
         return f"\\x{ord(letter) - 0xDC00:02x}"
     if "\x80" <= letter <= "\xff":  # two bytes of UTF-8, and not the byte with this number
         return f"\\u{ord(letter):04x}"
-    return letter.encode("unicode_escape").decode()
+    return _escape(letter)[0].decode()
 
 
 def name_shown(name: bytes) -> str:

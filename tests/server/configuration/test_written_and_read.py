@@ -188,6 +188,15 @@ def test_a_message_is_one_line_of_the_log() -> None:
     assert all(line.startswith("    ") and line.isprintable() for line in traceback)
 
 
+def test_a_line_is_escaped_without_a_free_descriptor() -> None:
+    program = (
+        "import resource; from kvpage_server.system.text import printable; "
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0)); print(printable('a\\nb'))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", timeout=100)
+    assert (done.stdout, done.stderr) == ("a\\nb\n", "")
+
+
 def test_times_before_1970_have_positive_milliseconds() -> None:
     handler = log._handler(Config())
     for json in (False, True):

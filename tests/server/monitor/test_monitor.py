@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -391,6 +392,20 @@ def test_one_that_hangs_ends_with_the_server() -> None:
         finally:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="only Linux limits another process")
+def test_without_descriptors_its_log_has_a_line_and_no_traceback() -> None:
+    with start_seen_server() as seen, ExitStack() as stack:
+        pid = seen.companion()
+        used = len(os.listdir(f"/proc/{pid}/fd"))
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (used + 2, used + 2))
+        for _ in range(20):
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", seen.http)))
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        until(lambda: "Too many open files" in seen.server.log)
+        time.sleep(0.1)
+        assert [line for line in seen.server.log.splitlines() if "Traceback" in line or "Logging error" in line] == []
 
 
 def _lives(pid: int) -> bool:
