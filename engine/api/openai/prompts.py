@@ -35,7 +35,7 @@ from ...scheduling import TenantThread
 from ...spec import ModelCacheSpec
 from .calls import FORCED, INSTEAD, MARKED, CallError, OfferedTool, Written, compile_calls
 from .errors import invalid
-from .reading import REASONING, Markup
+from .reading import REASONING, Markup, levels
 from .schema import ChatBody, CompletionFields, Message, ResponseFormat, Tool
 
 SHORT = 1000  # characters of a text that is encoded on the event loop, in half a millisecond
@@ -247,7 +247,7 @@ class Prompts:
         if offered:
             self.separator = self._call_format(template).separator
         variables = _variables(body, template)
-        plain = [self._plain(message, i, template) for i, message in enumerate(messages)]
+        plain = [self._plain(message, template) for message in messages]
         _name_results(plain)
         asks = body.add_generation_prompt and not body.continue_final_message
         if body.continue_final_message:
@@ -272,11 +272,9 @@ class Prompts:
             self._controls[template] = ControlTokens(self._tokenizer, template)
         return self._controls[template]
 
-    def _plain(self, message: Message, i: int, template: str | None) -> dict[str, Any]:
-        """Return message number `i` for the template: the content as text, and the arguments and ids of calls in the
+    def _plain(self, message: Message, template: str | None) -> dict[str, Any]:
+        """Return a message for the template: the content as text, and the arguments and ids of calls in the
         format that the template expects. White space that the template writes around a thought is not in the message.
-
-        Raises ApiError for arguments that are nested too deeply.
         """
         plain = message.model_dump(exclude_none=True, exclude={"reasoning", "reasoning_content"})
         plain.setdefault("content", "")
@@ -287,10 +285,10 @@ class Prompts:
             plain["content"] = plain["content"].removeprefix(following)
         if plain["role"] == "developer":
             plain["role"] = "system"
-        for j, call in enumerate(plain.get("tool_calls", ())):
-            function, param = call["function"], f"messages[{i}].tool_calls[{j}].function.arguments"
+        for call in plain.get("tool_calls", ()):
+            function = call["function"]
             function["arguments"] = function["arguments"].strip() or "{}"
-            arguments = _parsed(function["arguments"], param)
+            arguments = _parsed(function["arguments"])
             if not self._call_format(template).text:
                 function["arguments"] = arguments
         for named in (plain, *plain.get("tool_calls", ())):
@@ -383,14 +381,12 @@ def _variables(body: ChatBody, template: str | None) -> dict[str, Any]:
     return body.variables
 
 
-def _parsed(arguments: str, param: str) -> dict[str, Any]:
+def _parsed(arguments: str) -> dict[str, Any]:
     """Return the arguments of a tool call, decoded from JSON; an empty object for other text, as of a call that
-    `max_tokens` has cut. Raises ApiError, which names `param`, if they are nested too deeply.
+    `max_tokens` has cut, and for more than 200 levels, which a model can write and templates cannot.
     """
     try:
         parsed = json.loads(arguments)
-    except ValueError:
-        parsed = {}
-    except RecursionError:
-        raise invalid(f"{param}: is nested too deeply", param) from None
-    return parsed if isinstance(parsed, dict) else {}
+    except (ValueError, RecursionError):
+        return {}
+    return parsed if isinstance(parsed, dict) and levels(parsed) <= 200 else {}

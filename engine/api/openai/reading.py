@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from pydantic_core import from_json
 
 from ...scheduling.request import Token
 from .calls import FORCED, INSTEAD, MARKED, CallReader, Closed, Event, Opened, Written
@@ -508,18 +507,23 @@ def _arguments(given: Any) -> str:
     """Return the arguments of a call as JSON. `given` is an object, a string with JSON, or None, as the model wrote
     them.
 
-    Raises ValueError for anything else, and for more than _LEVELS nested lists and objects.
+    Raises ValueError for anything else, and for more than 100 levels.
     """
     arguments = json.loads(given) if isinstance(given, str) and given.strip() else given or {}
-    if not isinstance(arguments, dict):
-        raise ValueError("arguments are an object")
+    if not isinstance(arguments, dict) or levels(arguments) > 100:  # a client sends them back within a body of 200
+        raise ValueError("arguments are an object of at most 100 levels")
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     text.encode()  # raises ValueError for half of a surrogate pair, which UTF-8 cannot represent
-    from_json("[" * (200 - _LEVELS) + text + "]" * (200 - _LEVELS))  # raises ValueError for more than 200 levels
     return text
 
 
-_LEVELS = 100  # of arguments: a client sends them back within a body, which may have 200 levels
+def levels(value: Any) -> int:
+    """Return the number of levels of nested lists and objects in a JSON value."""
+    count, inner = 0, [value]
+    while inner := [one for one in inner if isinstance(one, dict | list)]:
+        count += 1
+        inner = [item for one in inner for item in (one.values() if isinstance(one, dict) else one)]
+    return count
 
 
 def _with_parameters(tool: dict[str, Any]) -> dict[str, Any]:

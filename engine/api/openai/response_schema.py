@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from .errors import ApiError, invalid, renamed, shortened
@@ -106,25 +104,13 @@ class MessageItem(MarkedBody):
     content: Text
 
 
-def _arguments(text: str) -> str:
-    """Return the arguments of a call unchanged, also those of a call that `max_tokens` has cut. Raises
-    PydanticCustomError if they are nested too deeply.
-    """
-    try:
-        with suppress(ValueError):
-            json.loads(text)
-    except RecursionError:
-        raise PydanticCustomError("invalid_value", "is nested too deeply") from None
-    return text
-
-
 class FunctionCallItem(RequestBody):
     """A tool call of an earlier answer."""
 
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: Annotated[str, AfterValidator(_arguments)]
+    arguments: str
 
 
 class FunctionResultItem(MarkedBody):

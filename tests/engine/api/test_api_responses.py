@@ -370,7 +370,6 @@ def test_a_diagnosis_names_the_difference(responses: openai.OpenAI) -> None:
     [
         ({"input": None}, "input", "Field required"),
         ({"input": []}, "input", "must not be empty"),
-        ({"input": [{**CALL, "arguments": 9999 * "["}]}, "input[0].arguments", "is nested too deeply"),
         ({"input": [MARKED], "instructions": "Be brief."}, "input[0].content[1].prompt_cache_breakpoint.mode", "mode"),
         (
             {"input": [CALL, {**RESULT, "output": MARKED["content"]}]},
@@ -435,7 +434,7 @@ def test_an_error_of_a_tool_has_its_path_in_the_request() -> None:
 
 
 def test_a_call_that_was_cut_is_continued(responses: openai.OpenAI) -> None:
-    cut: Any = {**CALL, "arguments": '{"ci'}
+    cut: Any = {**CALL, "arguments": '{"city": ' + 2000 * "["}
     first = create(responses, input=[cut, RESULT])
     assert given(responses, first)[0]["arguments"] == cut["arguments"]
     assert create(responses, previous_response_id=first.id).output

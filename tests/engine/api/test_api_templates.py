@@ -189,6 +189,16 @@ def test_results_have_the_name_of_their_tool(renderer: Renderer, name: str) -> N
     assert "<rain=rain>" in rendered(prompts, given)
 
 
+@pytest.mark.parametrize("levels", [300, 600, 1100])
+def test_arguments_of_more_than_200_levels_are_empty(renderer: Renderer, levels: int) -> None:
+    """A grammar allows them, so the model's own call may have them, whole or cut."""
+    prompts = letters(renderer, TEXT + CALLS.replace("ARGUMENTS", TEMPLATES["Qwen 3"]) + END)
+    for arguments in ("[" * levels, "[" * levels + "]" * levels + "}"):
+        assert rendered(prompts, calling(f'{{"a": {arguments}')) == rendered(prompts, calling("{}"))
+    kept = f'{{"a": {"[" * 190}{"]" * 190}}}'
+    assert kept in rendered(prompts, calling(kept))
+
+
 @pytest.mark.parametrize("content", ["\ud800", "a\udfffb"])
 def test_half_surrogates_in_arguments_are_refused(renderer: Renderer, content: str) -> None:
     prompts = letters(renderer, TEXT + CALLS.replace("ARGUMENTS", TEMPLATES["Qwen 3"]) + END)
