@@ -136,6 +136,7 @@ def _decodes(code: Coded, into: memoryview) -> bool:
 _RECORDS_PER_TRANSACTION = 16  # database records that one transaction reads
 # Checks and seconds before the thread waits. Each wait is an exchange of the interpreter's lock with the event loop.
 _CHECKS_PER_WAIT, _LEAST_WAIT = 16, 0.05
+_PAUSE = 60.0  # seconds without a check after the disk has failed
 _LEAST_READ = 4096  # bytes of a check for the rate: it reads at least a page of the file
 
 log = logging.getLogger("kvpage")
@@ -153,7 +154,6 @@ class Scrubber:
         self.rate = rate
         self.rounds = 0  # complete passes over all values
         self.checked = 0  # bytes
-        self.failing = ""  # the error that stopped the scrubber
         self._disk = disk
         self._damaged = damaged
         self._loop = asyncio.get_running_loop()
@@ -169,9 +169,8 @@ class Scrubber:
                 self._round()
                 self.rounds += not self._stopping.is_set()
             except DiskError as error:
-                self.failing = str(error)
-                log.error("the scrubber stops: %s", error)
-                return
+                log.error("the scrubber stops for %d s: %s", _PAUSE, error)
+                self._stopping.wait(_PAUSE)
             self._stopping.wait(max(began + 1 - time.monotonic(), 0))
 
     def _round(self) -> None:

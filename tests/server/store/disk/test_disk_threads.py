@@ -14,12 +14,14 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import lmdb
 import pytest
 from waiting import PATIENCE, until
 
 from kvpage_server.net.connection_memory import keep_large_blocks_apart
+from kvpage_server.store.disk import readers
 from kvpage_server.store.disk.database import Disk, Outcome
 from kvpage_server.store.disk.encoding import Write
 from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull
@@ -256,6 +258,24 @@ async def test_values_are_fetched_without_the_loop_waiting(tmp_path: Path) -> No
     assert none is False
     assert [bytes(into) for into in memory] == [body(1_000_000, i) for i in range(20)]
     await fetcher.close()
+    disk.close()
+
+
+async def test_the_scrubber_continues_after_the_disk_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "_PAUSE", 0.01)
+    disk = Disk(tmp_path)
+    disk.write([Write(b"key", b"", body(100))])
+    failing, records = [DiskError("for a moment")], disk.records
+
+    def failing_once(after: bytes, most: int) -> Any:
+        if failing:
+            raise failing.pop()
+        return records(after, most)
+
+    monkeypatch.setattr(disk, "records", failing_once)
+    scrubber = Scrubber(disk, 1 << 20, lambda _: None)
+    await asyncio.to_thread(until, lambda: scrubber.rounds, "a round")
+    await scrubber.close()
     disk.close()
 
 
