@@ -382,9 +382,14 @@ class Constraints:
             fast = self._tokenizer._tokenizer
             if not isinstance(fast, PreTrainedTokenizerFast):
                 raise ConstraintError("this model's tokenizer cannot constrain answers: it is not of `tokenizers`")
-            definition = json.dumps(_without_spelling(json.loads(fast.backend_tokenizer.to_str())))
+            definition = json.loads(fast.backend_tokenizer.to_str())
+            decoder = definition["decoder"] or {}
+            for step in decoder.get("decoders", [decoder]):
+                if step.get("content", " ") != " ":  # llguidance knows only replacements by a space
+                    raise ConstraintError("this model's tokenizer cannot constrain answers: its decoder replaces text")
             try:
-                self._compiled = LLTokenizer(definition, n_vocab=self._vocabulary, eos_token=self._ends)
+                spelling = json.dumps(_without_spelling(definition))
+                self._compiled = LLTokenizer(spelling, n_vocab=self._vocabulary, eos_token=self._ends)
             except BaseException as error:
                 # ValueError: a decoder that llguidance does not know; PanicException: a token of a thousand bytes
                 if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":

@@ -266,7 +266,10 @@ def test_a_constraint_without_a_text_is_refused() -> None:
         process(mx.array([5]), mx.zeros((1, 97)))
 
 
-@pytest.mark.parametrize("decoder", [Metaspace(), WordPiece(), BPEDecoder(), None])
+REPLACING = Sequence([decoders.ByteLevel(), Replace("page", "PAGE")])
+
+
+@pytest.mark.parametrize("decoder", [Metaspace(), WordPiece(), BPEDecoder(), REPLACING, None])
 def test_a_decoder_that_cannot_constrain_is_refused(decoder: Any) -> None:
     """`Prompts.prepare` ignores the error: the model is served, and a request with a constraint is 400."""
     tokenizer = letter_tokenizer()
