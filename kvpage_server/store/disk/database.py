@@ -346,7 +346,7 @@ def _bodies_of(key: bytes, data: bytes) -> Iterator[Body]:
 # a crash of the machine may damage the file. The next start checks the structure, and each value has a checksum.
 #
 # If the write of that page fails, LMDB refuses everything from then on, also reads. Then the thread that writes opens
-# the file again, after all reads have ended. It has the last commit that succeeded.
+# the file again at once, when all reads have ended. It has the last commit that succeeded.
 #
 # Any thread may read, and one thread at a time may write. Every call may wait for the disk.
 
@@ -361,7 +361,7 @@ _MOST_FREE = 16 << 20  # bytes by which a file that is larger than `maxdisk` may
 _MOST_KNOWN = 1 << 14  # pages whose `Body` is cached
 _DECODED = 4  # entries of the database whose bodies are decoded in one commit; a sheet has up to 6,144 pages
 _READS_END_WITHIN = 5.0  # seconds; borrowed reads end after `borrowed_reads.LONGEST`
-_NEXT_WRITE_WITHIN = 3.0  # seconds after a failed write; the next one opens the file again
+_RECOVERY_BEGINS_WITHIN = 1.0  # seconds after a failed write
 _RETRY = 0.01  # seconds
 
 log = logging.getLogger("kvpage")
@@ -456,38 +456,48 @@ class Disk:
             last = txn.cursor(self._pieces)
             self._next = NUMBER.unpack(last.key())[0] + 1 if last.last() else 1
 
-    def _begin_to_write(self) -> _Txn:
-        """Begin to write. Open the file again if LMDB refuses everything since a failed write."""
-        if self._is_open:
-            with suppress(lmdb.PanicError):
-                return self._env.begin(write=True)
-        self._open_again()
-        return self._env.begin(write=True)
-
-    def _open_again(self) -> None:
-        """Open the file again as soon as all reads have ended. Raises lmdb.Error, OSError, DiskError."""
+    def _recover(self) -> None:
+        """Open the file again, as soon as all reads have ended, if LMDB refuses everything since a failed write. If this
+        fails, the next failed write repeats it.
+        """
+        try:
+            self._env.begin(parent=None).abort()
+        except lmdb.PanicError:
+            pass
+        except lmdb.Error:
+            if self._is_open:
+                return
+        else:
+            return
         self._recovering = True
         try:
-            if self._is_open:
-                until = time.monotonic() + _READS_END_WITHIN
-                while _has_reads(self._env) and time.monotonic() < until:
-                    time.sleep(_RETRY)
-                if _has_reads(self._env):
-                    return  # the next write repeats it
-                self._map_size = self._env.info()["map_size"]
-                self._is_open = False
-                self._env.close()
-            env = open_map(self.path, self._map_size, flushes=self._flushes)
-            try:
-                self._attach(env)
-                self._lifetimes = env.open_db(b"kept")
-            except BaseException:
-                env.close()
-                raise
-            self._env, self._is_open = env, True
+            self._open_again()
+        except (lmdb.Error, OSError, DiskError) as error:
+            log.error("%s cannot be opened again after a failed write: %s", self.path, error)
+        else:
             log.warning("%s was opened again after a failed write", self.path)
         finally:
             self._recovering = False
+
+    def _open_again(self) -> None:
+        """Open the file again as soon as all reads have ended. Raises lmdb.Error, OSError, DiskError."""
+        if self._is_open:
+            until = time.monotonic() + _READS_END_WITHIN
+            while _has_reads(self._env):
+                if time.monotonic() > until:
+                    raise DiskError("reads do not end")
+                time.sleep(_RETRY)
+            self._map_size = self._env.info()["map_size"]
+            self._is_open = False
+            self._env.close()
+        env = open_map(self.path, self._map_size, flushes=self._flushes)
+        try:
+            self._attach(env)
+            self._lifetimes = env.open_db(b"kept")
+        except BaseException:
+            env.close()
+            raise
+        self._env, self._is_open = env, True
 
     def _begin(self, begin: Callable[[lmdb.Environment], _T]) -> _T:
         """Return the transaction that `begin` begins. Wait until the file is open again after a failed write."""
@@ -498,7 +508,7 @@ class Disk:
                 return begin(env)
             except lmdb.Error as error:
                 waited = time.monotonic() - begun
-                refused = isinstance(error, lmdb.PanicError) and waited < _NEXT_WRITE_WITHIN
+                refused = isinstance(error, lmdb.PanicError) and waited < _RECOVERY_BEGINS_WITHIN
                 if not (refused or env is not self._env or (self._recovering and waited < _READS_END_WITHIN)):
                     raise
             time.sleep(_RETRY)
@@ -579,7 +589,7 @@ class Disk:
         all removals in one commit, there are several commits. LMDB reuses the pages that a commit freed only after the
         next commit, so a small change follows. Raises DiskFull or DiskError; some values may have been removed then.
         """
-        with lmdb_errors(self.path, writing=True):
+        with lmdb_errors(self.path, writing=True, recover=self._recover):
             self._has_reserve = False
             self._reserve.unlink(missing_ok=True)
             self._commit_in_parts(list(changes))
@@ -588,7 +598,7 @@ class Disk:
             self._keep_reserve(least=0)
 
     def _remove_lost(self) -> None:
-        with self._begin_to_write() as txn:
+        with self._env.begin(write=True) as txn:
             removed, coded = self._lost.remove(txn), self.coded
             if removed:
                 coded = self._lost.coded(txn)
@@ -600,7 +610,7 @@ class Disk:
 
     def _commit_small_change(self) -> None:
         """Commit a small change, after which LMDB can reuse the pages that the last commit freed."""
-        with self._begin_to_write() as txn:
+        with self._env.begin(write=True) as txn:
             txn.put(b"turn", NUMBER.pack(txn.id()), db=self._about)
         self._marker.committed()
 
@@ -643,7 +653,7 @@ class Disk:
         """
         if isinstance(changes, Iterator):
             changes = list(changes)
-        with lmdb_errors(self.path, writing=True):
+        with lmdb_errors(self.path, writing=True, recover=self._recover):
             try:
                 coded = self._commit(changes)
             except lmdb.MapFullError:
@@ -659,7 +669,7 @@ class Disk:
         before = self._next, self.format, self.coded
         coded: dict[bytes, int] = {}
         try:
-            with self._begin_to_write() as txn:
+            with self._env.begin(write=True) as txn:
                 sheets = Sheets(txn, self._records)
                 for change in changes:
                     self._change(txn, sheets, change, piece, coded)
@@ -826,7 +836,7 @@ class Disk:
         """
         before = self.format
         try:
-            with lmdb_errors(self.path, writing=True), self._begin_to_write() as txn:
+            with lmdb_errors(self.path, writing=True, recover=self._recover), self._env.begin(write=True) as txn:
                 for key, data in [*txn.cursor(self._quarantine)]:
                     if any(body.coded for body in _bodies_of(key[NUMBER.size :], data)):
                         self._delete_pieces_of(txn, key[NUMBER.size :], data)

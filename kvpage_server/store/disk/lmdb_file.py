@@ -12,7 +12,7 @@ import fcntl
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -260,16 +260,18 @@ def _has_errno(error: Exception, number: int) -> bool:
 
 
 class lmdb_errors:
-    """Context that raises errors of LMDB and the system as DiskError, or as DiskFull if a write had no space.
+    """Context that raises errors of LMDB and the system as DiskError, or as DiskFull if a write had no space. It calls
+    `recover` before, if LMDB has failed for another reason than a full map.
 
     It is not a generator function because, since Python 3.12, a generator's frames refer to the exception that passed
     through it, and the exception to the frames. Such a cycle would keep the arguments of a failed write in memory until
     the next garbage collection.
     """
 
-    def __init__(self, path: Path, *, writing: bool = False) -> None:
+    def __init__(self, path: Path, *, writing: bool = False, recover: Callable[[], object] | None = None) -> None:
         self._path = path
         self._writing = writing
+        self._recover = recover
 
     def __enter__(self) -> None:
         pass
@@ -278,6 +280,8 @@ class lmdb_errors:
         if isinstance(error, lmdb.MapFullError):
             raise MaxDisk("maxdisk is used up") from None
         if isinstance(error, lmdb.Error):
+            if self._recover is not None:
+                self._recover()
             raise self._lmdb_message(error) from None
         if isinstance(error, OSError):
             if self._writing and error.errno in (errno.ENOSPC, errno.EDQUOT):

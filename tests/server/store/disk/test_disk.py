@@ -11,9 +11,10 @@ import shutil
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -297,17 +298,19 @@ def test_writes_fail_while_the_file_has_lost_its_name(disk: Disk, replaced: bool
 
 
 @contextmanager
-def failing_meta_page(path: Path) -> Iterator[None]:
-    """LMDB writes the page that refers to a commit with a descriptor of its own, which is replaced by one to read."""
+def failing_meta_page(path: Path) -> Iterator[Callable[[], object]]:
+    """Let LMDB fail to write the page that refers to a commit. The result ends this.
+
+    LMDB writes it with a descriptor of its own, which is replaced by one that only reads.
+    """
     links = [*Path("/proc/self/fd").iterdir()]
     open_ones = [int(link.name) for link in links if link.exists() and link.samefile(path)]
     (own,) = (fd for fd in open_ones if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY)
     kept, only_to_read = os.dup(own), os.open(path, os.O_RDONLY)
     os.dup2(only_to_read, own)
     try:
-        yield
+        yield partial(os.dup2, kept, own)
     finally:
-        os.dup2(kept, own)
         os.close(kept)
         os.close(only_to_read)
 
@@ -318,16 +321,16 @@ def test_one_failed_write_of_the_meta_page_ends_nothing(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
     disk.write([Write(b"ka", b"", body(50_000, 1))])
     held, found = disk.find([(b"ka", 50_000)])
-    with failing_meta_page(disk.path), pytest.raises(DiskError):
-        disk.write([Write(b"kb", b"", b"lost")])
-    with ThreadPoolExecutor(2) as pool:
-        reading = pool.submit(read, disk, b"ka", 50_000)
-        writing = pool.submit(disk.write, [Write(b"kc", b"", b"next")])
+    with failing_meta_page(disk.path) as restored, ThreadPoolExecutor(2) as pool:
+        writing = pool.submit(disk.write, [Write(b"kb", b"", b"lost")])
         assert not wait([writing], 0.3).done, "a read is not over"
+        reading = pool.submit(read, disk, b"ka", 50_000)
         assert b"".join(map(bytes, cast(Any, found[0]))) == body(50_000, 1)
+        restored()
         del found, held
-        writing.result(20)
+        assert isinstance(writing.exception(20), DiskError)
         assert reading.result(20) == body(50_000, 1)
+    disk.write([Write(b"kc", b"", b"next")])
     assert [read(disk, name, 4) for name in (b"kb", b"kc")] == [None, b"next"]
     disk.write([Write(b"kd", b"", b"last")])
     disk.close()
