@@ -85,8 +85,8 @@ def replacing(path: Path, *, keep_group: bool = False) -> Iterator[BinaryIO]:
         if stat.S_IFMT(path.stat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     file, unfinished = _create(path)
-    with file:
-        try:
+    try:
+        with file:  # its end repeats a failed write, and may raise another error
             if keep_group:
                 with suppress(FileNotFoundError):
                     os.fchmod(file.fileno(), path.stat().st_mode & 0o770)
@@ -94,12 +94,12 @@ def replacing(path: Path, *, keep_group: bool = False) -> Iterator[BinaryIO]:
             file.flush()
             flush(file.fileno())
             unfinished.rename(path)
-        except BaseException as error:
-            unfinished.unlink(missing_ok=True)
-            if isinstance(error, OSError) and error.filename is None:  # a write's error has none
-                error.filename = str(path)
-            raise
-    flush_directory(path.parent)
+        flush_directory(path.parent)
+    except BaseException as error:
+        unfinished.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename in (None, str(unfinished)):  # a write's error has none
+            error.filename = str(path)
+        raise
 
 
 def remove(path: Path) -> bool:

@@ -226,3 +226,19 @@ class TestWriting:
         assert f"others may read {path}, which cannot be changed: Operation not permitted\n" in path.read_text(
             encoding="utf-8"
         )
+
+
+def test_an_error_of_a_replacement_names_the_file(tmp_path: Path) -> None:
+    program = (
+        "import pathlib, resource, sys; from kvpage_server.system.durable import replacing\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4, 4))\n"
+        "try:\n"
+        "    with replacing(pathlib.Path(sys.argv[1])) as file:\n"
+        "        file.write(bytes(100))\n"
+        "except OSError as error:\n"
+        "    print(error.filename)\n"
+    )
+    path = tmp_path / "dump.json"
+    done = subprocess.run([sys.executable, "-c", program, path], capture_output=True, encoding="utf-8", timeout=100)
+    assert (done.stdout, done.stderr) == (f"{path}\n", "")
+    assert [*tmp_path.iterdir()] == []
