@@ -457,8 +457,8 @@ class Disk:
             self._next = NUMBER.unpack(last.key())[0] + 1 if last.last() else 1
 
     def _recover(self) -> None:
-        """Open the file again, as soon as all reads have ended, if LMDB refuses everything since a failed write. If this
-        fails, the next failed write repeats it.
+        """Open the file again, as soon as all reads have ended, if LMDB refuses everything since a failed write. If
+        this fails, the next failed write repeats it.
         """
         try:
             self._env.begin(parent=None).abort()
